@@ -1,0 +1,248 @@
+"""The vocabulary in tiles: fold a tile of logits into running statistics, and turn it into the logits' gradient.
+
+With z the logits, t the target and r the rival (the best other token), everything follows from five sums that leave
+the two out: a probability near 1 then loses no digits to cancellation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+# 4,096 columns x 1,024 tokens of fp32 are 16 MB, small beside a layer's activations and large enough for a GPU.
+TILE = 4096
+TOKENS = 1024
+
+
+class Head(NamedTuple):
+    """What does not change between tiles. Logits: z = softcap * tanh(scale * y / softcap) / temperature."""
+
+    weight: Tensor | None  # (V, H); None where `hidden` are ready logits y
+    bias: Tensor | None  # (V,)
+    softcap: float | None
+    scale: float
+    temperature: float
+    vocabulary: int
+    tile: int
+    extras: frozenset[str]
+
+
+class Sums(NamedTuple):
+    """Running statistics of N tokens; `rest` is over all tokens but target and rival, in units of exp(rival)."""
+
+    target: Tensor  # z_t
+    rival: Tensor  # z_r
+    rival_id: Tensor
+    rest: Tensor  # sum exp(z - z_r)
+    rest_z: Tensor  # sum exp(z - z_r) z
+    rest_sq: Tensor  # sum exp(2 (z - z_r))
+    total: Tensor  # sum z, over the whole vocabulary
+
+
+class Grads(NamedTuple):
+    """Incoming gradients of N tokens, (N,) each or None."""
+
+    target: Tensor | None
+    rival: Tensor | None
+    logsumexp: Tensor | None
+    log_doubt: Tensor | None
+    mean_logit: Tensor | None
+    entropy: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs of N tokens."""
+
+    targets: Tensor
+    rival_id: Tensor
+    right: Tensor  # whether the target is the argmax
+    logsumexp: Tensor
+    log_doubt: Tensor | None
+    entropy: Tensor | None
+
+
+def slices(length: int, step: int) -> Iterator[slice]:
+    """Cut [0, length) into pieces; an empty range is one empty piece, so that an all-masked batch keeps its graph."""
+    return (slice(start, min(start + step, length)) for start in range(0, max(length, 1), step))
+
+
+def statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """At least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def fold(hidden: Tensor, targets: Tensor, head: Head) -> Sums:
+    """Walk the vocabulary once. hidden: (N, H) or logits (N, V); targets: (N,) -> sums (N,)."""
+    zero = hidden.new_zeros(hidden.shape[0], dtype=statistics_dtype(hidden))
+    sums = Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero)
+    for columns, y, _ in _tiles(hidden, head):
+        sums = _fold_tile(_transformed(y, head), targets - columns.start, columns, sums, head.extras)
+    return sums
+
+
+def _tiles(hidden: Tensor, head: Head) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield (columns, raw logits y (N, tile), the weight's tile (tile, H))."""
+    dtype = statistics_dtype(hidden)
+    hidden = hidden.to(dtype)
+    # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
+    buffer = hidden.new_empty(hidden.shape[0], min(head.tile, head.vocabulary))
+    for columns in slices(head.vocabulary, head.tile):
+        part = None if head.weight is None else head.weight[columns].to(dtype)
+        y = buffer[:, : columns.stop - columns.start]
+        if part is None:
+            y.copy_(hidden[:, columns])
+        else:
+            torch.mm(hidden, part.T, out=y)
+        yield columns, y if head.bias is None else y.add_(head.bias[columns].to(dtype)), part
+
+
+def _transformed(y: Tensor, head: Head) -> Tensor:
+    """Raw logits -> z, in place."""
+    if head.softcap is not None:
+        y.mul_(head.scale / head.softcap).tanh_()
+    factor = (head.softcap or head.scale) / head.temperature
+    return y if factor == 1.0 else y.mul_(factor)
+
+
+def _fold_tile(z: Tensor, local: Tensor, columns: slice, sums: Sums, extras: frozenset[str]) -> Sums:
+    """Fold one tile z: (N, tile), which is overwritten. local: the target's column in it, if it lies in it."""
+    total = sums.total + z.sum(-1) if "mean_logit" in extras else sums.total
+    # A finite stand-in for -inf: its exponential is 0 and 0 * nothing stays 0 in the entropy's sum.
+    nothing = torch.finfo(z.dtype).min / 8
+    inside = (local >= 0) & (local < z.shape[1])
+    column = local.clamp(0, z.shape[1] - 1).unsqueeze(-1)
+    here = z.gather(-1, column)
+    z.scatter_(-1, column, torch.where(inside.unsqueeze(-1), nothing, here))
+    best, best_id = z.max(-1)
+    z.scatter_(-1, best_id.unsqueeze(-1), nothing)
+    rest, rest_z, rest_sq = _rest(z, best.clamp(min=nothing / 2), extras)
+    top = torch.maximum(sums.rival, best)
+    old, new, lesser = (sums.rival - top).exp(), (best - top).exp(), torch.minimum(sums.rival, best)
+    second = (lesser - top).exp()  # the lesser of the two rivals joins the rest
+    return Sums(
+        torch.where(inside, here.squeeze(-1), sums.target),
+        top,
+        torch.where(best > sums.rival, best_id + columns.start, sums.rival_id),
+        sums.rest * old + rest * new + second,
+        sums.rest_z * old + rest_z * new + second * lesser.clamp(min=nothing) if "entropy" in extras else rest_z,
+        sums.rest_sq * old**2 + rest_sq * new**2 + second**2 if "log_sum_sq" in extras else rest_sq,
+        total,
+    )
+
+
+def _rest(z: Tensor, best: Tensor, extras: frozenset[str]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum exp(z - best), exp(z - best) z and exp(2 (z - best)) over the tile; z is overwritten where it may be."""
+    nothing = torch.zeros_like(best)
+    if "entropy" not in extras:
+        e = z.sub_(best.unsqueeze(-1)).exp_()
+        return e.sum(-1), nothing, (e * e).sum(-1) if "log_sum_sq" in extras else nothing
+    e = (z - best.unsqueeze(-1)).exp_()
+    square = (e * e).sum(-1) if "log_sum_sq" in extras else nothing
+    return e.sum(-1), z.mul_(e).sum(-1), square
+
+
+def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
+    """Sums -> target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq: (N,) each, None if unasked."""
+    others = sums.rival + sums.rest.log1p()
+    logsumexp = torch.logaddexp(sums.target, others)
+    share = logsigmoid(others - sums.target)  # log of the mass of all but the target
+    # The greater of the two is computed, the lesser follows from the gap: both keep their digits, and which one is
+    # greater is what the logits say.
+    gap = sums.target - sums.rival
+    target = torch.where(gap > 0, logsigmoid(sums.target - others), share - sums.rest.log1p() + gap)
+    rival = torch.where(gap > 0, target - gap, share - sums.rest.log1p())
+    log_doubt = _log_doubt(sums, share, logsumexp) if "log_doubt" in head.extras else None
+    mean_logit = sums.total / head.vocabulary if "mean_logit" in head.extras else None
+    entropy = log_sum_sq = None
+    if "entropy" in head.extras:
+        entropy = logsumexp - target.exp() * sums.target - rival.exp() * (sums.rival + sums.rest_z)
+    if "log_sum_sq" in head.extras:
+        log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
+    return target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq
+
+
+def _log_doubt(sums: Sums, share: Tensor, logsumexp: Tensor) -> Tensor:
+    """log(1 - c): the log-sum-exp without the top token."""
+    without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log()) - logsumexp
+    return torch.where(sums.target > sums.rival, share, without_rival)
+
+
+def unfold(
+    hidden: Tensor, head: Head, saved: Saved, grads: Grads, into: tuple[Tensor | None, ...], *, first: bool
+) -> None:
+    """Walk the vocabulary again and add this slice's gradients into (hidden's rows, weight, bias).
+
+    The first slice of tokens writes weight and bias instead: zeroing a large weight's gradient costs 4 % of the pass.
+    """
+    g_hidden, g_weight, g_bias = into
+    keep = 0 if first else 1
+    for columns, y, part in _tiles(hidden, head):
+        d = _logit_gradient(y, columns, head, saved, grads)
+        if g_hidden is not None and part is None:
+            g_hidden[:, columns] = d
+        elif g_hidden is not None and part is not None:
+            g_hidden.addmm_(d, part)
+        if g_weight is not None:
+            g_weight[columns].addmm_(d.T, hidden.to(d.dtype), beta=keep)
+        if g_bias is not None:
+            g_bias[columns] = d.sum(0) if first else g_bias[columns] + d.sum(0)
+
+
+def _logit_gradient(y: Tensor, columns: slice, head: Head, saved: Saved, grads: Grads) -> Tensor:
+    """Overwrite a tile of raw logits with the gradient of the loss in them."""
+    z = _transformed(y, head)
+    slope = None if head.softcap is None else 1 - (z * (head.temperature / head.softcap)) ** 2
+    more = [_doubt_gradient(z, columns, saved, grads), _entropy_gradient(z, saved, grads)]
+    # d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p serves them all
+    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(_mass(saved, grads).unsqueeze(-1))
+    _add_at(d, saved.targets - columns.start, grads.target)
+    _add_at(d, saved.rival_id - columns.start, grads.rival)
+    if grads.mean_logit is not None:
+        d.add_(grads.mean_logit.unsqueeze(-1) / head.vocabulary)
+    for part in more:
+        if part is not None:
+            d.add_(part)
+    factor = head.scale / head.temperature
+    d = d if slope is None else d.mul_(slope)
+    return d if factor == 1.0 else d.mul_(factor)
+
+
+def _mass(saved: Saved, grads: Grads) -> Tensor:
+    """The multiple of p in the gradient: g_logsumexp - g_target - g_rival - g_log_doubt, (N,)."""
+    mass = torch.zeros_like(saved.logsumexp)
+    for grad in (grads.target, grads.rival, grads.log_doubt):
+        if grad is not None:
+            mass -= grad
+    return mass if grads.logsumexp is None else mass + grads.logsumexp
+
+
+def _add_at(d: Tensor, local: Tensor, grad: Tensor | None) -> None:
+    """Add grad (N,) at column `local` of each row of the tile d, where it lies in the tile."""
+    if grad is not None:
+        inside = (local >= 0) & (local < d.shape[1])
+        column = local.clamp(0, d.shape[1] - 1).unsqueeze(-1)
+        d.scatter_add_(-1, column, torch.where(inside, grad, 0).to(d.dtype).unsqueeze(-1))
+
+
+def _doubt_gradient(z: Tensor, columns: slice, saved: Saved, grads: Grads) -> Tensor | None:
+    """g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token; the - g p_j is in the mass."""
+    if grads.log_doubt is None or saved.log_doubt is None:
+        return None
+    e = (z - (saved.logsumexp + saved.log_doubt).unsqueeze(-1)).exp_()
+    local = torch.where(saved.right, saved.targets, saved.rival_id) - columns.start
+    inside = (local >= 0) & (local < z.shape[1])
+    column = local.clamp(0, z.shape[1] - 1).unsqueeze(-1)
+    e.scatter_(-1, column, torch.where(inside.unsqueeze(-1), 0, e.gather(-1, column)))
+    return e.mul_(grads.log_doubt.unsqueeze(-1))
+
+
+def _entropy_gradient(z: Tensor, saved: Saved, grads: Grads) -> Tensor | None:
+    """-g p_j (log p_j + entropy)."""
+    if grads.entropy is None or saved.entropy is None:
+        return None
+    log_p = z - saved.logsumexp.unsqueeze(-1)
+    return log_p.exp().mul_(log_p.add_(saved.entropy.unsqueeze(-1))).mul_(-grads.entropy.unsqueeze(-1))
