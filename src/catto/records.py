@@ -166,7 +166,7 @@ R = TypeVar("R", bound=Record)
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (row, text) of every non-empty line, rows counted from 1, streaming."""
-    with _opened(path) as file:
+    with opened(path) as file:
         row = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             row += 1
@@ -184,18 +184,19 @@ def _decoded(line: bytes, path: Path, row: int) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open plain or gzipped bytes; a file that cannot be read is a DataError."""
     import gzip
+    import zlib
 
     try:
-        file = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+        file = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise DataError(path, None, error.strerror or str(error)) from None
     with file:
         try:
             yield file  # type: ignore[misc]
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(path, None, f"broken gzip file: {error}") from None
 
 

@@ -1,0 +1,97 @@
+"""The METHODS table: what each method of the comparison is, as data.
+
+A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained by one
+objective or only rescaled, and has learning rates, epochs and a number of pairs. Values are the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Budget = Literal["paper", "matched"]
+Start = Literal["base", "sft", "dpo"]
+Stage = Literal["sft", "preference", "rcft", "scaling"]
+Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome"]
+
+BUDGETS: tuple[Budget, ...] = ("paper", "matched")
+# The learning rates among which a preference method's is chosen, by validation ECE.
+GRID = (5e-6, 5e-7)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a method trains: epochs over how many pairs (None: all of them)."""
+
+    epochs: int
+    pairs: int | None = None
+
+
+ALL = Effort(epochs=6)
+SMALL = Effort(epochs=2, pairs=500)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the comparison."""
+
+    title: str
+    start: Start
+    stage: Stage
+    effort: MappingProxyType[Budget, Effort]
+    learning_rates: tuple[float, ...] = ()
+    batch_size: int = 4
+    label_smoothing: float = 0.0
+    calibration: Calibration = "none"
+    rcft_weight: float = 0.0  # of RCFT's ECE term; 0 is CFT
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the two budgets give different models, by this method's own effort or by its start's."""
+        return self.effort["paper"] != self.effort["matched"] or self.start == "dpo"
+
+    @property
+    def group(self) -> Literal["SFT", "DPO"]:
+        """The block of the paper's tables in which the method stands."""
+        return "DPO" if self.stage == "preference" or self.start == "dpo" else "SFT"
+
+
+def _same(effort: Effort) -> MappingProxyType[Budget, Effort]:
+    return MappingProxyType({"paper": effort, "matched": effort})
+
+
+def _preference(title: str, calibration: Calibration, paper: Effort = SMALL) -> Method:
+    effort: dict[Budget, Effort] = {"paper": paper, "matched": SMALL}
+    return Method(title, "sft", "preference", MappingProxyType(effort), GRID, 4, calibration=calibration)
+
+
+def _supervised(title: str, **more: float) -> Method:
+    return Method(title, "base", "sft", _same(Effort(epochs=3)), (5e-5,), 2, **more)  # type: ignore[arg-type]
+
+
+def _after_dpo(title: str, weight: float) -> Method:
+    return Method(title, "dpo", "rcft", _same(Effort(epochs=5)), (5e-6,), 4, rcft_weight=weight)
+
+
+METHODS: dict[str, Method] = {
+    "sft": _supervised("SFT"),
+    "sft+ts": Method("SFT + temperature scaling", "sft", "scaling", _same(Effort(epochs=0))),
+    "sft+ls": _supervised("SFT + label smoothing", label_smoothing=0.1),
+    "dpo": _preference("DPO", "none", paper=ALL),
+    "dpo+ts": Method("DPO + temperature scaling", "dpo", "scaling", _same(Effort(epochs=0))),
+    "cft": _after_dpo("CFT", 0.0),
+    "rcft": _after_dpo("RCFT", 1.0),
+    "dpo+bce": _preference("DPO + BCE", "bce"),
+    "dpo+catto": _preference("DPO + CATTO", "catto"),
+    "dpo+outcome": _preference("DPO + outcome", "outcome"),
+}
+
+
+def weight_of(calibration: Calibration, score: str = "brier") -> float:
+    """Lambda, the weight that an objective has by default: the paper's 0.1, and ours for `outcome`."""
+    if calibration == "none":
+        return 0.0
+    if calibration == "outcome":
+        return 1.0 if score == "brier" else 0.3
+    return 0.1

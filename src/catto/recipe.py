@@ -1,0 +1,224 @@
+"""The recipe: everything that an experiment is, as closed, typed models. An unknown key is an error."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from catto.methods import BUDGETS, METHODS, Budget
+from catto.records import Split
+
+
+class Settings(BaseModel):
+    """A closed, immutable block of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ResponseFields(Settings):
+    """Which columns of an existing dataset of responses hold what. None: the dataset has no such column."""
+
+    question: str | None = "question"  # the question's id
+    prompt: str | None = None  # or its text, as the user's message puts it (for word labels: its fields suffice)
+    text: str | None = "text"
+    reasoning: str | None = None
+    label: str | None = None
+    sample: str | None = None
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.question is None) == (self.prompt is None):
+            raise ValueError("name exactly one of question (an id) and prompt (a text)")
+        if self.text is None and self.label is None:
+            raise ValueError("name a column for text or for label")
+        return self
+
+
+class TeacherSettings(Settings):
+    """How training questions become responses, and responses rows. Defaults: the paper's, where it gives them."""
+
+    source: Literal["server", "transformers", "responses", "witnesses"] | None = None  # None: given in code
+    model: str | None = None  # what the server calls it, or a model folder or hub id
+    base_url: str | None = None  # source server: https://api.deepseek.com, http://localhost:8000/v1, ...
+    api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
+    extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
+    responses: str | None = None  # source responses: a file, a folder or a hub id
+    fields: ResponseFields = ResponseFields()
+
+    n: int = Field(default=10, ge=1)
+    temperature: tuple[float, float] = (0.6, 1.2)
+    max_tokens: int = Field(default=1024, ge=1)
+    reasoning: bool = True
+    seed: int = 0
+
+    concurrency: int = Field(default=16, ge=1)  # requests in flight, or a local model's batch size
+    timeout: float = Field(default=600, gt=0)  # seconds without a byte from the server
+    retries: int = Field(default=8, ge=0)
+
+    pairs_per_question: int = Field(default=1, ge=1)
+    min_correct: int = Field(default=1, ge=1)
+    min_wrong: int = Field(default=3, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        low, high = self.temperature
+        if not 0 <= low <= high:
+            raise ValueError(f"temperature: expected 0 <= low <= high, got {low}, {high}")
+        if self.source in ("server", "transformers") and self.model is None:
+            raise ValueError(f"model: needed for source {self.source}")
+        if self.source == "server" and self.base_url is None:
+            raise ValueError("base_url: needed for source server")
+        if self.source == "responses" and self.responses is None:
+            raise ValueError("responses: name a file, a folder or a hub id")
+        return self
+
+    def asked(self) -> dict[str, Any]:
+        """What determines a response; where the server stands and how rows are picked do not."""
+        names = {"source", "model", "extra_body", "responses", "fields"}
+        names |= {"n", "temperature", "max_tokens", "reasoning", "seed"}
+        if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
+            names.add("concurrency")
+        return self.model_dump(mode="json", include=names)
+
+    def picked(self) -> dict[str, Any]:
+        """What, beyond the responses, determines the rows."""
+        return self.model_dump(mode="json", include={"seed", "pairs_per_question", "min_correct", "min_wrong"})
+
+
+class ScratchModel(Settings):
+    """A small Qwen3 trained from nothing, with a tokenizer of whole words."""
+
+    layers: int = Field(default=3, ge=1)
+    width: int = Field(default=96, ge=8)
+    heads: int = Field(default=4, ge=1)
+    intermediate: int = Field(default=256, ge=8)
+    positions: int = Field(default=512, ge=16)
+
+
+class ModelSettings(Settings):
+    """The base model: a folder or hub id, or one made from scratch."""
+
+    path: str | None = None
+    scratch: ScratchModel | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None  # None: bf16 on an accelerator, fp32 on a CPU
+    attention: str | None = None  # None: Transformers' choice
+    peft: dict[str, Any] | None = None  # a LoraConfig's keywords; None is full fine-tuning
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("name exactly one of path (a folder or hub id) and scratch")
+        return self
+
+
+class TaskSettings(Settings):
+    """Where a task's questions come from and how many are used. None: the task's own number, or all."""
+
+    data_dir: str | None = None
+    files: dict[Split, str | list[str]] | None = None
+    train: int | None = Field(default=None, ge=1)
+    validation: int | None = Field(default=None, ge=1)
+    test: int | None = Field(default=None, ge=1)
+    path: str | None = None  # a user's own file, with its fields
+    fields: dict[str, str | list[str]] | None = None
+    answer: Literal["label", "index", "text"] = "label"
+    labels: list[str] | None = None
+    options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
+    witnesses: int | None = None
+    reliabilities: list[float] | None = None
+
+
+class StageSettings(Settings):
+    """How a kind of training runs. None: what METHODS says (the paper's value). `trl` goes to the trainer as it is."""
+
+    learning_rates: tuple[float, ...] | None = Field(default=None, min_length=1)
+    epochs: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+    checkpoint_steps: int = Field(default=500, ge=1)
+    rows: int | None = Field(default=None, ge=1)  # at most this many rows or pairs
+    trl: dict[str, Any] = Field(default_factory=dict)
+
+
+class OutcomeSettings(Settings):
+    """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered."""
+
+    questions: int | None = Field(default=None, ge=1)  # None: every training question
+    temperature: float = Field(default=1.0, ge=0)
+    rows_per_pair: int = Field(default=2, ge=1)
+    score: Literal["brier", "log"] = "brier"
+
+
+class EvaluationSettings(Settings):
+    """How models are measured."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    max_tokens: int = Field(default=1024, ge=1)
+    batch_size: int = Field(default=16, ge=1)
+    bins: int = Field(default=20, ge=1)
+    resamples: int = Field(default=1000, ge=10)
+    unparsed: Literal["fallback", "wrong"] = "fallback"
+    decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
+    k: tuple[int, ...] = (4, 8)  # Confidence@k; empty: none
+
+    @field_validator("k")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(k < 1 for k in value):
+            raise ValueError("expected whole numbers of at least 1")
+        return tuple(sorted(set(value)))
+
+
+class Recipe(Settings):
+    """One experiment: tasks, model, methods, budgets, seeds, teacher, training, evaluation."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    tasks: dict[str, TaskSettings] = Field(min_length=1)
+    train_on: str | None = None  # out of distribution: train on this task, test on the others
+    model: ModelSettings
+    methods: tuple[str, ...] = tuple(METHODS)
+    budgets: tuple[Budget, ...] = BUDGETS
+    small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
+    seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    lr_choice: Literal["seed", "mean"] = "seed"
+    keep: Literal["val_accuracy", "val_ece", "val_nll"] = "val_accuracy"
+    context: int = Field(default=2048, ge=16)
+    prefix_sharing: bool = True
+    teacher: TeacherSettings
+    sft: StageSettings = StageSettings()
+    preference: StageSettings = StageSettings(checkpoint_steps=100)
+    rcft: StageSettings = StageSettings()
+    outcome: OutcomeSettings = OutcomeSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _bare_names(cls, value: Any) -> Any:
+        """`snli:` with nothing behind it is the task with its own settings."""
+        return (
+            {name: {} if block is None else block for name, block in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise ValueError(
+                f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}{suggestion(unknown[0], METHODS)}"
+            )
+        if self.train_on is not None and self.train_on not in self.tasks:
+            raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
+        for name in self.methods:
+            start = METHODS[name].start
+            if start != "base" and start not in self.methods:
+                raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+        return self
+
+
+def suggestion(word: str, known: Any) -> str:
+    """`; did you mean ...?`, where a known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,238 @@
+"""Ask the teacher for every response, keep each as it arrives, then write the rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from catto.engines import Generation, Key, Request
+from catto.prompts import messages, parse_answer
+from catto.recipe import TeacherSettings
+from catto.records import (
+    DataError,
+    Manifest,
+    Message,
+    Question,
+    Record,
+    Response,
+    content_hash,
+    library_versions,
+    manifest_path,
+    read_manifest,
+    read_records,
+    write_manifest,
+    write_records,
+)
+from catto.teacher.rows import Answered, grouped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.sources import Source, StoredResponses, open_source
+from catto.teacher.store import OTHER_RECIPE, PartFile, index, locked
+from catto.teacher.summary import Estimate, Yield, estimate, summarise
+
+Progress = Callable[[int, int], None]
+RESPONSES, PART = "responses.jsonl", "responses.part.jsonl"
+ROWS: dict[str, Callable[[Iterable[Answered], TeacherSettings], Iterator[Record]]] = {
+    "sft": sft_rows,
+    "preferences": preference_rows,
+    "outcome": outcome_rows,
+}
+
+
+def teach(
+    questions: Iterable[Question],
+    source: Source | None,
+    settings: TeacherSettings,
+    out: Path,
+    progress: Progress | None = None,
+) -> Yield:
+    """Collect n responses to every training question into `out` and write the rows made of them.
+
+    Writes responses.jsonl, sft.jsonl, preferences.jsonl and outcome.jsonl, each with its manifest. A killed run goes
+    on from responses.part.jsonl and asks only for what is missing; a finished one asks nothing. `source` None: the one
+    that the settings name, opened only if something is to be asked. `progress(done, total)` counts responses.
+    """
+    training = training_questions(questions)
+    with locked(out):
+        recipe = recipe_hash(training, source, settings)
+        if not _finished(out / RESPONSES, recipe):
+            _collect(training, source or open_source(settings, training), settings, out, recipe, progress)
+        (out / PART).unlink(missing_ok=True)
+        rows = {kind: _write_rows(kind, training, settings, out, recipe) for kind in ROWS}
+        return summarise(training, _answered(training, out), settings, rows)
+
+
+def dry_run(
+    questions: Iterable[Question], source: Source | None, settings: TeacherSettings, out: Path | None = None
+) -> Estimate:
+    """Count what `teach` would still ask, without asking or writing."""
+    training = training_questions(questions)
+    recipe = recipe_hash(training, source, settings)
+    if out is not None and _finished(out / RESPONSES, recipe):
+        keys: Iterable[Key] = _keys(training, settings)
+    elif out is not None and (out / PART).exists():
+        keys, _ = index(out / PART, recipe, set(_keys(training, settings)))
+    else:
+        keys = ()
+    return estimate(training, settings, Counter(question for question, _ in keys))
+
+
+def training_questions(questions: Iterable[Question]) -> list[Question]:
+    """The questions of the train split, which alone are asked; none or a repeated id is an error."""
+    training = [question for question in questions if question.split == "train"]
+    repeated = [name for name, count in Counter(question.id for question in training).items() if count > 1]
+    if repeated:
+        raise ValueError(f"question id {repeated[0]!r} stands more than once")
+    if not training:
+        raise ValueError("no question of the train split")
+    return training
+
+
+def recipe_hash(training: Sequence[Question], source: Source | None, settings: TeacherSettings) -> str:
+    """Hash what determines the responses: the questions as they are put, the model, how it is sampled."""
+    digest = hashlib.sha256()
+    for question in training:
+        digest.update(question.model_dump_json().encode())
+        digest.update(repr(messages(question, reasoning=settings.reasoning)).encode())
+    model = settings.model or (source.model if source is not None else settings.source)
+    return content_hash([settings.asked(), model, digest.hexdigest()])
+
+
+def draw(settings: TeacherSettings, question: str, sample: int) -> tuple[float, int]:
+    """Temperature, uniform in the settings' range, and seed (31 bits) of a sample; by hash, so order is nothing."""
+    digest = content_hash([settings.seed, question, sample], 64)
+    low, high = settings.temperature
+    return round(low + (high - low) * int(digest[:13], 16) / 16**13, 4), int(digest[13:21], 16) >> 1
+
+
+class Requests(Sequence[Request]):
+    """The requests of a run, question by question, made when they are read: a million of them take no room."""
+
+    def __init__(self, training: Sequence[Question], settings: TeacherSettings) -> None:
+        self.training, self.settings = training, settings
+        self._prompt: tuple[str, tuple[Message, ...]] = ("", ())  # of the question last read: its samples share it
+
+    def __len__(self) -> int:
+        return len(self.training) * self.settings.n
+
+    def __getitem__(self, place: int | slice) -> Request | list[Request]:  # type: ignore[override]
+        if isinstance(place, slice):
+            return [self.at(i) for i in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(place)
+        return self.at(place % len(self))
+
+    def at(self, place: int) -> Request:
+        """The request at a place, 0 <= place < len."""
+        question, sample = self.training[place // self.settings.n], place % self.settings.n
+        if self._prompt[0] != question.id:
+            self._prompt = question.id, messages(question, reasoning=self.settings.reasoning)
+        temperature, seed = draw(self.settings, question.id, sample)
+        return Request(
+            question=question.id,
+            sample=sample,
+            messages=self._prompt[1],
+            temperature=temperature,
+            seed=seed,
+            max_tokens=self.settings.max_tokens,
+        )
+
+
+def _keys(training: Sequence[Question], settings: TeacherSettings) -> Iterator[Key]:
+    return ((question.id, sample) for question in training for sample in range(settings.n))
+
+
+def _finished(path: Path, recipe: str) -> bool:
+    """Whether the records and their manifest stand; those of another recipe are refused."""
+    if not (path.exists() and manifest_path(path).exists()):
+        return False
+    if read_manifest(path).recipe_hash != recipe:
+        raise DataError(path, None, OTHER_RECIPE)
+    return True
+
+
+def _collect(
+    training: Sequence[Question],
+    source: Source,
+    settings: TeacherSettings,
+    out: Path,
+    recipe: str,
+    progress: Progress | None,
+) -> None:
+    by_id = {question.id: question for question in training}
+    requests = Requests(training, settings)
+    with PartFile(out / PART, recipe, set(_keys(training, settings))) as part:
+        for generation in source.generate(requests, frozenset(part.places)):
+            part.append(_response(by_id[generation.question], generation, source, settings))
+            if progress is not None:
+                progress(len(part.places), len(requests))
+        if len(part.places) < len(requests) and not isinstance(source, StoredResponses):
+            raise RuntimeError(f"{source.name}: {len(requests) - len(part.places)} requests were never answered")
+        _write_responses(part.responses(_keys(training, settings)), source, settings, out / RESPONSES, recipe)
+
+
+def _response(question: Question, generation: Generation, source: Source, settings: TeacherSettings) -> Response:
+    """Read a generation's reasoning and label. Reasoning in the text goes before what the server returned apart."""
+    parsed = parse_answer(generation.text, question)
+    drawn = draw(settings, question.id, generation.sample)
+    temperature, seed = drawn if not isinstance(source, StoredResponses) else (None, None)
+    return Response(
+        question=question.id,
+        sample=generation.sample,
+        text=generation.text,
+        reasoning=parsed.reasoning or generation.reasoning,
+        label=parsed.label,
+        correct=parsed.label == question.gold,
+        model=generation.model,
+        temperature=temperature,
+        temperature_acts=generation.temperature_acts,
+        seed=seed,
+        prompt_tokens=generation.prompt_tokens,
+        tokens=generation.tokens,
+        token_ids=generation.token_ids,
+        mean_logprob=generation.mean_logprob,
+        finish_reason=generation.finish_reason,
+        seconds=generation.seconds,
+    )
+
+
+def _write_responses(
+    responses: Iterable[Response], source: Source, settings: TeacherSettings, path: Path, recipe: str
+) -> None:
+    counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0)
+
+    def counted() -> Iterator[Response]:
+        for response in responses:
+            counts["responses"] += 1
+            counts["correct"] += response.correct
+            counts["unparsed"] += response.label is None
+            counts["temperature_ignored"] += not response.temperature_acts
+            yield response
+
+    write_records(path, counted())
+    notes = {"source": source.name, **getattr(source, "notes", {})}
+    _manifest(path, "responses", dict(counts), settings, recipe, notes)
+
+
+def _manifest(
+    path: Path, kind: str, counts: dict[str, int], settings: TeacherSettings, recipe: str, notes: dict[str, object]
+) -> None:
+    versions = library_versions("openai", "pydantic", "transformers", "torch")
+    manifest = Manifest(
+        kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes
+    )
+    write_manifest(path, manifest)
+
+
+def _answered(training: Sequence[Question], out: Path) -> Iterator[Answered]:
+    return grouped(training, read_records(out / RESPONSES, Response))
+
+
+def _write_rows(kind: str, training: Sequence[Question], settings: TeacherSettings, out: Path, recipe: str) -> int:
+    """Write one file of rows unless it stands already; return how many rows it has."""
+    path, recipe = out / f"{kind}.jsonl", content_hash([recipe, settings.picked()])
+    if path.exists() and manifest_path(path).exists() and (old := read_manifest(path)).recipe_hash == recipe:
+        return old.counts["rows"]
+    count = write_records(path, ROWS[kind](_answered(training, out), settings))
+    _manifest(path, kind, {"rows": count, "questions": len(training)}, settings, recipe, settings.picked())
+    return count

@@ -1,0 +1,182 @@
+"""The server engine against a real HTTP server on loopback."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from catto.engines import Request
+from catto.engines.server import ServerEngine
+from catto.records import Message
+from openai_server import OpenAIServer, Reply, Seen, chat, ok
+
+
+def request(sample: int = 0, *, temperature: float = 0.7, stop: tuple[str, ...] = ()) -> Request:
+    prompt = (Message(role="system", content="s"), Message(role="user", content="u"))
+    return Request(
+        question="q",
+        sample=sample,
+        messages=prompt,
+        temperature=temperature,
+        seed=100 + sample,
+        max_tokens=9,
+        stop=stop,
+    )
+
+
+def engine(server: OpenAIServer, **more: object) -> ServerEngine:
+    return ServerEngine(server.url, "m", **{"max_retries": 4, "timeout": 5.0, **more})  # type: ignore[arg-type]
+
+
+def by_seed(seen: Seen) -> Reply:
+    return ok(chat(f"text {seen.body['seed']}"))
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def test_every_response_is_one_request_with_its_own_temperature_and_seed() -> None:
+    requests = [request(i, temperature=0.6 + i / 10) for i in range(5)]
+    with OpenAIServer(by_seed) as server:
+        found = {g.sample: g for g in engine(server).generate(requests)}
+    assert {i: g.text for i, g in found.items()} == {i: f"text {100 + i}" for i in range(5)}
+    sent = {seen.body["seed"]: seen.body for seen in server.seen}
+    assert len(server.seen) == 5
+    assert sent[103] == {
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        "model": "m",
+        "max_tokens": 9,
+        "seed": 103,
+        "temperature": pytest.approx(0.9),
+    }
+    assert found[0].model == "tiny-teacher"
+    assert (found[0].prompt_tokens, found[0].tokens, found[0].finish_reason) == (7, 2, "stop")
+    assert found[0].temperature_acts
+
+
+def test_done_keys_are_not_asked() -> None:
+    with OpenAIServer(by_seed) as server:
+        found = list(engine(server).generate([request(i) for i in range(4)], {("q", 0), ("q", 2)}))
+    assert sorted(g.sample for g in found) == [1, 3]
+    assert len(server.seen) == 2
+
+
+def test_at_most_concurrency_requests_fly_at_once_and_all_places_are_used() -> None:
+    with OpenAIServer(lambda seen: by_seed(seen)._replace(delay=0.05)) as server:
+        list(engine(server, concurrency=3).generate([request(i) for i in range(12)]))
+    assert server.most_flying == 3
+
+
+def test_generations_are_yielded_as_they_arrive() -> None:
+    release = threading.Event()
+
+    def respond(seen: Seen) -> Reply:
+        if seen.body["seed"] == 100:
+            release.wait(5)
+        return by_seed(seen)
+
+    with OpenAIServer(respond) as server:
+        arriving = engine(server, concurrency=2).generate([request(i) for i in range(4)])
+        assert sorted(next(arriving).sample for _ in range(3)) == [1, 2, 3]
+        release.set()
+        assert [g.sample for g in arriving] == [0]
+
+
+def test_separate_reasoning_is_kept_and_a_thinking_deepseek_warns_once() -> None:
+    reply = chat("<answer>\nB\n</answer>", model="deepseek-reasoner", reasoning_content="because")
+    with OpenAIServer(lambda _: ok(reply)) as server:
+        teacher = engine(server)
+        with pytest.warns(UserWarning, match="temperature does not act") as caught:
+            found = [*teacher.generate([request(0), request(1)]), *teacher.generate([request(2)])]
+    assert len(caught) == 1
+    assert {(g.reasoning, g.temperature_acts) for g in found} == {("because", False)}
+
+
+def test_reasoning_elsewhere_leaves_the_temperature_acting() -> None:
+    reply = chat("B", model="deepseek-ai/DeepSeek-R1", reasoning="because")
+    with OpenAIServer(lambda _: ok(reply)) as server:
+        (found,) = engine(server).generate([request()])
+    assert (found.reasoning, found.temperature_acts) == ("because", True)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://api.deepseek.com", True),
+        ("https://api.deepseek.com/v1", True),
+        ("https://notdeepseek.com", False),
+        ("http://localhost:8000/v1", False),
+    ],
+)
+def test_deepseek_is_told_by_its_host(url: str, expected: bool) -> None:
+    assert ServerEngine(url, "m")._is_deepseek("deepseek-v4-pro") is expected
+
+
+def test_thinking_that_ran_out_of_tokens_is_a_response_without_text() -> None:
+    with OpenAIServer(lambda _: ok(chat(None, reasoning_content="on and on"))) as server:
+        (found,) = engine(server).generate([request()])
+    assert (found.text, found.reasoning) == ("", "on and on")
+    assert len(server.seen) == 1
+
+
+def test_keep_alive_blank_lines_before_the_reply_are_ignored() -> None:
+    import json
+
+    with OpenAIServer(lambda _: ok("\n\n  \n" + json.dumps(chat("B")))) as server:
+        (found,) = engine(server).generate([request()])
+    assert found.text == "B"
+
+
+def test_top_logprobs_are_kept_with_the_drawn_token_and_their_mean() -> None:
+    """Tokens at -0.5 and -1.5 mean -1; the second is not among its own top candidates and is added."""
+    tokens = [
+        {"token": "an", "logprob": -0.5, "top_logprobs": [{"token": "an", "logprob": -0.5}]},
+        {"token": "swer", "logprob": -1.5, "top_logprobs": [{"token": "d", "logprob": -0.25}]},
+    ]
+    reply = chat("answer")
+    reply["choices"][0]["logprobs"] = {"content": tokens}
+    with OpenAIServer(lambda _: ok(reply)) as server:
+        (found,) = engine(server, top_logprobs=2).generate([request()])
+    assert (server.seen[0].body["logprobs"], server.seen[0].body["top_logprobs"]) == (True, 2)
+    assert found.tops == (("an", {"an": -0.5}), ("swer", {"swer": -1.5, "d": -0.25}))
+    assert found.mean_logprob is not None
+    assert math.isclose(found.mean_logprob, -1.0)
+
+
+def test_text_ends_after_the_first_stop_text_which_is_kept() -> None:
+    with OpenAIServer(lambda _: ok(chat("one</a> two</b> three</a>"))) as server:
+        (found,) = engine(server).generate([request(stop=("</b>", "</a>"))])
+    assert found.text == "one</a>"
+    assert "stop" not in server.seen[0].body
+
+
+def test_extra_body_goes_into_the_request() -> None:
+    with OpenAIServer(by_seed) as server:
+        list(engine(server, extra_body={"thinking": {"type": "disabled"}}).generate([request()]))
+    assert server.seen[0].body["thinking"] == {"type": "disabled"}
+
+
+def test_it_works_inside_a_running_event_loop() -> None:
+    import asyncio
+
+    async def notebook() -> list[str]:
+        return [g.text for g in engine(server).generate([request()])]
+
+    with OpenAIServer(by_seed) as server:
+        assert asyncio.run(notebook()) == ["text 100"]
+
+
+def test_scoring_token_ids_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="local engine"):
+        ServerEngine("http://127.0.0.1:9/v1", "m").score([])
+
+
+@pytest.mark.parametrize("options", [{"top_logprobs": 21}, {"concurrency": 0}, {"timeout": 0.0}, {"max_retries": -1}])
+def test_arguments_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        ServerEngine("http://127.0.0.1:9/v1", "m", **options)  # type: ignore[arg-type]
