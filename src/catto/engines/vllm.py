@@ -1,0 +1,138 @@
+"""Generate and score with vLLM in this process (offline). Untested on hardware: only requests and replies are tested.
+
+Labels are scored with `logprob_token_ids`, and the one token drawn is held to them by `allowed_token_ids`: vLLM masks
+those after raw log-probabilities are taken. Guided choice masks before, which would renormalise the confidence.
+No reasoning parser is used, so that token ids, text and log-probabilities line up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from catto.engines import Context, Generation, Key, Request, Scores
+from catto.labels import decoded
+from catto.prompts import prompt_text
+from catto.records import Message
+
+Fields = Mapping[str, Any]
+# vLLM 0.32 takes so many `logprob_token_ids`.
+MOST_CANDIDATES = 128
+
+
+class VLLMEngine:
+    """The `Engine` protocol on a model that vLLM loads. `options` go to `vllm.LLM` (tensor_parallel_size, dtype, ...).
+
+    vLLM batches by itself; `batch_size` only says how many responses are asked for at once. It gives no log-sum-exp of
+    the logits, so that its predictions cannot be rescaled to another tau from the file.
+    """
+
+    def __init__(self, model: str, *, batch_size: int = 256, **options: Any) -> None:
+        import vllm
+
+        self._vllm = vllm
+        self._llm = vllm.LLM(model=model, logprobs_mode="raw_logprobs", **options)
+        self.model = model
+        self.tokenizer: Any = self._llm.get_tokenizer()
+        self.positions = int(self._llm.llm_engine.model_config.max_model_len)
+        self.name = f"vllm {vllm.__version__} {self._llm.llm_engine.model_config.dtype}".replace("torch.", "")
+        self.batch_size = batch_size
+
+    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+        """Yield the generations whose keys are not in `done`, in the order of the requests."""
+        todo = [request for request in requests if request.key not in done]
+        prompts = [prompt_fields(self.tokenizer, request.messages) for request in todo]
+        params = [self._vllm.SamplingParams(**generate_fields(request)) for request in todo]
+        for request, output in zip(todo, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
+            yield read_generation(request, as_fields(output), self.tokenizer, self.model)
+
+    def score(self, contexts: Sequence[Context]) -> list[Scores]:
+        """Score the candidates of every context, in order."""
+        prompts = [prompt_fields(self.tokenizer, context.messages, context.prefix) for context in contexts]
+        params = [self._vllm.SamplingParams(**score_fields(context)) for context in contexts]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [read_scores(context, as_fields(output)) for context, output in zip(contexts, outputs, strict=True)]
+
+
+def prompt_fields(tokenizer: Any, chat: Sequence[Message], prefix: Sequence[int] = ()) -> dict[str, list[int]]:
+    """A prompt as token ids: the chat by its template, then the response so far."""
+    ids = tokenizer(prompt_text(chat, tokenizer), add_special_tokens=False)["input_ids"]
+    return {"prompt_token_ids": [*ids, *prefix]}
+
+
+def generate_fields(request: Request) -> dict[str, Any]:
+    """Sampling parameters of a request; `logprobs` 0 returns that of the drawn token."""
+    return {
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+
+
+def score_fields(context: Context) -> dict[str, Any]:
+    """Sampling parameters that draw one token among the candidates and return all their raw log-probabilities."""
+    tokens = list(dict.fromkeys(context.candidates))
+    if not 0 < len(tokens) <= MOST_CANDIDATES:
+        raise ValueError(f"{len(tokens)} candidates, vLLM scores 1 to {MOST_CANDIDATES}")
+    return {
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "logprob_token_ids": tokens,
+        "allowed_token_ids": tokens,
+        "detokenize": False,
+    }
+
+
+def as_fields(output: Any) -> dict[str, Any]:
+    """What is read of a vLLM `RequestOutput`, as plain values."""
+    return {
+        "prompt_token_ids": list(output.prompt_token_ids or ()),
+        "outputs": [
+            {
+                "token_ids": list(one.token_ids),
+                "finish_reason": one.finish_reason,
+                "logprobs": [{token: entry.logprob for token, entry in place.items()} for place in one.logprobs or ()],
+            }
+            for one in output.outputs
+        ],
+    }
+
+
+def read_generation(request: Request, output: Fields, tokenizer: Any, model: str) -> Generation:
+    """Read a finished response: end-of-sequence token off, text decoded here and cut after the stop text."""
+    found = output["outputs"][0]
+    ids = list(found["token_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    logprobs = [place[token] for token, place in zip(ids, found["logprobs"], strict=False)]
+    return Generation(
+        question=request.question,
+        sample=request.sample,
+        text=_cut(decoded(tokenizer, ids), request.stop),
+        token_ids=tuple(ids),
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
+        prompt_tokens=len(output["prompt_token_ids"]),
+        tokens=len(ids),
+        finish_reason=found["finish_reason"],
+        model=model,
+    )
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    ends = [text.index(end) + len(end) for end in stop if end in text]
+    return text[: min(ends)] if ends else text
+
+
+def read_scores(context: Context, output: Fields) -> Scores:
+    """Read the candidates' log-probabilities at the one position that was drawn."""
+    places = output["outputs"][0]["logprobs"]
+    if not places:
+        raise ValueError("vLLM returned no log-probabilities for a scored context")
+    missing = [token for token in context.candidates if token not in places[0]]
+    if missing:
+        raise ValueError(f"vLLM returned no log-probability for token {missing[0]}: logprob_token_ids was not honoured")
+    return Scores(logprobs=tuple(float(places[0][token]) for token in context.candidates))
