@@ -139,6 +139,7 @@ class Prediction(Record):
     label: str | None
     source: Literal["free", "fallback"]
     confidence: float = Field(ge=0, le=1)
+    confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, float] | None = None
     logsumexp: dict[str, float] | None = None  # tau -> log-sum-exp(logits / tau) - max / tau
     mean_logprob: float | None = None

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from catto.records import Message, Record
 
-# Temperatures at which the log-sum-exp is stored with a prediction, so that its confidence can be rescaled from the file.
+# Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
 TAU_GRID: tuple[float, ...] = (
     0.25,
     0.35,

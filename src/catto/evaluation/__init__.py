@@ -1,0 +1,1 @@
+"""Predictions -> numbers: metrics, intervals, calibrators, and the tables they read."""

@@ -105,7 +105,7 @@ METRICS: dict[str, Metric] = {
     "ece": Metric(
         ece,
         "ECE",
-        "Mean distance of accuracy and confidence over 20 bins of equal width.",
+        "Mean distance of accuracy and confidence over bins of equal width.",
         "lower",
         True,
         calibration=True,
@@ -129,7 +129,7 @@ METRICS: dict[str, Metric] = {
     "ece_mass": Metric(
         ece_mass,
         "ECE, equal mass",
-        "Mean distance of accuracy and confidence over 20 bins that hold equally many answers.",
+        "Mean distance of accuracy and confidence over bins that hold equally many answers.",
         "lower",
         True,
         calibration=True,
@@ -137,7 +137,7 @@ METRICS: dict[str, Metric] = {
     "mce": Metric(
         mce,
         "MCE",
-        "Largest distance of accuracy and confidence over 20 bins of equal width.",
+        "Largest distance of accuracy and confidence over bins of equal width.",
         "lower",
         True,
         calibration=True,
@@ -145,7 +145,7 @@ METRICS: dict[str, Metric] = {
     "rms": Metric(
         rms_calibration_error,
         "RMS calibration error",
-        "Root of the mean squared distance of accuracy and confidence over 20 bins of equal width.",
+        "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
         "lower",
         True,
         calibration=True,

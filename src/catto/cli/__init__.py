@@ -1,0 +1,64 @@
+"""The command `catto`: one small module a command, each of which parses, calls and prints.
+
+To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add one line below.
+Commands import the heavy libraries inside their functions, so that `catto --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from catto import __version__
+from catto.cli import calibrate, doctor, measure
+from catto.cli.console import refuse
+from catto.records import DataError
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  catto measure predictions.jsonl --figure reliability.svg
+
+  catto calibrate fit validation.jsonl --method temperature --out tau.json
+
+  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
+
+  catto doctor
+"""
+
+# A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
+app = typer.Typer(
+    name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, epilog=EXAMPLES
+)
+app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
+app.add_typer(calibrate.app, name="calibrate")
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"catto {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def catto(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Align language models on preferences and keep their confidence honest."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2, anything unexpected a traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="catto")
+    except DataError as error:
+        refuse(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        refuse(f"{error.filename}: {error.strerror}")

@@ -1,0 +1,119 @@
+"""`catto calibrate fit` and `catto calibrate apply`: repair confidences after the fact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from catto.cli.console import number, print_table, progress, refuse, say, span, table, warn
+from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
+
+if TYPE_CHECKING:
+    from catto.evaluation.binning import Floats
+    from catto.evaluation.recalibration import Fitted
+    from catto.evaluation.tables import Confidences, Table
+
+__all__ = ["app"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  catto calibrate fit validation.jsonl --method temperature --out tau.json
+
+  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
+"""
+
+SHOWN = ("ece", "nll", "brier")
+
+app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file and apply it to another.", epilog=EXAMPLES)
+
+
+@app.command(
+    "fit", epilog="[bold]Example[/bold]\n\n  catto calibrate fit validation.jsonl --method platt --out platt.json"
+)
+def fit(
+    file: Annotated[Path, typer.Argument(help="Answers to fit on, as `catto measure` reads them.")],
+    out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .json file.")],
+    method: Annotated[
+        Literal["temperature", "platt", "isotonic", "histogram"], typer.Option(help="Kind of calibrator.")
+    ] = "temperature",
+    on: Annotated[
+        Literal["confidence", "labels"],
+        typer.Option(help="What it reads: the confidence, or (temperature only) the column label_logprobs."),
+    ] = "confidence",
+    unparsed: UnparsedOption = "fallback",
+    confidence_column: ConfidenceColumn = "confidence",
+    correct_column: CorrectColumn = "correct",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+) -> None:
+    """Fit a calibrator on validation answers and write it as JSON."""
+    from catto.evaluation.recalibration import fit_file
+    from catto.evaluation.tables import Names
+
+    if on == "labels" and method != "temperature":
+        refuse(f"--on labels: works with --method temperature, not {method}")
+    if out.suffix.lower() != ".json":
+        refuse(f"--out: {out} must end in .json")
+    fitted, answers = fit_file(file, method, on, Names(confidence_column, correct_column), unparsed, out)
+    _show(answers, fitted.confidences(answers), seed)
+    say(f"Wrote {out}. These are the rows it was fitted on: measure it on others.")
+
+
+@app.command(
+    "apply", epilog="[bold]Example[/bold]\n\n  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
+)
+def apply(
+    calibrator: Annotated[Path, typer.Argument(help="What `catto calibrate fit` wrote.")],
+    file: Annotated[Path, typer.Argument(help="Answers to calibrate; they need not be labelled.")],
+    out: Annotated[Path, typer.Option(help="Where the rows go: a .jsonl file.")],
+    on: Annotated[
+        Literal["confidence", "labels"] | None, typer.Option(help="What the calibrator reads, where its file is alone.")
+    ] = None,
+    unparsed: UnparsedOption = "fallback",
+    confidence_column: ConfidenceColumn = "confidence",
+    correct_column: CorrectColumn = "correct",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+) -> None:
+    """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
+    from catto.evaluation.recalibration import apply_file, open_fitted
+    from catto.evaluation.tables import Names, Table
+
+    if out.suffix.lower() != ".jsonl":
+        refuse(f"--out: {out} must end in .jsonl")
+    fitted = open_fitted(calibrator, on)
+    answers, calibrated = apply_file(fitted, file, Names(confidence_column, correct_column), out)
+    _warn_shared(fitted, answers)
+    if isinstance(answers, Table):
+        _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
+    say(f"Wrote {out}.")
+
+
+def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
+    from catto.evaluation.recalibration import shared_questions
+
+    shared = shared_questions(fitted, answers)
+    if shared:
+        warn(
+            f"{shared} of the questions the calibrator was fitted on stand in {answers.source}: the numbers flatter it"
+        )
+
+
+def _show(answers: Table, calibrated: Floats, seed: int) -> None:
+    """Print ECE, NLL and Brier score before and after."""
+    from catto.evaluation.metrics import METRICS
+    from catto.evaluation.summary import Settings, steps, summarise
+
+    settings = Settings(metrics=SHOWN, seed=seed)
+    with progress("measuring", 2 * steps(settings, len(answers))) as tick:
+        both = [summarise(part, settings, tick) for part in (answers, replace(answers, confidence=calibrated))]
+    made = table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
+    for name in SHOWN:
+        percent = METRICS[name].percent
+        found = [summary.metrics[name].interval for summary in both]
+        cells = [(number(one.value, percent), span(one.low, one.high, percent)) for one in found]
+        made.add_row(METRICS[name].title, *cells[0], *cells[1])
+    print_table(made)
+    say(f"N = {len(answers):,} answers, {settings.bins} bins.")

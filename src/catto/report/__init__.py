@@ -1,0 +1,1 @@
+"""Numbers -> figures and pages: compute first, then draw."""

@@ -1,0 +1,46 @@
+"""What a finished experiment hands to its report: where every cell's predictions are, and how its model was trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from catto.methods import Budget
+from catto.records import Record
+
+
+class Training(Record):
+    """How the model of a cell came to be. Seconds and tokens are those of its own stage, not of its start's."""
+
+    learning_rate: float | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    rows: int | None = None  # SFT rows or pairs
+    epochs: int | None = None
+    steps: int | None = None
+    history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
+
+
+class Cell(Record):
+    """One method on one task at one seed. Paths are relative to the experiment's folder."""
+
+    task: str
+    trained_on: str
+    method: str
+    budget: Budget | None  # None: the method is the same in both
+    seed: int
+    predictions: str  # one line a test question
+    candidates: str | None = None  # k sampled lines a test question
+    tau: float | None = None  # the temperature of scaling, or of the candidates
+    training: Training | None = None
+
+
+class Results(Record):
+    """The whole experiment."""
+
+    name: str
+    recipe: dict[str, Any]
+    recipe_hash: str
+    versions: dict[str, str]
+    commit: str | None = None
+    cells: tuple[Cell, ...]
+    questions: dict[str, str]  # task -> file of its test questions (posterior included, where the world is known)

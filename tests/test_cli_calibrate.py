@@ -1,0 +1,186 @@
+"""`catto calibrate`: fit on one file, apply to another, and be told when the two are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from catto.evaluation import recalibration
+from catto.evaluation.calibrators import CALIBRATORS, Temperature, load, save
+from catto.evaluation.metrics import brier, ece, nll
+from catto.evaluation.tables import read_labels, read_table
+from catto.records import manifest_path
+from command import run, write_lines
+
+Capture = pytest.CaptureFixture[str]
+
+RNG = np.random.default_rng(1)
+CONFIDENCE = RNG.beta(6, 1, 300)
+CORRECT = RNG.random(300) < CONFIDENCE**2
+
+
+def rows(start: int = 0, **more: Any) -> list[dict[str, Any]]:
+    pairs = enumerate(zip(CONFIDENCE.tolist(), CORRECT.tolist(), strict=True), start)
+    return [{"question": f"q{i}", "confidence": c, "correct": z, "note": "é", **more} for i, (c, z) in pairs]
+
+
+def labelled() -> list[dict[str, Any]]:
+    """Labels A to C, every other row without C, log-probabilities that leave some mass to the rest."""
+    scores = log_softmax(3 * RNG.normal(size=(60, 3)), axis=1) - 0.1
+    made = []
+    for i, score in enumerate(scores.tolist()):
+        known = dict(zip("ABC", score, strict=True)) if i % 2 else dict(zip("AB", score[:2], strict=True))
+        made.append({"id": i, "label_logprobs": known, "gold": "AB"[int(RNG.random() < 0.5)]})
+    return made
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("method", list(CALIBRATORS))
+def test_fit_and_apply_are_the_library(tmp_path: Path, capsys: Capture, method: str) -> None:
+    fit_on = write_lines(tmp_path / "validation.jsonl", rows())
+    other = write_lines(tmp_path / "test.jsonl", rows(start=1000))
+    done = run(capsys, "calibrate", "fit", fit_on, "--method", method, "--out", tmp_path / "c.json")
+    assert (done.code, done.err) == (0, "")
+    expected = CALIBRATORS[method].fit(CONFIDENCE, CORRECT)
+    assert load(tmp_path / "c.json") == expected
+    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", other, "--out", tmp_path / "new.jsonl")
+    assert (done.code, done.err) == (0, "")
+    written = read(tmp_path / "new.jsonl")
+    assert [row["confidence"] for row in written] == expected.apply(CONFIDENCE).tolist()
+    assert [row["confidence_raw"] for row in written] == CONFIDENCE.tolist()
+    restored = [{name: row[name] for name in row if name != "confidence_raw"} for row in written]
+    restored = [row | {"confidence": c} for row, c in zip(restored, CONFIDENCE.tolist(), strict=True)]
+    assert restored == rows(start=1000)
+
+
+def test_before_and_after_are_shown(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows())
+    shown = run(capsys, "calibrate", "fit", path, "--out", tmp_path / "c.json").out
+    after = Temperature.fit(CONFIDENCE, CORRECT).apply(CONFIDENCE)
+    for metric, scale, digits in ((ece, 100, 1), (nll, 1, 4), (brier, 1, 4)):
+        for confidence in (CONFIDENCE, after):
+            assert f"{scale * metric(confidence, CORRECT):.{digits}f}" in shown
+
+
+def test_shared_questions_are_warned_about(tmp_path: Path, capsys: Capture) -> None:
+    fit_on = write_lines(tmp_path / "validation.jsonl", rows())
+    run(capsys, "calibrate", "fit", fit_on, "--out", tmp_path / "c.json")
+    half = write_lines(tmp_path / "test.jsonl", rows(start=150))
+    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", half, "--out", tmp_path / "n.jsonl")
+    assert done.code == 0
+    assert "150 of the questions the calibrator was fitted on stand in" in done.err
+
+
+def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recalibration, "MANY_QUESTIONS", 40)
+    path = write_lines(tmp_path / "a.jsonl", rows())
+    names = recalibration.Names()
+    fitted, answers = recalibration.fit_file(path, "temperature", "confidence", names, "fallback", tmp_path / "c.json")
+    assert recalibration.shared_questions(fitted, answers) == 40
+    assert recalibration.open_fitted(tmp_path / "c.json") == fitted
+
+
+def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Capture) -> None:
+    """A row with two labels among rows with three counts as a softmax over two: NLL by hand at tau and around it."""
+    data = labelled()
+    path = write_lines(tmp_path / "a.jsonl", data)
+    run(capsys, "calibrate", "fit", path, "--on", "labels", "--out", tmp_path / "c.json")
+    found = load(tmp_path / "c.json")
+    assert isinstance(found, Temperature)
+
+    def loss(tau: float) -> float:
+        parts = [log_softmax(np.array(list(row["label_logprobs"].values())) / tau) for row in data]
+        golds = [list(row["label_logprobs"]).index(row["gold"]) for row in data]
+        return -float(np.mean([part[gold] for part, gold in zip(parts, golds, strict=True)]))
+
+    assert loss(found.tau) < min(loss(found.tau * 1.001), loss(found.tau / 1.001))
+    run(capsys, "calibrate", "apply", tmp_path / "c.json", path, "--out", tmp_path / "n.jsonl")
+    written = read(tmp_path / "n.jsonl")
+    for row in written:
+        scores = np.array(list(row["label_logprobs"].values()))
+        assert row["confidence"] == pytest.approx(np.exp(log_softmax(scores / found.tau)).max(), abs=1e-12)
+        assert row["confidence_raw"] == pytest.approx(np.exp(scores.max()), abs=1e-12)
+    assert read_table(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
+
+
+def test_answer_and_gold_are_places_in_the_labels(tmp_path: Path) -> None:
+    data = [
+        {"label_logprobs": {"B": -2.0, "A": -0.2}, "label": "B", "gold": "A"},
+        {"label_logprobs": {"A": -0.3, "B": -2.0, "C": -3.0}, "label": None, "gold": "C"},
+    ]
+    table = read_labels(write_lines(tmp_path / "a.jsonl", data))
+    assert table.gold is not None
+    assert (table.answer.tolist(), table.gold.tolist()) == ([0, 0], [1, 2])
+    assert table.logprobs.shape == (2, 3)
+
+
+def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:
+    save(Temperature(2.0), tmp_path / "c.json")
+    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
+    options = ("--on", "confidence", "--out", tmp_path / "n.jsonl")
+    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
+    # sigmoid(logit(0.8) / 2) = 2 / (2 + 1), since the odds 4 become their root 2.
+    assert read(tmp_path / "n.jsonl") == [{"confidence": pytest.approx(2 / 3, abs=1e-12), "confidence_raw": 0.8}]
+
+
+def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a.csv").write_text("p,correct\n0.8,yes\n0.6,no\n", encoding="utf-8")
+    save(Temperature(1.0), tmp_path / "c.json")
+    options = ("--on", "confidence", "--confidence-column", "p", "--out", tmp_path / "n.jsonl")
+    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
+    written = read(tmp_path / "n.jsonl")
+    assert [row["p_raw"] for row in written] == [0.8, 0.6]
+    assert read_table(tmp_path / "n.jsonl", recalibration.Names("p")).correct.tolist() == [True, False]
+
+
+def test_a_file_may_be_calibrated_in_place_but_not_twice(tmp_path: Path, capsys: Capture) -> None:
+    save(Temperature(2.0), tmp_path / "c.json")
+    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
+    options = ("--on", "confidence", "--out", path)
+    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
+    kept = path.read_bytes()
+    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options)
+    assert done.code == 2
+    assert "row 1: confidence_raw: there already" in done.err
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("fit", "one.jsonl", "--method", "platt", "--out", "c.json"), "one.jsonl: Platt needs right and wrong rows"),
+        (("fit", "one.jsonl", "--method", "platt", "--on", "labels", "--out", "c.json"), "--on labels: works with"),
+        (("fit", "one.jsonl", "--on", "labels", "--out", "c.json"), "one.jsonl row 1: label_logprobs: missing"),
+        (("fit", "one.jsonl", "--out", "one.jsonl/c.json"), "one.jsonl: "),
+        (("fit", "one.jsonl", "--out", "c.pkl"), "--out: c.pkl must end in .json"),
+        (("apply", "alone.json", "one.jsonl", "--out", "n.jsonl"), "say what the calibrator reads"),
+        (("apply", "alone.json", "one.jsonl", "--out", "n.csv"), "must end in .jsonl"),
+        (("apply", "broken.json", "one.jsonl", "--out", "n.jsonl"), "broken.json: "),
+        (("apply", "none.json", "one.jsonl", "--out", "n.jsonl"), "none.json: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("one.jsonl"), [{"confidence": 0.5, "correct": True}])
+    save(Temperature(2.0), Path("alone.json"))
+    Path("broken.json").write_text("{", encoding="utf-8")
+    done = run(capsys, "calibrate", *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert told in done.err
+
+
+def test_manifest_says_what_the_calibrator_reads(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", labelled())
+    run(capsys, "calibrate", "fit", path, "--on", "labels", "--out", tmp_path / "c.json")
+    notes = json.loads(manifest_path(tmp_path / "c.json").read_text(encoding="utf-8"))["notes"]
+    assert (notes["on"], notes["fitted_on"], len(notes["questions"])) == ("labels", "a.jsonl", 60)

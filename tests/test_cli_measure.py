@@ -1,0 +1,334 @@
+"""`catto measure`: the numbers of anybody's file, and one line where the file is bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from catto.evaluation.metrics import METRICS, ece
+from catto.evaluation.statistics import Answers, bootstrap, compare, null_band
+from catto.evaluation.summary import HEADLINE, Settings, summarise, verdict
+from catto.evaluation.tables import Names, read_table
+from catto.records import DataError, Prediction
+from command import Done, run, write_lines
+
+Capture = pytest.CaptureFixture[str]
+FAST = ("--resamples", "50", "--json")
+
+RNG = np.random.default_rng(0)
+CONFIDENCE = RNG.beta(5, 1, 200)
+CORRECT = RNG.random(200) < CONFIDENCE**2
+
+
+def plain(confidence: Any = CONFIDENCE, correct: Any = CORRECT) -> list[dict[str, Any]]:
+    pairs = zip(confidence, correct, strict=True)
+    return [{"id": f"q{i}", "confidence": float(c), "correct": bool(z)} for i, (c, z) in enumerate(pairs)]
+
+
+def prediction(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"question": "q0", "task": "snli", "split": "test", "gold": "A", "sample": 0, "text": ""}
+    base |= {"label": "A", "source": "free", "confidence": 0.8, "temperature": 0.0, "seed": 0}
+    return Prediction(**(base | {"engine": "e", "model": "m"} | changes)).model_dump()
+
+
+def measured(capsys: Capture, path: Path, *options: str | Path) -> Any:
+    done = run(capsys, "measure", path, *FAST, *options)
+    assert (done.code, done.err) == (0, "")
+    return done.json
+
+
+def test_numbers_are_those_of_the_library(tmp_path: Path, capsys: Capture) -> None:
+    found = measured(capsys, write_lines(tmp_path / "a.jsonl", plain()), "--seed", "3")
+    assert list(found["metrics"]) == list(HEADLINE)
+    for name in HEADLINE:
+        expected = bootstrap(METRICS[name].function, CONFIDENCE, CORRECT, resamples=50, seed=3)
+        interval = found["metrics"][name]["interval"]
+        assert (interval["value"], interval["low"], interval["high"]) == (expected.value, expected.low, expected.high)
+    null = null_band(ece, CONFIDENCE, simulations=50, seed=3)
+    assert found["metrics"]["ece"]["null"]["high"] == null.high
+    assert found["metrics"]["brier"]["null"] is None
+
+
+def csv_of(path: Path, words: tuple[str, str]) -> Path:
+    lines = [f"q{i},{float(c)!r},{words[bool(z)]}" for i, (c, z) in enumerate(zip(CONFIDENCE, CORRECT, strict=True))]
+    path.write_text("id,confidence,correct\n" + "\n".join(lines) + "\n", encoding="utf-8-sig")
+    return path
+
+
+@pytest.mark.parametrize("words", [("0", "1"), ("no", "Yes"), ("False", "TRUE"), ("0.0", "1.0")])
+def test_csv_words_are_the_booleans_of_json(tmp_path: Path, words: tuple[str, str]) -> None:
+    table = read_table(csv_of(tmp_path / "a.csv", words))
+    np.testing.assert_array_equal(table.confidence, CONFIDENCE)
+    np.testing.assert_array_equal(table.correct, CORRECT)
+
+
+def test_every_format_gives_the_same_numbers(tmp_path: Path, capsys: Capture) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", plain())
+    (tmp_path / "a.json").write_text(json.dumps(plain()), encoding="utf-8")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    csv_of(tmp_path / "a.csv", ("0", "1"))
+    found = [measured(capsys, tmp_path / name)["metrics"] for name in ("a.jsonl", "a.json", "a.jsonl.gz", "a.csv")]
+    assert all(one == found[0] for one in found)
+
+
+def test_predictions_are_right_where_label_is_gold(tmp_path: Path, capsys: Capture) -> None:
+    rows = [prediction(), prediction(question="q1", label="B"), prediction(question="q2", label=None)]
+    assert measured(capsys, write_lines(tmp_path / "a.jsonl", rows))["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_unparsed_wrong_counts_fallbacks_as_wrong(tmp_path: Path, capsys: Capture) -> None:
+    rows = [prediction(), prediction(question="q1", source="fallback"), prediction(question="q2", label="B")]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    kept, wrong = measured(capsys, path), measured(capsys, path, "--unparsed", "wrong")
+    assert kept["fallback_rate"] == wrong["fallback_rate"] == pytest.approx(1 / 3)
+    assert kept["accuracy"] == pytest.approx(2 / 3)
+    assert kept["accuracy_unparsed_wrong"] == wrong["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_label_logprobs_give_the_top_label_and_its_raw_probability(tmp_path: Path) -> None:
+    """exp(-0.5) = 0.6065 as it is, not renormalised over the two labels (0.731)."""
+    rows = [
+        {"label_logprobs": {"A": -0.5, "B": -1.5}, "gold": "A"},
+        {"label_logprobs": {"A": -3.0, "B": -0.25}, "gold": "A"},
+    ]
+    table = read_table(write_lines(tmp_path / "a.jsonl", rows))
+    np.testing.assert_allclose(table.confidence, np.exp([-0.5, -0.25]), rtol=1e-15)
+    assert table.correct.tolist() == [True, False]
+
+
+def test_column_names_can_be_given(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"p": 0.9, "right": 1, "confidence": 0.1, "correct": 0}])
+    found = measured(capsys, path, "--confidence-column", "p", "--correct-column", "right")
+    assert (found["accuracy"], found["mean_confidence"]) == (1.0, 0.9)
+
+
+def test_candidates_of_one_question_are_drawn_together(tmp_path: Path, capsys: Capture) -> None:
+    rows = [prediction(question=f"q{i // 4}", sample=i % 4, confidence=float(CONFIDENCE[i])) for i in range(200)]
+    found = measured(capsys, write_lines(tmp_path / "a.jsonl", rows), "--metrics", "mean_confidence")
+    ids = [row["question"] for row in rows]
+    together = bootstrap(METRICS["mean_confidence"], CONFIDENCE, [True] * 200, questions=ids, resamples=50)
+    assert found["questions"] == 50
+    assert found["metrics"]["mean_confidence"]["interval"]["low"] == together.low
+    assert together.low != bootstrap(METRICS["mean_confidence"], CONFIDENCE, [True] * 200, resamples=50).low
+
+
+def test_bins_reach_the_binned_metrics_and_their_null_band(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain())
+    found = measured(capsys, path, "--bins", "5", "--metrics", "ece,brier")["metrics"]["ece"]
+    assert found["interval"]["value"] == ece(CONFIDENCE, CORRECT, bins=5) != ece(CONFIDENCE, CORRECT)
+    assert found["null"]["mean"] == null_band(lambda c, z: ece(c, z, bins=5), CONFIDENCE, simulations=50).mean
+
+
+def test_slices_are_measured_apart(tmp_path: Path, capsys: Capture) -> None:
+    rows = [row | {"task": ("b", "a")[i % 2]} for i, row in enumerate(plain())]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    found = measured(capsys, path, "--by", "task")
+    assert list(found["slices"]["values"]) == ["a", "b"]
+    assert found["slices"]["values"]["b"]["metrics"]["ece"]["interval"]["value"] == ece(CONFIDENCE[::2], CORRECT[::2])
+    shown = run(capsys, "measure", path, "--by", "task", "--metrics", "ece", "--resamples", "20").out
+    assert "a (N = 100)" in shown
+
+
+def test_compare_pairs_by_question_whatever_the_order(tmp_path: Path, capsys: Capture) -> None:
+    other = RNG.random(200) < CONFIDENCE
+    a = write_lines(tmp_path / "a.jsonl", plain())
+    b = write_lines(tmp_path / "b.jsonl", plain(correct=other)[::-1])
+    found = measured(capsys, a, "--compare", b, "--metrics", "ece")["compare"]["metrics"]["ece"]
+    ids = [f"q{i}" for i in range(200)]
+    expected = compare(ece, Answers(ids, CONFIDENCE, CORRECT), Answers(ids, CONFIDENCE, other), resamples=50)
+    assert (found["difference"], found["low"], found["p_value"]) == pytest.approx(
+        (expected.difference, expected.low, expected.p_value), abs=1e-12
+    )
+    assert "p-value" in run(capsys, "measure", a, "--compare", b, "--metrics", "ece", "--resamples", "20").out
+
+
+def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> None:
+    """100 answers at confidence 0.9, 70 right: ECE 20, over-confident by 20.0 points on average."""
+    path = write_lines(tmp_path / "a.jsonl", plain([0.9] * 100, [True] * 70 + [False] * 30))
+    done = run(capsys, "measure", path)
+    assert "ECE 20.0 lies above what a perfectly calibrated model would score by chance" in done.out
+    assert "over-confident by 20.0 points on average." in done.out
+    assert "N = 100 answers, 20 bins, 1000 resamples." in done.out
+
+
+def sentence(tmp_path: Path, confidence: list[float], correct: list[bool]) -> str:
+    table = read_table(write_lines(tmp_path / "v.jsonl", plain(confidence, correct)))
+    return str(verdict(summarise(table, Settings(metrics=("ece",), resamples=200))))
+
+
+def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
+    assert "no miscalibration shows in 20 answers" in sentence(tmp_path, [0.9] * 20, [True] * 18 + [False] * 2)
+    spread = [0.1, 0.3, 0.5, 0.7, 0.9] * 40
+    exact = [row // 5 < 4 * (1 + 2 * (row % 5)) for row in range(200)]
+    assert "lies below" in sentence(tmp_path, spread, exact)
+    assert "under-confident by 40.0 points" in sentence(tmp_path, [0.6] * 50, [True] * 50)
+    mixed = sentence(tmp_path, [0.9] * 100 + [0.2] * 100, [row % 2 == 0 for row in range(200)])
+    assert "too sure in some bins and not sure enough in others, +5.0 points" in mixed
+
+
+def test_undefined_metric_is_null_and_a_dash(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain([0.9, 0.8], [True, True]))
+    assert measured(capsys, path, "--metrics", "auroc")["metrics"]["auroc"]["interval"]["value"] is None
+    assert "-" in run(capsys, "measure", path, "--metrics", "auroc").out
+
+
+def test_figure_is_written(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain())
+    for name in ("f.svg", "f.png", "f.pdf"):
+        measured(capsys, path, "--figure", tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+BAD_ROWS: list[tuple[str, str]] = [
+    ('{"confidence": 1.2, "correct": true}', "row 2: confidence: expected a number in [0, 1], got 1.2"),
+    ('{"confidence": 87, "correct": true}', "divide percentages by 100"),
+    ('{"confidence": NaN, "correct": true}', "row 2: confidence: expected a number in [0, 1], got nan"),
+    ('{"confidence": null, "correct": true}', "row 2: confidence: expected a number in [0, 1], got None"),
+    ('{"confidence": true, "correct": true}', "row 2: confidence: expected a number in [0, 1], got True"),
+    ('{"confidence": "high", "correct": true}', "row 2: confidence: expected a number in [0, 1], got 'high'"),
+    ('{"confidence": 1' + "0" * 400 + ', "correct": true}', "row 2: confidence: expected a number in [0, 1]"),
+    ('{"correct": true}', "row 2: confidence: missing"),
+    ('{"confidence": 0.5}', "row 2: correct: missing"),
+    ('{"confidence": 0.5, "correct": "maybe"}', "row 2: correct: expected true or false"),
+    ('{"confidence": 0.5, "correct": 2}', "row 2: correct: expected true or false"),
+    ('{"confidence": 0.5, "correct": [1]}', "row 2: correct: expected true or false"),
+    ("[0.5, true]", "row 2: expected a JSON object, got list"),
+    ('{"confidence": 0.5, ', "row 2: not JSON"),
+]
+
+
+def refused(done: Done) -> str:
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("\n") == 1
+    assert "Traceback" not in done.err
+    return done.err
+
+
+@pytest.mark.parametrize(("line", "told"), BAD_ROWS)
+def test_bad_row_is_one_line_with_file_row_and_field(tmp_path: Path, capsys: Capture, line: str, told: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"confidence": 0.5, "correct": true}\n' + line + "\n", encoding="utf-8")
+    error = refused(run(capsys, "measure", path))
+    assert "bad.jsonl row 2" in error
+    assert told in error
+
+
+@pytest.mark.parametrize("logprobs", ["null", "{}", '{"A": 0.5}', '{"A": NaN}', '{"A": "x"}', "[1]"])
+def test_bad_label_logprobs_are_told(tmp_path: Path, capsys: Capture, logprobs: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"gold": "A", "label_logprobs": ' + logprobs + "}\n", encoding="utf-8")
+    assert "row 1: label_logprobs" in refused(run(capsys, "measure", path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("empty.jsonl", "", "holds no rows"),
+        ("empty.csv", "confidence,correct\n", "holds no rows"),
+        ("a.txt", "x", "expected a file that ends in .jsonl"),
+        ("a.json", "3", "expected a JSON list"),
+        ("a.csv", "confidence,correct\n0.5\n", "row 1: expected 2 columns (confidence, correct), got 1"),
+        ("a.jsonl", '{"confidences": 0.5, "correct": 1}', "no column 'confidence', did you mean 'confidences'?"),
+        ("a.jsonl", '{"confidence": 0.5, "label": "A"}', "no column 'correct', nor 'label' and 'gold'"),
+        ("a.jsonl.gz", "no gzip", "broken gzip file"),
+    ],
+)
+def test_bad_file_is_one_line(tmp_path: Path, capsys: Capture, name: str, content: str, told: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    error = refused(run(capsys, "measure", tmp_path / name))
+    assert name in error
+    assert told in error
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--metrics", "ecee"), "unknown metric 'ecee', did you mean 'ece'?"),
+        (("--metrics", ","), "no metric named"),
+        (("--by", "tusk"), "no column 'tusk', did you mean 'task'?"),
+        (("--correct-column", "rigt"), "no column 'rigt'"),
+        (("--unparsed", "wrong"), "no column 'source'"),
+        (("--figure", "f.gif"), "expected .svg, .png, .pdf"),
+        (("--compare", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+    ],
+)
+def test_wrong_option_is_one_line(tmp_path: Path, capsys: Capture, options: tuple[str, ...], told: str) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"confidence": 0.5, "correct": True, "task": "t", "right": 1, "source": "x"}]
+    )
+    assert told in refused(run(capsys, "measure", path, *options))
+
+
+def test_missing_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    assert "none.jsonl: No such file" in refused(run(capsys, "measure", tmp_path / "none.jsonl"))
+
+
+def test_compare_refuses_what_cannot_be_paired(tmp_path: Path, capsys: Capture) -> None:
+    a = write_lines(tmp_path / "a.jsonl", plain()[:3])
+    missing = write_lines(tmp_path / "b.jsonl", plain()[:2])
+    twice = write_lines(tmp_path / "c.jsonl", [plain()[0], *plain()[:3]])
+    nameless = write_lines(tmp_path / "d.jsonl", [{"confidence": 0.5, "correct": True}])
+    told = {missing: "1 questions of", twice: "'q0' stands in several rows", nameless: "no column 'question' or 'id'"}
+    for other, message in told.items():
+        error = refused(run(capsys, "measure", a, "--compare", other, "--resamples", "5"))
+        assert message in error
+        assert other.name in error
+
+
+def test_unexpected_errors_keep_their_traceback(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain()[:3])
+    code = (
+        "def broken(*a, **k): raise ValueError('a defect')\n"
+        "import catto.evaluation.summary as m\nm.bootstrap_table = broken\n"
+        f"from catto.cli import main\nmain(['measure', {str(path)!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ValueError: a defect" in done.stderr
+
+
+def test_brackets_in_names_are_text_not_markup(tmp_path: Path, capsys: Capture) -> None:
+    rows = [row | {"task": "[bold]t[/nope]"} for row in plain()[:5]]
+    done = run(capsys, "measure", write_lines(tmp_path / "a.jsonl", rows), "--by", "task", "--metrics", "ece")
+    assert done.code == 0
+    assert "[bold]t" in done.out
+
+
+def test_foreign_source_column_is_no_fallback(tmp_path: Path) -> None:
+    rows = [{"confidence": 0.5, "correct": 1, "source": "wikipedia"}]
+    assert read_table(write_lines(tmp_path / "a.jsonl", rows)).fallback is None
+
+
+def test_by_must_be_there_in_every_row(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"confidence": 0.5, "correct": 1, "t": "x"}, {"confidence": 0.5, "correct": 1}]
+    )
+    with pytest.raises(DataError, match="row 2: t: missing"):
+        read_table(path, Names(by="t"))
+
+
+def test_few_resamples_where_rows_are_many() -> None:
+    assert Settings().draws(200_000) == 1000
+    assert Settings().draws(200_001) == 200
+    assert Settings(resamples=7).draws(10**6) == 7
+
+
+def test_version_and_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "catto", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("catto 0.")
+
+
+@pytest.mark.parametrize("command", [(), ("measure",), ("calibrate",), ("calibrate", "fit"), ("doctor",)])
+def test_help_shows_examples(capsys: Capture, command: tuple[str, ...]) -> None:
+    done = run(capsys, *command, "--help")
+    assert done.code == 0
+    assert "catto " + " ".join(command) in done.out
+    assert "Example" in done.out

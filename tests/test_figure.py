@@ -1,0 +1,85 @@
+"""The reliability diagram: what is drawn equals what was counted, and equal numbers give equal files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from catto.evaluation.binning import reliability
+from catto.evaluation.metrics import accuracy, ece, mean_confidence
+from catto.evaluation.statistics import NullBand
+from catto.records import DataError
+from catto.report.reliability import Panel, figure, save
+
+RNG = np.random.default_rng(0)
+CONFIDENCE = RNG.beta(5, 1, 400)
+CORRECT = RNG.random(400) < CONFIDENCE**2
+PANEL = Panel("DPO", reliability(CONFIDENCE, CORRECT), NullBand(0.04, 0.02, 0.065, 0.95))
+
+
+def test_panel_numbers_are_the_metrics() -> None:
+    assert PANEL.ece == pytest.approx(ece(CONFIDENCE, CORRECT), abs=1e-12)
+    assert PANEL.accuracy == pytest.approx(accuracy(CONFIDENCE, CORRECT), abs=1e-12)
+    assert PANEL.confidence == pytest.approx(mean_confidence(CONFIDENCE, CORRECT), abs=1e-12)
+
+
+def test_bars_reach_from_accuracy_to_mean_confidence() -> None:
+    """Two bins of two. (0, 0.5]: 0.2, 0.4, one right: accuracy 0.5 over confidence 0.3, the gap lies in the bar.
+
+    (0.5, 1]: 0.9, 0.9, one right: accuracy 0.5 under confidence 0.9, the gap stands on the bar.
+    """
+    bins = reliability([0.2, 0.4, 0.9, 0.9], [True, False, True, False], 2)
+    upper = figure([Panel("", bins)]).axes[0]
+    bars = [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in upper.patches]
+    expected = [(0.0, 0.0, 0.5), (0.5, 0.0, 0.5), (0.0, 0.3, 0.2), (0.5, 0.5, 0.4)]
+    np.testing.assert_allclose(bars, expected, atol=1e-12)
+
+
+def test_empty_bins_draw_no_bar() -> None:
+    upper = figure([Panel("", reliability([0.95], [True], 20))]).axes[0]
+    assert len(upper.patches) == 2
+
+
+def test_histogram_has_the_two_lines() -> None:
+    lower = figure([PANEL]).axes[1]
+    places = [float(np.asarray(line.get_xdata())[0]) for line in lower.lines]
+    assert places == pytest.approx([PANEL.confidence, PANEL.accuracy])
+
+
+def test_box_says_ece_null_band_and_n() -> None:
+    assert PANEL.note() == f"ECE {100 * PANEL.ece:.1f}\nby chance 2.0 to 6.5\nN = 400, 20 bins"
+
+
+def test_panels_stand_side_by_side_on_the_same_axes() -> None:
+    drawn = figure([PANEL, Panel("CATTO", reliability(CONFIDENCE, RNG.random(400) < CONFIDENCE))])
+    assert [axes.get_title() for axes in drawn.axes[:2]] == ["DPO", "CATTO"]
+    assert drawn.axes[2].get_ylim() == drawn.axes[3].get_ylim()
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_equal_numbers_give_equal_files(tmp_path: Path, suffix: str, start: bytes) -> None:
+    for name in ("a", "b"):
+        save([PANEL], tmp_path / f"{name}.{suffix}")
+    first = (tmp_path / f"a.{suffix}").read_bytes()
+    assert first.startswith(start)
+    assert first == (tmp_path / f"b.{suffix}").read_bytes()
+
+
+def test_title_is_text_not_mathematics_or_markup(tmp_path: Path) -> None:
+    save([Panel("$_b$ <i>", PANEL.bins)], tmp_path / "a.svg")
+    assert ">$_b$ &lt;i&gt;</text>" in (tmp_path / "a.svg").read_text(encoding="utf-8")
+
+
+def test_unknown_ending_and_unwritable_place_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in \.svg, \.pdf, \.png"):
+        save([PANEL], tmp_path / "a.gif")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file"):
+        save([PANEL], tmp_path / "file" / "a.svg")
+
+
+def test_no_panels_is_refused() -> None:
+    with pytest.raises(ValueError, match="panels is empty"):
+        figure([])
