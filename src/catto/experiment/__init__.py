@@ -1,0 +1,1 @@
+"""Recipe -> graph of stages -> files: what is done is never run again, what was killed goes on."""

@@ -1,0 +1,116 @@
+"""The stages that measure: predictions, the choice of a learning rate, temperature scaling, candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from catto.evaluation.confidence import evaluate, is_correct
+from catto.evaluation.metrics import ece
+from catto.evaluation.scaling import fit_tau, rescaled
+from catto.experiment.data import read_questions
+from catto.experiment.stages import Work, place
+from catto.records import Prediction, read_records, write_records
+
+PREDICTIONS = "predictions.jsonl"
+
+
+def engine_of(work: Work, role: str = "model") -> Any:
+    """The engine that a stage generates with, on the model that it needs."""
+    if work.settings["engine"] == "vllm":
+        from catto.engines.vllm import VLLMEngine
+
+        return VLLMEngine(str(work.model(role)), batch_size=work.settings["batch_size"])
+    from catto.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine.load(work.model(role), batch_size=work.settings["batch_size"])
+    engine.model = work.stage.needs[role].name  # predictions name the model, not the folder it happens to be in
+    return engine
+
+
+def run_predicted(work: Work) -> None:
+    """Answer the questions of a split."""
+    predict(work, temperature=work.settings["temperature"], k=work.settings["k"])
+
+
+def predict(work: Work, *, temperature: float, k: int) -> list[Prediction]:
+    """Predictions of the needed model on the split's questions, resumable."""
+    of = work.settings
+    questions = read_questions(work.input("held_out") / f"{of.get('split', 'test')}.jsonl")
+    return evaluate(
+        engine_of(work),
+        questions,
+        k=k,
+        temperature=temperature,
+        seed=of["seed"],
+        max_tokens=of["max_tokens"],
+        reasoning=of["reasoning"],
+        out=work.out / PREDICTIONS,
+        progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),
+    )
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """All predictions of a file."""
+    return list(read_records(path, Prediction))
+
+
+def validation_ece(path: Path, bins: int) -> float:
+    """ECE of stored predictions."""
+    found = read_predictions(path)
+    return ece([one.confidence for one in found], [is_correct(one) for one in found], bins=bins)
+
+
+def run_chosen(work: Work) -> None:
+    """Take the learning rate of the lowest validation ECE; with one rate there is nothing to choose."""
+    of, needs = work.settings, work.stage.needs
+    scores: list[float] = []
+    for number in range(len(of["rates"])):
+        roles = [f"validation {number} seed {seed}" for seed in of["seeds"]]
+        found = [validation_ece(work.input(role) / PREDICTIONS, of["bins"]) for role in roles if role in needs]
+        scores.append(fmean(found) if found else 0.0)
+    best = scores.index(min(scores))
+    seat = f"{best} seed {of['seed']}"
+    validation = needs.get(f"validation {seat}")
+    work.write(
+        "choice.json",
+        {
+            "learning_rate": of["rates"][best],
+            "model": _relative(work, f"model {seat}") + "/model",
+            "training": _relative(work, f"model {seat}") + "/training.json",
+            "validation": None if validation is None else f"{_relative(work, f'validation {seat}')}/{PREDICTIONS}",
+            "validation_ece": {f"{rate:g}": score for rate, score in zip(of["rates"], scores, strict=True)},
+        },
+    )
+
+
+def _relative(work: Work, role: str) -> str:
+    return place(work.root, work.stage.needs[role]).relative_to(work.root).as_posix()
+
+
+def best_tau(work: Work) -> float:
+    """The temperature of the lowest validation NLL of the chosen model."""
+    return fit_tau(read_predictions(work.root / work.read("model", "choice.json")["validation"])).tau
+
+
+def run_scaled(work: Work) -> None:
+    """Temperature scaling: keep the greedy answers and rescale their confidence, or sample at tau."""
+    tau = best_tau(work)
+    if work.settings["decode"] == "sample":
+        found = predict(work, temperature=tau, k=1)
+    else:
+        found = read_predictions(work.input("tested") / PREDICTIONS)
+    rescale(work, found, tau)
+
+
+def run_candidates(work: Work) -> None:
+    """k samples a question at tau, ranked by their confidence at tau."""
+    tau = best_tau(work)
+    rescale(work, predict(work, temperature=tau, k=work.settings["k"]), tau)
+
+
+def rescale(work: Work, predictions: list[Prediction], tau: float) -> None:
+    """Write the predictions with their confidence at tau."""
+    work.write("tau.json", {"tau": tau})
+    write_records(work.out / "scaled.jsonl", rescaled(predictions, tau))

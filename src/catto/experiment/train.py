@@ -1,0 +1,255 @@
+"""The training stage: start model, rows, METHODS -> a trained model in `model/`, its story in training.json."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
+
+from catto.evaluation.confidence import evaluate_model, is_correct
+from catto.evaluation.scaling import confidence_at
+from catto.experiment.data import read_questions
+from catto.experiment.stages import Work
+from catto.labels import check_labels
+from catto.methods import METHODS, Method
+from catto.recipe import ModelSettings
+from catto.records import PreferenceRow, SftRow, read_records, replacing
+from catto.training.checkpoints import newest_complete
+from catto.training.config import CATTOConfig
+from catto.training.monitor import keeping
+from catto.training.preference import CATTOTrainer
+from catto.training.rows import Example, examples, preference_columns
+from catto.training.scratch import scratch_model, word_tokenizer
+from catto.training.supervised import RcftBins, SupervisedTrainer
+
+
+def run_train(work: Work) -> None:
+    """Train one method, going on from its newest whole checkpoint."""
+    of = METHODS[work.settings["method"]]
+    model, tokenizer = start(work)
+    trainer, tokens, rows = (_preference if of.stage == "preference" else _supervised)(work, of, model, tokenizer)
+    clock = _Clock(work)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    checkpoint = newest_complete(_checkpoints(work))
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    _save(trainer.model, tokenizer, work.out / "model")
+    work.write(
+        "training.json",
+        {
+            "learning_rate": work.settings["learning_rate"],
+            "seconds": round(clock.seconds(), 1),
+            "tokens": tokens * work.settings["epochs"],
+            "rows": rows,
+            "epochs": work.settings["epochs"],
+            "steps": trainer.state.global_step,
+            "history": history(trainer.state.log_history),
+        },
+    )
+    shutil.rmtree(_checkpoints(work), ignore_errors=True)
+
+
+def _checkpoints(work: Work) -> Path:
+    return work.out / "checkpoints"
+
+
+def start(work: Work) -> tuple[Any, Any]:
+    """The model that this training starts from, and its tokenizer."""
+    settings = ModelSettings.model_validate(work.settings["model"])
+    if "start" not in work.stage.needs and settings.scratch is not None:
+        tokenizer = word_tokenizer(_texts(work.input("teacher") / "outcome.jsonl"))
+        return scratch_model(tokenizer, settings.scratch, work.settings["seed"]), tokenizer
+    path = str(work.model("start")) if "start" in work.stage.needs else settings.path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(settings), attn_implementation=settings.attention)
+    return model, tokenizer
+
+
+def _dtype(settings: ModelSettings) -> torch.dtype:
+    if settings.dtype is None:
+        return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
+    return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+
+def _texts(path: Path) -> list[str]:
+    """Every text of the teacher's rows: what a tokenizer of words has to know."""
+    rows = read_records(path, SftRow)
+    return [message.content for row in rows for message in (*row.prompt, *row.completion)]
+
+
+def _common(work: Work, tokenizer: Any) -> dict[str, Any]:
+    """Training arguments that every method shares; the recipe's `trl` block wins over them."""
+    of = work.settings
+    accelerated = torch.accelerator.is_available()
+    return {
+        "output_dir": str(_checkpoints(work)),
+        "seed": of["seed"],
+        "data_seed": of["seed"],
+        "learning_rate": of["learning_rate"],
+        "num_train_epochs": of["epochs"],
+        "per_device_train_batch_size": of["batch_size"],
+        "lr_scheduler_type": "linear",
+        "bf16": accelerated and of["model"]["dtype"] != "float32",
+        "gradient_checkpointing": accelerated,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 10,
+        **keeping(of["keep"], of["checkpoint_steps"]),
+        **of["trl"],
+    }
+
+
+def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, int, int]:
+    rows = chosen_rows(
+        read_records(work.input("teacher") / "sft.jsonl", SftRow), work.settings["rows"], work.settings["seed"]
+    )
+    found = _examples(work, tokenizer, rows)
+    watched = "traces" if of.stage == "sft" else "reasoning"
+    trainer = SupervisedTrainer(
+        _adapted(model, work),
+        TrainingArguments(**_common(work, tokenizer)),
+        found,
+        tokenizer,
+        validation=_examples(work, tokenizer, read_records(work.input(watched) / "outcome.jsonl", SftRow)),
+        epsilon=of.label_smoothing,
+        bins=_bins(work, tokenizer) if of.rcft_weight else None,
+        rcft_weight=of.rcft_weight,
+    )
+    return trainer, sum(len(e.row.prompt) + len(e.row.completion) for e in found), len(found)
+
+
+def _bins(work: Work, tokenizer: Any) -> RcftBins:
+    """RCFT's E-step on the model's own greedy answers to the validation questions."""
+    of = work.settings["evaluation"]
+    questions = read_questions(work.input("held_out") / "validation.jsonl")
+
+    def answers(model: Any) -> tuple[list[float], list[bool]]:
+        found = evaluate_model(
+            model,
+            tokenizer,
+            questions,
+            batch_size=of["batch_size"],
+            max_tokens=of["max_tokens"],
+            reasoning=of["reasoning"],
+        )
+        return [confidence_at(one, kind="normalized") for one in found], [is_correct(one) for one in found]
+
+    return RcftBins(answers)
+
+
+def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, int, int]:
+    rows = list(read_records(work.input("teacher") / "preferences.jsonl", PreferenceRow))
+    limits = [n for n in (work.settings["pairs"], work.settings["rows"]) if n is not None]
+    rows = chosen_rows(rows, min(limits, default=None), work.settings["seed"])
+    if not rows:
+        raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
+    for labels in dict.fromkeys(row.labels for row in rows):
+        check_labels(tokenizer, labels)
+    columns = [preference_columns(tokenizer, row) for row in rows]
+    stream: Sequence[Example] = ()
+    outcome = work.settings.get("outcome")
+    if outcome is not None:
+        stream = _examples(work, tokenizer, read_records(work.input("stream") / "outcome.jsonl", SftRow))
+    config = CATTOConfig(
+        **{
+            "max_length": work.settings["context"],
+            "precompute_ref_log_probs": True,
+            "calibration": of.calibration,
+            "prefix_sharing": work.settings["prefix_sharing"],
+            **(
+                {}
+                if outcome is None
+                else {"outcome_score": outcome["score"], "outcome_rows_per_pair": outcome["rows_per_pair"]}
+            ),
+            **_common(work, tokenizer),
+        }
+    )
+    trainer = CATTOTrainer(
+        _adapted(model, work),
+        None,
+        config,
+        train_dataset=Dataset.from_list(columns),
+        processing_class=tokenizer,
+        validation=_examples(work, tokenizer, read_records(work.input("reasoning") / "outcome.jsonl", SftRow)),
+        outcome_examples=stream,
+    )
+    tokens = sum(2 * len(c["prompt_ids"]) + len(c["chosen_ids"]) + len(c["rejected_ids"]) for c in columns)
+    return trainer, tokens, len(rows)
+
+
+def _examples(work: Work, tokenizer: Any, rows: Any) -> list[Example]:
+    return examples(tokenizer, rows, work.settings["context"])
+
+
+def chosen_rows(rows: Any, limit: int | None, seed: int) -> list[Any]:
+    """At most `limit` rows, drawn by seed and left in their order."""
+    found = list(rows)
+    if limit is None or limit >= len(found):
+        return found
+    return [found[n] for n in sorted(random.Random(seed).sample(range(len(found)), limit))]
+
+
+def _adapted(model: Any, work: Work) -> Any:
+    peft = work.settings["model"]["peft"]
+    if peft is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **peft))
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
+    if hasattr(model, "merge_and_unload"):
+        model = model.float().merge_and_unload()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def history(logs: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """What was measured at every checkpoint."""
+    found = [entry for entry in logs if "eval_val_ece" in entry]
+    return [
+        {"step": entry["step"], **{name[5:]: value for name, value in entry.items() if name.startswith("eval_val_")}}
+        for entry in found
+    ]
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Counts the seconds of training over all runs of a stage, and tells progress."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.began, self.file = work, time.monotonic(), work.out / "seconds.json"
+        self.before = float(json.loads(self.file.read_text())) if self.file.exists() else 0.0
+        self.note = ""
+
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return self.before + time.monotonic() - self.began
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the display."""
+        self.work.progress(state.global_step, state.max_steps, self.note)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Keep the newest loss and validation numbers for the display."""
+        logs = logs or {}
+        if "loss" in logs:
+            self.note = f"loss {logs['loss']:.3f}"
+        if "eval_val_ece" in logs:
+            self.note = f"val acc {100 * logs['eval_val_accuracy']:.1f} ECE {100 * logs['eval_val_ece']:.1f}"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the seconds down, so that a kill loses only those since the checkpoint."""
+        with replacing(self.file) as file:
+            json.dump(self.seconds(), file)

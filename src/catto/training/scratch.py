@@ -1,0 +1,64 @@
+"""A small Qwen3 from scratch with a tokenizer of whole words: enough for the embedded world, no download."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from catto.recipe import ScratchModel
+
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<turn>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+PATTERN = r"</?\w+>|\w+|\s|[^\w\s]"
+TEMPLATE = (
+    "{% for message in messages %}<turn>{{ message.role }}\n{{ message.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+
+
+def word_tokenizer(texts: Iterable[str]) -> Any:
+    """A tokenizer whose vocabulary is the words and signs of `texts`; its decoding gives the text back."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted({piece for text in texts for piece in re.findall(PATTERN, text)})
+    roles = ("system", "user", "assistant", "\n", " ")
+    vocabulary = dict.fromkeys([*SPECIAL, *TAGS, *roles, *words])
+    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<turn>"],
+        chat_template=TEMPLATE,
+    )
+
+
+def scratch_model(tokenizer: Any, settings: ScratchModel, seed: int) -> Any:
+    """A randomly initialised Qwen3 for the tokenizer's vocabulary."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.width,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        head_dim=settings.width // settings.heads,
+        max_position_embeddings=settings.positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)

@@ -1,0 +1,147 @@
+"""Supervised training on correct traces: SFT with or without label smoothing, CFT and RCFT.
+
+The loss is the token mean over the whole global batch, whatever the accumulation: Transformers counts the tokens of
+all micro-batches of a step beforehand. RCFT's term is a mean over samples beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from catto.evaluation.binning import reliability
+from catto.objectives import rcft_loss, smoothed_nll
+from catto.training import head
+from catto.training.batches import Batch, Query, build
+from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.rows import Example
+
+logger = logging.getLogger(__name__)
+RCFT_BINS = 10
+# Confidence (label-restricted) and correctness of the model's own greedy answers on held-out questions.
+Answers = Callable[[Any], tuple[Sequence[float], Sequence[bool]]]
+
+
+@dataclass
+class _Collator:
+    """Examples -> the batch of one forward; `labels` is there for Transformers to count the tokens."""
+
+    pad: int
+    labels_asked: bool
+
+    def __call__(self, examples: list[Example]) -> dict[str, Any]:
+        rows = [example.row for example in examples]
+        asked = [Query(n, e.label.at, e.label.candidates) for n, e in enumerate(examples)] if self.labels_asked else []
+        batch = build(rows, asked, len(rows), self.pad, shared=False)
+        return {"batch": batch, "labels": batch.targets, "names": [example.question for example in examples]}
+
+
+class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]
+    """Cross-entropy on the completions, with label smoothing `epsilon` and, given `bins`, RCFT's term."""
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        examples: Sequence[Example],
+        processing_class: Any,
+        *,
+        validation: Sequence[Example] = (),
+        epsilon: float = 0.0,
+        bins: RcftBins | None = None,
+        rcft_weight: float = 0.0,
+    ) -> None:
+        if not examples:
+            raise ValueError("there is no example to train on")
+        self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
+        args.remove_unused_columns = False
+        head.install(model)
+        with evaluating_without_dataset(args, validation):
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=list(examples),
+                data_collator=_Collator(processing_class.pad_token_id, rcft_weight > 0),
+                processing_class=processing_class,
+                callbacks=[EvaluateAtEnd(), *([bins] if bins is not None else [])],
+            )
+        self.model_accepts_loss_kwargs = True  # so that Transformers counts the tokens of a step
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
+        batch: Batch = inputs["batch"].to(self.args.device)
+        output = head.call(model, batch, ("mean_logit",) if self.epsilon else ())
+        loss = smoothed_nll(output.stats(), self.epsilon).sum() / self._tokens(batch, num_items_in_batch)
+        if self.bins is not None and output.labels is not None:
+            samples = len(batch.query_source) * self.current_gradient_accumulation_steps
+            loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
+        self._check(loss, inputs["names"])
+        return (loss, output) if return_outputs else loss
+
+    def _tokens(self, batch: Batch, step_tokens: Any) -> Any:
+        """How many tokens this process's loss is divided by: gradients are averaged over processes afterwards."""
+        if step_tokens is None:
+            return max(len(batch.targets), 1)
+        across = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return step_tokens / across
+
+    def _check(self, loss: Tensor, names: list[str]) -> None:
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"loss is {loss.item()} at step {self.state.global_step} on questions {', '.join(names)}; "
+                f"the checkpoints in {self.args.output_dir} are from before"
+            )
+
+
+class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """RCFT's E-step: accuracy of every confidence bin, estimated anew at the start of every epoch.
+
+    On the model's own greedy answers to held-out questions: after gold reasoning every bin would look right. The
+    estimate is part of the checkpoint, so that a run that was killed inside an epoch goes on with it.
+    """
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self.accuracy: list[float | None] | None = None
+        self.epoch = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take up the estimate of the checkpoint that training goes on from."""
+        stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        if state.global_step and stored.get("accuracy") is not None:
+            self.accuracy, self.epoch = stored["accuracy"], stored["epoch"]
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Estimate, unless this epoch's estimate came with the checkpoint."""
+        epoch = int(state.epoch or 0)
+        if epoch == self.epoch:
+            return
+        confidence, correct = self.answers(model)
+        bins = reliability(np.asarray(confidence), np.asarray(correct), RCFT_BINS)
+        self.accuracy = [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]
+        self.epoch = epoch
+        logger.info("RCFT epoch %d: accuracy of the bins %s", epoch, self.accuracy)
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """Accuracy of every bin, nan where it is empty: (M,)."""
+        if self.accuracy is None:
+            raise ValueError("RCFT's bins have not been estimated")
+        return torch.tensor(
+            [float("nan") if a is None else a for a in self.accuracy], dtype=like.dtype, device=like.device
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What goes into the checkpoint."""
+        return {"args": {}, "attributes": {"accuracy": self.accuracy, "epoch": self.epoch}}
