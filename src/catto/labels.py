@@ -20,6 +20,7 @@ _ENDING = "\n</answer>"
 # A letter before a text to encode: no tokenizer merges it with a newline or a tag, and the dummy space that
 # sentencepiece puts before a text goes to it.
 _ANCHOR = "a"
+_TAIL = 32
 # Answers as models write them; the first is our own form, in which labels are trained and constrained.
 _FORMS = (completion(None, None), "<answer>", "<answer> ")
 
@@ -100,6 +101,23 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 def token_at(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> tuple[int, int]:
     """Index of the token that completes character `position` of text = decoded(ids), and the character it begins at.
+
+    Answers stand at the end, so the last tokens are searched first, which took a third of the time on 220 tokens.
+    """
+    for start in (len(ids) - _TAIL, 0):
+        part = ids[max(start, 0) :]
+        local = decoded(tokenizer, part)
+        offset = len(text) - len(local)
+        if start <= 0 or (text.endswith(local) and position >= offset):
+            index, begin = _search(tokenizer, part, local, position - offset)
+            # A tokenizer may trim the first token that it decodes, so that it counts only where it is the first of all.
+            if start <= 0 or index > 0:
+                return max(start, 0) + index, offset + begin
+    raise AssertionError("the whole was searched")
+
+
+def _search(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> tuple[int, int]:
+    """`token_at` by bisection over prefixes.
 
     A cut inside a character decodes to U+FFFD, so a prefix counts only when its text agrees up to the position.
     """

@@ -1,0 +1,149 @@
+"""`catto eval`: answer a task's questions with a model and measure how honest its confidence is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from catto.cli.console import refuse, say
+
+if TYPE_CHECKING:
+    from catto.engines import Engine
+    from catto.records import Question, Split
+
+__all__ = ["evaluate"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval
+
+  catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval
+
+  catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
+"""
+
+# A line so often where there is no terminal.
+SECONDS_A_LINE = 10.0
+EngineName = Literal["transformers", "server", "vllm"]
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or the server's name for its model.")],
+    task: Annotated[str, typer.Option(help="Task whose questions are asked.")],
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
+    n: Annotated[int | None, typer.Option(min=1, help="How many questions.", show_default="all of the task's")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Samples a question; above 1 give a temperature.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 512,
+    reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    split_seed: Annotated[int, typer.Option(min=0, help="Seed of the splits, 0 to 4.")] = 0,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data; else the hub.")] = None,
+    engine: Annotated[EngineName, typer.Option(help="Who runs the model.")] = "transformers",
+    base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
+    batch_size: Annotated[int, typer.Option(min=1, help="Responses at once.")] = 16,
+    out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run goes on there.")] = Path("eval"),
+) -> None:
+    """Answer questions, read the confidence of every answer, and measure how honest it is.
+
+    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it.
+    """
+    from catto.engines.server import ServerError
+    from catto.evaluation.confidence import evaluate as run
+
+    questions = _questions(task, split, n, split_seed, data_dir)
+    try:
+        made = _engine(engine, model, base_url, api_key_env, batch_size)
+        with counting(len(questions) * k) as progress:
+            run(
+                made,
+                questions,
+                k=k,
+                temperature=temperature,
+                seed=seed,
+                max_tokens=max_tokens,
+                reasoning=reasoning,
+                out=out / "predictions.jsonl",
+                progress=progress,
+            )
+    except (ValueError, ServerError, ImportError) as error:
+        refuse(str(error))
+    _show(out / "predictions.jsonl")
+
+
+def _questions(task: str, split: Split, n: int | None, seed: int, data_dir: Path | None) -> list[Question]:
+    from catto.tasks import load
+
+    try:
+        return list(load(task, split, seed=seed, data_dir=data_dir, limit=n))
+    except ValueError as error:
+        refuse(str(error))
+
+
+def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int) -> Engine:
+    if (base_url is None) == (name == "server"):
+        refuse("--engine server needs --base-url, and no other engine takes it")
+    if name == "server":
+        from catto.engines.server import ServerEngine
+
+        return ServerEngine(str(base_url), model, api_key_env=api_key_env, concurrency=batch_size, top_logprobs=20)
+    if name == "vllm":
+        from catto.engines.vllm import VLLMEngine
+
+        return VLLMEngine(model)
+    from catto.engines.transformers import TransformersEngine
+
+    return TransformersEngine.load(model, batch_size=batch_size)
+
+
+def _show(path: Path) -> None:
+    """Print the table of `catto measure`, fallback rate and all."""
+    from catto.cli.measure import measure
+
+    measure(path)
+    say(f"Predictions: {path}")
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Yield `progress(done, total, right)`: a bar in a terminal, else a line every ten seconds and at the end."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def advance(done: int, _: int, right: int) -> None:
+            bar.update(task, completed=done, description=f"accuracy {100 * right / done:.1f} %")
+
+        yield advance
+
+
+def _lines() -> Callable[[int, int, int], None]:
+    last = time.monotonic()
+    first: tuple[float, int] | None = None  # when the first chunk came, and how many were done by then
+
+    def line(done: int, total: int, right: int) -> None:
+        nonlocal last, first
+        now = time.monotonic()
+        first = first or (now, done)
+        if done < total and now - last < SECONDS_A_LINE:
+            return
+        last = now
+        pace = (now - first[0]) / (done - first[1]) if done > first[1] else None
+        rest = "" if pace is None or done == total else f", {pace * (total - done):.0f} s left"
+        typer.echo(f"{done}/{total}, accuracy {100 * right / done:.1f} %{rest}", err=True)
+
+    return line

@@ -1,0 +1,122 @@
+"""Labels from an OpenAI-compatible server: no token ids, only token texts with the best candidates at each place.
+
+The answer's own log-probability always comes with the token that was drawn; the other labels are known where they stand
+among the best 20. `label_logprobs` is null where one of them does not, and `logsumexp` always.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from catto.engines import Generation
+from catto.engines.probing import next_tokens, probe
+from catto.engines.server import ServerEngine, ServerError
+from catto.evaluation.answers import Answer
+from catto.evaluation.fallback import close
+from catto.prompts import messages, parse_answer
+from catto.records import Question
+
+
+class ServerReader:
+    """Reads labels and their log-probabilities from a server's replies; what the server cannot do is said at once."""
+
+    def __init__(self, engine: ServerEngine, reasoning: bool) -> None:
+        if engine.top_logprobs == 0:
+            raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
+        self.engine, self.reasoning = engine, reasoning
+        abilities = probe(engine)
+        if not abilities.logprobs:
+            raise ServerError(f"{engine.model}: {abilities.missing()[0]}")
+        for line in abilities.missing():
+            warnings.warn(f"{engine.model}: {line}", stacklevel=2)
+        self._continues = abilities.continues
+
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
+        """The answer of every response, those without one by constrained continuation."""
+        free = [_free(question, generation) for question, generation in pairs]
+        open_pairs = [pair for pair, answer in zip(pairs, free, strict=True) if answer is None]
+        closed = iter(self._constrained(open_pairs))
+        return [answer if answer is not None else next(closed) for answer in free]
+
+    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
+        if not self._continues:
+            return [Answer(None, "fallback", 0.0, None, None) for _ in pairs]
+        begun = []
+        for question, generation in pairs:
+            keep, ending = close(generation.text)
+            begun.append((messages(question, reasoning=self.reasoning), generation.text[:keep] + ending))
+        tops = next_tokens(self.engine, begun)
+        return [_best(question.labels, found) for (question, _), found in zip(pairs, tops, strict=True)]
+
+
+def _free(question: Question, generation: Generation) -> Answer | None:
+    """The answer as it was written; None where there is none."""
+    parsed = parse_answer(generation.text, question)
+    if parsed.label is None or parsed.span is None:
+        return None
+    place = _place(generation, parsed.span)
+    tops = place.tops
+    logprobs = label_logprobs(question.labels, tops, place.lead, place.after)
+    # The token that was drawn, and not the likeliest beginning of the label, is the one that counts.
+    logprobs[parsed.label] = tops[place.token]
+    return _answer(question.labels, parsed.label, "free", logprobs)
+
+
+class _Place(NamedTuple):
+    token: str
+    tops: Mapping[str, float]
+    lead: str  # what stands in the token before the label
+    after: str  # and after it
+
+
+def _place(generation: Generation, span: tuple[int, int]) -> _Place:
+    """The token that holds the label's first character."""
+    begin = 0
+    for token, tops in generation.tops or ():
+        end = begin + len(token)
+        if generation.text[begin:end] != token[: max(0, len(generation.text) - begin)]:
+            break
+        if begin <= span[0] < end:
+            return _Place(token, tops, token[: span[0] - begin], token[span[1] - begin :] if end > span[1] else "")
+        begin = end
+    raise ServerError(
+        f"question {generation.question} sample {generation.sample}: the log-probabilities do not reach the label, "
+        f"or their tokens do not add up to the text"
+    )
+
+
+def label_logprobs(
+    labels: Sequence[str], tops: Mapping[str, float], lead: str = "", after: str = ""
+) -> dict[str, float]:
+    """Each label's log-probability among candidate tokens: that of the likeliest token that begins it in this form.
+
+    Labels that no candidate begins are left out, and so are labels that share a token.
+    """
+    found: dict[str, tuple[float, str]] = {}
+    for label in labels:
+        begins = [(value, text) for text, value in tops.items() if _begins(text, lead, label + after)]
+        if begins:
+            found[label] = max(begins)
+    texts = [text for _, text in found.values()]
+    return {label: value for label, (value, text) in found.items() if texts.count(text) == 1}
+
+
+def _begins(token: str, lead: str, label: str) -> bool:
+    return len(token) > len(lead) and token.startswith(lead) and label.startswith(token[len(lead) :])
+
+
+def _best(labels: Sequence[str], tops: Mapping[str, float]) -> Answer:
+    logprobs = label_logprobs(labels, tops)
+    if not logprobs:
+        return Answer(None, "fallback", 0.0, None, None)
+    return _answer(labels, max(logprobs, key=lambda label: logprobs[label]), "fallback", logprobs)
+
+
+def _answer(
+    labels: Sequence[str], label: str, source: Literal["free", "fallback"], logprobs: dict[str, float]
+) -> Answer:
+    complete = {name: logprobs[name] for name in labels} if set(labels) <= set(logprobs) else None
+    return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, None)

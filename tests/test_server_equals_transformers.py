@@ -1,0 +1,201 @@
+"""The server engine against a real HTTP server around the tiny model: the same answers, numbers and fallbacks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from catto.engines import Request
+from catto.engines.decoding import evaluating, last_logits
+from catto.engines.probing import Abilities, probe
+from catto.engines.server import ServerEngine, ServerError
+from catto.engines.transformers import prompt_ids
+from catto.evaluation.confidence import evaluate
+from catto.evaluation.served import label_logprobs
+from catto.records import Message, Prediction
+from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer
+from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
+
+LOCK = threading.Lock()
+# A reply's numbers are printed with six digits, as a frugal server would.
+DIGITS = 6
+CUT = 5  # tokens: a response that ends in its reasoning
+
+
+def served(seen: Seen, *, logprobs: bool = True, continues: bool = True, most: int = 20) -> Reply:
+    """Answer with the tiny model, greedily: one forward a token, token texts and the best candidates beside."""
+    body = seen.body
+    if body.get("logprobs") and not logprobs:
+        return error(400, "logprobs are not supported")
+    messages = [Message(**message) for message in body["messages"]]
+    goes_on = bool(body.get("continue_final_message")) and continues
+    begun = encode(messages.pop().content) if goes_on else []
+    prompt = [*prompt_ids(tokenizer(), messages), *begun]
+    with LOCK:
+        ids, rows = greedy(prompt, body["max_tokens"])
+    tokens = tokenizer().convert_ids_to_tokens(ids)
+    payload = chat("".join(tokens), model="tiny-answerer")
+    payload["usage"] = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+    if body.get("logprobs"):
+        entries = [entry(token, row, most) for token, row in zip(ids, rows, strict=True)]
+        payload["choices"][0]["logprobs"] = {"content": entries}
+    return ok(payload)
+
+
+def greedy(prompt: list[int], most: int) -> tuple[list[int], list[torch.Tensor]]:
+    ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    while len(ids) < most:
+        with evaluating(model()):
+            logits = last_logits(model(), [[*prompt, *ids]])[0].double()
+        token = int(logits.argmax())
+        if token == tokenizer().eos_token_id:
+            break
+        ids.append(token)
+        rows.append(logits.log_softmax(-1))
+        if tokenizer().convert_ids_to_tokens(token) == "</answer>":
+            break
+    return ids, rows
+
+
+def entry(token: int, row: torch.Tensor, most: int) -> dict[str, Any]:
+    best = row.topk(most)
+    tops = [text(int(t), float(v)) for v, t in zip(best.values, best.indices, strict=True)]
+    return {**text(token, float(row[token])), "top_logprobs": tops}
+
+
+def text(token: int, value: float) -> dict[str, Any]:
+    return {"token": tokenizer().convert_ids_to_tokens(token), "logprob": round(value, DIGITS)}
+
+
+@contextmanager
+def serving(respond: Callable[[Seen], Reply] = served) -> Iterator[ServerEngine]:
+    with OpenAIServer(respond) as server:
+        yield ServerEngine(server.url, "tiny-answerer", top_logprobs=20, concurrency=4, max_retries=1)
+
+
+def both(labels: tuple[str, ...], max_tokens: int) -> tuple[list[Prediction], list[Prediction]]:
+    with serving() as remote:
+        there = evaluate(remote, questions(8, labels), max_tokens=max_tokens)
+    return there, evaluate(engine(), questions(8, labels), max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("labels", [LETTERS, NLI])
+@pytest.mark.parametrize(("max_tokens", "source"), [(24, "free"), (CUT, "fallback")])
+def test_server_and_transformers_give_the_same_predictions(
+    labels: tuple[str, ...], max_tokens: int, source: str
+) -> None:
+    there, here = both(labels, max_tokens)
+    assert {one.source for one in here} == {source}
+    known = 0
+    for one, other in zip(there, here, strict=True):
+        assert (one.question, one.text, one.source, one.label) == (
+            other.question,
+            other.text,
+            other.source,
+            other.label,
+        )
+        assert one.confidence == pytest.approx(other.confidence, abs=2e-6)
+        assert one.mean_logprob == pytest.approx(other.mean_logprob, abs=2e-6)
+        assert one.logsumexp is None
+        if one.label_logprobs is not None:
+            known += 1
+            assert one.label_logprobs == pytest.approx(other.label_logprobs, abs=2e-6)
+    assert known >= 4
+
+
+def test_a_label_outside_the_best_candidates_leaves_the_logprobs_null() -> None:
+    with serving(lambda seen: served(seen, most=1)) as remote, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        there = evaluate(remote, questions(12), max_tokens=24)
+    assert "top_logprobs gives 1 candidates" in str(caught[0].message)
+    here = evaluate(engine(), questions(12), max_tokens=24)
+    free = [(one, other) for one, other in zip(there, here, strict=True) if one.source == "free"]
+    assert free
+    for one, other in free:
+        assert one.label_logprobs is None
+        assert (one.label, one.confidence) == (other.label, pytest.approx(other.confidence, abs=2e-6))
+
+
+def test_without_continuation_there_is_no_fallback_answer() -> None:
+    told = pytest.warns(UserWarning, match="a begun message is not gone on with")
+    with serving(lambda seen: served(seen, continues=False)) as remote, told:
+        there = evaluate(remote, questions(4), max_tokens=CUT)
+    assert {(one.source, one.label, one.confidence) for one in there} == {("fallback", None, 0.0)}
+    assert {one.label_logprobs for one in there} == {None}
+
+
+def test_a_server_without_logprobs_is_told_at_the_start() -> None:
+    asked: list[Seen] = []
+
+    def respond(seen: Seen) -> Reply:
+        asked.append(seen)
+        return served(seen, logprobs=False)
+
+    with serving(respond) as remote, pytest.raises(ServerError, match="no log-probabilities"):
+        evaluate(remote, questions(12), max_tokens=24)
+    assert len(asked) <= 5
+
+
+def test_the_probe_tells_what_a_server_can_do() -> None:
+    with serving() as remote:
+        assert probe(remote) == Abilities(True, 20, True)
+        assert probe(remote).missing() == []
+    with serving(lambda seen: served(seen, continues=False)) as remote:
+        assert probe(remote) == Abilities(True, 20, False)
+    with serving(lambda seen: served(seen, logprobs=False)) as remote:
+        assert probe(remote) == Abilities(False, 0, True)
+
+    def refuses(seen: Seen) -> Reply:
+        return error(400, "unknown field") if "continue_final_message" in seen.body else served(seen)
+
+    with serving(refuses) as remote:
+        assert probe(remote) == Abilities(True, 20, False)
+
+
+def test_the_probe_asks_for_single_tokens() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def respond(seen: Seen) -> Reply:
+        bodies.append(seen.body)
+        return served(seen)
+
+    with serving(respond) as remote:
+        probe(remote)
+    assert {body["max_tokens"] for body in bodies} == {1}
+    assert json.dumps(bodies).count("continue_final_message") == 2
+
+
+def test_an_engine_that_asks_for_no_candidates_is_refused() -> None:
+    with serving() as remote:
+        remote.top_logprobs = 0
+        with pytest.raises(ValueError, match="top_logprobs 0"):
+            evaluate(remote, questions(2))
+
+
+def test_labels_among_candidate_texts() -> None:
+    tops = {"A": -1.0, " A": -2.0, "B": -1.5, "ent": -0.5, "e": -3.0, "neutral": -2.5, "\n": -0.1}
+    assert label_logprobs(("A", "B", "C"), tops) == {"A": -1.0, "B": -1.5}
+    assert label_logprobs(("A", "B"), tops, lead=" ") == {"A": -2.0}
+    assert label_logprobs(NLI, tops) == {"entailment": -0.5, "neutral": -2.5}
+    # Two labels that one token begins cannot be told apart.
+    assert label_logprobs(("entailment", "entitled"), tops) == {}
+
+
+def test_a_request_goes_through_the_official_client() -> None:
+    seen: list[Seen] = []
+
+    def respond(one: Seen) -> Reply:
+        seen.append(one)
+        return served(one)
+
+    with serving(respond) as remote:
+        list(remote.generate([Request(question="q", messages=(Message(role="user", content="the"),), max_tokens=2)]))
+    assert seen[0].headers["user-agent"].startswith("AsyncOpenAI/Python")

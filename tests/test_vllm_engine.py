@@ -1,0 +1,109 @@
+"""The vLLM adapter's requests and replies, as plain values; the engine itself only where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from catto.engines import Context, Request
+from catto.engines.vllm import (
+    as_fields,
+    generate_fields,
+    prompt_fields,
+    read_generation,
+    read_scores,
+    score_fields,
+)
+from catto.records import Message
+from tiny import tiny_tokenizer
+
+CHAT = (Message(role="user", content="the question"),)
+REQUEST = Request(question="q", sample=2, messages=CHAT, temperature=0.7, seed=9, max_tokens=33, stop=("</answer>",))
+
+
+def recorded(ids: list[int], logprobs: list[float], reason: str = "stop") -> dict[str, Any]:
+    """A reply in the form that `as_fields` gives, through JSON as a recording would be."""
+    places = [{token: logprob} for token, logprob in zip(ids, logprobs, strict=True)]
+    output = {"token_ids": ids, "finish_reason": reason, "logprobs": places}
+    fields: dict[str, Any] = json.loads(json.dumps({"prompt_token_ids": [1, 2, 3], "outputs": [output]}))
+    found = fields["outputs"][0]
+    found["logprobs"] = [{int(token): value for token, value in place.items()} for place in found["logprobs"]]
+    return fields
+
+
+def test_a_request_keeps_the_stop_text_and_asks_for_the_drawn_tokens_logprob() -> None:
+    assert generate_fields(REQUEST) == {
+        "temperature": 0.7,
+        "seed": 9,
+        "max_tokens": 33,
+        "stop": ["</answer>"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+
+
+def test_scoring_names_the_candidates_and_never_guides() -> None:
+    fields = score_fields(Context(messages=CHAT, prefix=(5,), candidates=(8, 9, 8)))
+    assert fields["logprob_token_ids"] == fields["allowed_token_ids"] == [8, 9]
+    assert fields["max_tokens"] == 1
+    assert not {"guided_decoding", "structured_outputs", "logprobs", "logit_bias"} & set(fields)
+    with pytest.raises(ValueError, match="129 candidates"):
+        score_fields(Context(messages=CHAT, prefix=(), candidates=tuple(range(129))))
+
+
+def test_the_prompt_is_the_template_and_then_the_prefix() -> None:
+    tokenizer = tiny_tokenizer(["the question"])
+    ids = prompt_fields(tokenizer, CHAT, (7, 7))["prompt_token_ids"]
+    assert ids[-2:] == [7, 7]
+    assert tokenizer.decode(ids[:-2]) == "<turn>user\nthe question<eos>\n<turn>assistant\n"
+
+
+def test_a_response_is_read_without_its_end_token() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "<answer>\nA\n</answer>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = read_generation(
+        REQUEST, recorded([*ids, tokenizer.eos_token_id], [-0.5] * len(ids) + [-9.0]), tokenizer, "m"
+    )
+    assert (found.question, found.sample, found.text) == ("q", 2, text)
+    assert found.token_ids == tuple(ids)
+    assert (found.tokens, found.prompt_tokens, found.finish_reason) == (len(ids), 3, "stop")
+    assert found.mean_logprob == pytest.approx(-0.5)
+
+
+def test_text_after_the_stop_text_is_cut_and_its_token_kept() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("A</answer>\n", add_special_tokens=False)["input_ids"]
+    found = read_generation(REQUEST, recorded(ids, [-1.0] * len(ids)), tokenizer, "m")
+    assert found.text == "A</answer>"
+    assert found.token_ids == tuple(ids)
+
+
+def test_scores_come_in_the_order_of_the_candidates() -> None:
+    context = Context(messages=CHAT, prefix=(), candidates=(9, 8))
+    reply = {"prompt_token_ids": [], "outputs": [{"logprobs": [{8: -1.5, 9: -0.25, 77: -3.0}]}]}
+    assert read_scores(context, reply).logprobs == (-0.25, -1.5)
+    assert read_scores(context, reply).logsumexp is None
+    with pytest.raises(ValueError, match="no log-probability for token 8"):
+        read_scores(context, {"outputs": [{"logprobs": [{9: -0.25}]}]})
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        read_scores(context, {"outputs": [{"logprobs": []}]})
+
+
+def test_vllms_objects_become_plain_values() -> None:
+    entry = SimpleNamespace(logprob=-0.1, rank=1, decoded_token="A")
+    one = SimpleNamespace(token_ids=(4,), finish_reason="length", logprobs=[{4: entry}], text="A")
+    output = SimpleNamespace(prompt_token_ids=[1], outputs=[one])
+    assert as_fields(output) == {
+        "prompt_token_ids": [1],
+        "outputs": [{"token_ids": [4], "finish_reason": "length", "logprobs": [{4: -0.1}]}],
+    }
+
+
+def test_the_engine_scores_like_transformers() -> None:
+    pytest.importorskip("vllm")
+    pytest.skip("needs an accelerator and a model")
