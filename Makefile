@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test lint format install clean help
+.PHONY: test lint format install quickstart clean help
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,6 +24,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: install ## run the whole suite
 	$(BIN)/python -m pytest
+
+quickstart: install ## the whole comparison on the embedded world: tables and a page
+	$(BIN)/catto run quickstart
 
 lint: install ## ruff and mypy, as the gate runs them
 	$(BIN)/ruff check .

@@ -19,8 +19,7 @@ def import_gguf(source: str | Path, out: Path, *, dtype: str = "float32") -> Pat
     """Write the model and tokenizer of `source`, dequantised, to the new folder `out`.
 
     source: a .gguf file, or the name of an installed package that carries one, whole or in parts. dtype: of the saved
-    weights. Files are written beside `out` and renamed. The tokenizer opens a sequence with the file's own
-    beginning-of-sequence token only where its chat template does.
+    weights. Files are written beside `out` and renamed.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,7 +70,7 @@ def _joined(package: Distribution, name: str, scratch: Path) -> Path:
     """Put together the parts that a package and those it requires carry, in the order of their numbers."""
     required = [re.split(r"[^\w.-]", requirement)[0] for requirement in package.requires or ()]
     parts = _files(package, _PART)
-    for other in (part for part in required if part.startswith(name)):
+    for other in (other for other in required if re.search(r"[-_.]part\d+$", other)):
         parts += _files(_installed(other), _PART)
     if not parts:
         raise ValueError(f"package {name} carries no .gguf file")

@@ -119,3 +119,16 @@ def keeping(metric: str, steps: int) -> dict[str, Any]:
         "metric_for_best_model": metric,
         "greater_is_better": KEEP[metric],
     }
+
+
+def calibration_section(entry: dict[str, float], questions: int) -> str:
+    """A model card's table of what `evaluate` measured last."""
+    names = {
+        "eval_val_accuracy": "Accuracy",
+        "eval_val_ece": "ECE (20 bins)",
+        "eval_val_brier": "Brier score",
+        "eval_val_nll": "NLL of the gold label",
+    }
+    rows = "\n".join(f"| {title} | {entry[name]:.4f} |" for name, title in names.items() if name in entry)
+    told = f"On {questions} held-out questions, at step {int(entry.get('step', 0))}."
+    return f"\n## Calibration\n\n{told}\n\n| Metric | Value |\n|---|---|\n{rows}\n"

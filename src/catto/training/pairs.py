@@ -102,7 +102,7 @@ def without_long(dataset: Any, max_length: int | None, name: str) -> Any:
         return dataset
     if not isinstance(dataset, Dataset):  # a stream cannot be counted beforehand
         return dataset.filter(lambda example: _length(example) <= max_length)
-    lengths = [_length(example) for example in dataset]
+    lengths = [_length(example) for example in dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])]
     kept = [row for row, length in enumerate(lengths) if length <= max_length]
     if len(kept) == len(lengths):
         return dataset

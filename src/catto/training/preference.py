@@ -12,6 +12,7 @@ import copy
 import logging
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trl import DPOConfig, DPOTrainer
 
 from catto.training import head
 from catto.training.config import CATTOConfig
-from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, Monitored, calibration_section, evaluating_without_dataset
 from catto.training.pairs import (
     COLUMNS,
     KEY,
@@ -183,6 +184,14 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
                 f"the checkpoints in {self.args.output_dir} are from before"
             )
         return result
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's model card and, where calibration was measured while training, its last numbers."""
+        super().create_model_card(*args, **kwargs)
+        measured = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
+        if measured and self.is_world_process_zero():
+            with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
+                card.write(calibration_section(measured[-1], len(self.validation)))
 
     def sharing(self) -> bool:
         """Whether prompts are shared: as asked, unless the policy or its reference cannot, which is said once."""

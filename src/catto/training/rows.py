@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from catto.engines.transformers import prompt_ids
-from catto.labels import label_place
+from catto.labels import label_place, locate
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_text
 from catto.records import Message, PreferenceRow, SftRow
@@ -58,6 +59,12 @@ def _example(tokenizer: Any, row: SftRow) -> Example:
 
 
 def _label(tokenizer: Any, row: SftRow | PreferenceRow, completion: Sequence[int]) -> Label:
+    """Find the label in the completion's last tokens: canonical endings are few, so most are known already."""
+    for length in (8, 16, 32):
+        found = _in_tail(tokenizer, tuple(completion[-length:]), row.labels)
+        if found is not None:
+            index, candidates = found
+            return Label(max(len(completion) - length, 0) + index, list(candidates), row.labels.index(row.gold))
     try:
         index, candidates = label_place(tokenizer, completion, row.labels)
     except ValueError as error:
@@ -65,17 +72,29 @@ def _label(tokenizer: Any, row: SftRow | PreferenceRow, completion: Sequence[int
     return Label(index, list(candidates), row.labels.index(row.gold))
 
 
+@lru_cache(maxsize=4096)
+def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Where the label stands in the last tokens; None where they do not hold the whole answer."""
+    place = locate(tokenizer, tail, labels)
+    if place is None or any(label not in place.candidates for label in labels):
+        return None
+    return place.index, tuple(place.candidates[label] for label in labels)
+
+
 def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
     """Token ids of a prompt and its completion, which ends with the end-of-sequence token."""
-    head = list(prompt_ids(tokenizer, prompt))
-    joint = tokenizer(prompt_text(prompt, tokenizer) + completion, add_special_tokens=False)["input_ids"]
+    text, head = _prompt(tokenizer, tuple(prompt))
+    joint = tokenizer(text + completion, add_special_tokens=False)["input_ids"]
     # Where the boundary's characters merge into one token, the response is encoded alone, as generation would see it.
-    tail = (
-        joint[len(head) :]
-        if joint[: len(head)] == head
-        else tokenizer(completion, add_special_tokens=False)["input_ids"]
-    )
+    whole = joint[: len(head)] == head
+    tail = joint[len(head) :] if whole else tokenizer(completion, add_special_tokens=False)["input_ids"]
     return Row(head, [*tail, tokenizer.eos_token_id])
+
+
+@lru_cache(maxsize=1024)
+def _prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]]:
+    """Render and encode a prompt once for its responses, which follow each other in the rows."""
+    return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
 def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:

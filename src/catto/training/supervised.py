@@ -32,7 +32,7 @@ Answers = Callable[[Any], tuple[Sequence[float], Sequence[bool]]]
 
 @dataclass
 class _Collator:
-    """Examples -> the batch of one forward; `labels` is there for Transformers to count the tokens."""
+    """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
 
     pad: int
     labels_asked: bool
@@ -41,7 +41,9 @@ class _Collator:
         rows = [example.row for example in examples]
         asked = [Query(n, e.label.at, e.label.candidates) for n, e in enumerate(examples)] if self.labels_asked else []
         batch = build(rows, asked, len(rows), self.pad, shared=False)
-        return {"batch": batch, "labels": batch.targets, "names": [example.question for example in examples]}
+        names = [example.question for example in examples]
+        # `shift_labels`, since Transformers leaves the first of `labels` out of its count
+        return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
 
 
 class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]

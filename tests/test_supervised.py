@@ -1,0 +1,236 @@
+"""SFT, label smoothing, CFT and RCFT on a tiny model, and calibration measured while training."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from catto.engines import Context
+from catto.engines.transformers import TransformersEngine
+from catto.evaluation import metrics
+from catto.training.monitor import keeping, label_logprobs, measure
+from catto.training.rows import Example, Label, examples, row_ids
+from catto.training.supervised import RcftBins, SupervisedTrainer
+from pairs import sft_rows
+from tiny import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "seed": 5,
+    }
+    return TrainingArguments(**{**settings, **options})
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def dense_loss(model: Any, batch: list[Example], epsilon: float) -> torch.Tensor:
+    """Token mean of the smoothed cross-entropy over all completions, one unpadded forward a row."""
+    total, tokens = torch.zeros(()), 0
+    for example in batch:
+        ids = torch.tensor([example.row.prompt + example.row.completion])
+        logits = model(input_ids=ids).logits[0, len(example.row.prompt) - 1 : -1]
+        target = torch.tensor(example.row.completion)
+        total = total + torch.nn.functional.cross_entropy(logits, target, label_smoothing=epsilon, reduction="sum")
+        tokens += len(target)
+    return total / tokens
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (2, 4), (1, 8)])
+def test_step_is_the_token_mean_of_the_global_batch(
+    tmp_path: Path, epsilon: float, batch: int, accumulation: int
+) -> None:
+    """One SGD step moves the weights by the dense gradient, however the eight ragged rows are accumulated."""
+    rows = examples(TOKENIZER, sft_rows(8))
+    model = tiny_model()
+    reference = copy.deepcopy(model)
+    args = arguments(tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+    SupervisedTrainer(model, args, rows, TOKENIZER, epsilon=epsilon).train()
+    dense_loss(reference, rows, epsilon).backward()
+    expected = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in reference.parameters()])
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=2e-6)
+
+
+def test_monitor_equals_the_engine_and_the_metrics() -> None:
+    """Label log-probabilities equal the engine's scores at the same place; ECE is over the whole set."""
+    rows = examples(TOKENIZER, sft_rows(13))
+    model = tiny_model()
+    ours = label_logprobs(model, rows, TOKENIZER.pad_token_id, batch_size=4)
+    engine = TransformersEngine(model, TOKENIZER)
+    contexts = [
+        Context(messages=row.prompt, prefix=tuple(e.before_label().completion), candidates=tuple(e.label.candidates))
+        for row, e in zip(sft_rows(13), rows, strict=True)
+    ]
+    theirs = np.array([score.logprobs for score in engine.score(contexts)])
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    gold = [e.label.gold for e in rows]
+    found = measure(ours, gold)
+    confidence, correct = np.exp(theirs.max(1)), theirs.argmax(1) == gold
+    assert found["val_ece"] == pytest.approx(metrics.ece(confidence, correct), abs=1e-5)
+    assert found["val_accuracy"] == pytest.approx(correct.mean())
+    assert found["val_nll"] == pytest.approx(-theirs[np.arange(13), gold].mean(), abs=1e-5)
+
+
+def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None:
+    rows = examples(TOKENIZER, sft_rows(8))
+    args = arguments(tmp_path, max_steps=6, learning_rate=0.5, **keeping("val_nll", 2) | {"save_strategy": "steps"})
+    trainer = SupervisedTrainer(
+        tiny_model(), args, rows, TOKENIZER, validation=examples(TOKENIZER, sft_rows(8, seed=2))
+    )
+    trainer.train()
+    logged = [entry["eval_val_nll"] for entry in trainer.state.log_history if "eval_val_nll" in entry]
+    assert len(logged) == 3
+    final = measure(label_logprobs(trainer.model, trainer.validation, 0), [e.label.gold for e in trainer.validation])
+    assert final["val_nll"] == pytest.approx(min(logged), abs=1e-6)
+
+
+def test_last_step_is_evaluated_whatever_the_interval(tmp_path: Path) -> None:
+    rows = examples(TOKENIZER, sft_rows(8))
+    args = arguments(tmp_path, max_steps=3, **keeping("val_accuracy", 2) | {"save_strategy": "steps"})
+    trainer = SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, validation=rows)
+    trainer.train()
+    assert [e["step"] for e in trainer.state.log_history if "eval_val_ece" in e] == [2, 3]
+
+
+def confident(label_bias: float) -> tuple[Any, list[Example]]:
+    """A model that puts much probability on label A after many a reasoning, and rows that all answer A."""
+    model = tiny_model(tie_word_embeddings=False)
+    rows = examples(TOKENIZER, [row for row in sft_rows(80) if row.label == "A"])
+    with torch.no_grad():
+        model.lm_head.weight[rows[0].label.candidates[0]] *= label_bias
+    return model, rows
+
+
+def normalized_top(model: Any, rows: list[Example]) -> np.ndarray:
+    values = label_logprobs(model, rows, TOKENIZER.pad_token_id)
+    q = np.exp(values - values.max(1, keepdims=True))
+    return (q / q.sum(1, keepdims=True)).max(1)
+
+
+def test_rcft_lowers_the_confidence_of_an_overconfident_top_bin(tmp_path: Path) -> None:
+    """Every bin, the top one too, is right half of the time. On rows that all answer A, plain training has no reason
+    to lower the confidence in A; RCFT's term brings it down further than that by far."""
+    moved = {}
+    for weight in (0.0, 20.0):
+        model, rows = confident(6.0)
+        before = normalized_top(model, rows)
+        bins = RcftBins(lambda model: ([(n + 0.5) / 10 for n in range(10)] * 2, [True] * 10 + [False] * 10))
+        args = arguments(tmp_path / str(weight), max_steps=5, learning_rate=1e-2)
+        SupervisedTrainer(model, args, rows, TOKENIZER, bins=bins if weight else None, rcft_weight=weight).train()
+        top = before > 0.9
+        assert top.any()
+        moved[weight] = (normalized_top(model, rows) - before)[top].mean()
+    assert moved[20.0] < -0.1
+    assert moved[20.0] < moved[0.0] - 0.1
+
+
+def test_rcft_estimates_its_bins_once_an_epoch_on_own_answers(tmp_path: Path) -> None:
+    calls: list[float] = []
+
+    def answers(model: Any) -> tuple[list[float], list[bool]]:
+        calls.append(float(weights(model).sum()))
+        return [0.95, 0.95, 0.15], [True, False, True]
+
+    rows = examples(TOKENIZER, sft_rows(8))
+    bins = RcftBins(answers)
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=3, per_device_train_batch_size=4)
+    SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, bins=bins, rcft_weight=1.0).train()
+    assert len(calls) == 3
+    assert len(set(calls)) == 3  # on the model as it then is
+    assert bins.accuracy == [None, 1.0, None, None, None, None, None, None, None, 0.5]
+
+
+def test_rcft_goes_on_with_the_bins_of_its_checkpoint(tmp_path: Path) -> None:
+    """Stopped inside an epoch and resumed: the epoch's estimate is not made again, and the weights end equal."""
+    rows = examples(TOKENIZER, sft_rows(16))
+    made: list[int] = []
+
+    def answers(model: Any) -> tuple[list[float], list[bool]]:
+        made.append(1)
+        return [0.95, 0.95, 0.35, 0.35], [True, False, True, len(made) % 2 == 0]
+
+    def trainer(folder: str, **options: Any) -> SupervisedTrainer:
+        settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8, "per_device_train_batch_size": 4}
+        args = arguments(tmp_path / folder, **settings | options)
+        return SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, bins=RcftBins(answers), rcft_weight=1.0)
+
+    whole = trainer("whole")
+    whole.train()
+    undisturbed, made[:] = list(made), []
+    trainer("cut", max_steps=8).train()
+    made[:] = undisturbed[:1]  # the first epoch's estimate had been made before the stop
+    again = trainer("cut")
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert torch.equal(weights(again.model), weights(whole.model))
+    assert len(made) == len(undisturbed)
+
+
+def test_not_a_number_stops_with_step_and_questions(tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[:] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 0 on questions s\d"):
+        SupervisedTrainer(model, arguments(tmp_path), examples(TOKENIZER, sft_rows(8)), TOKENIZER).train()
+
+
+def test_long_rows_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    rows = sft_rows(8)
+    lengths = [len(e.row.prompt) + len(e.row.completion) for e in examples(TOKENIZER, rows)]
+    limit = sorted(lengths)[5]
+    with caplog.at_level("WARNING"):
+        kept = examples(TOKENIZER, rows, max_length=limit)
+    assert [e.question for e in kept] == [f"s{n}" for n, length in enumerate(lengths) if length <= limit]
+    assert f"dropped {sum(length > limit for length in lengths)} of 8 rows longer than {limit} tokens" in caplog.text
+    with pytest.raises(ValueError, match="all 8 rows are longer"):
+        examples(TOKENIZER, rows, max_length=5)
+
+
+def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -> None:
+    row = sft_rows(1)[0]
+    closed = examples(TOKENIZER, [row])[0]
+    text = row.completion[0].content
+    opened = row.model_copy(
+        update={
+            "label": None,
+            "completion": (row.completion[0].model_copy(update={"content": text[: text.index("<answer>\n") + 9]}),),
+        }
+    )
+    assert examples(TOKENIZER, [opened])[0].before_label() == closed.before_label()
+    assert TOKENIZER.decode(closed.before_label().completion).endswith("<answer>\n")
+    assert closed.label.candidates == [TOKENIZER.convert_tokens_to_ids(label) for label in row.labels]
+
+
+def test_a_row_ends_with_the_end_of_sequence_and_reads_as_generated() -> None:
+    row = sft_rows(1)[0]
+    ids = row_ids(TOKENIZER, row.prompt, row.completion[0].content)
+    assert ids.completion[-1] == TOKENIZER.eos_token_id
+    assert TOKENIZER.decode(ids.completion[:-1]) == row.completion[0].content
+    assert isinstance(examples(TOKENIZER, [row])[0].label, Label)
+
+
+def test_no_example_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no example"):
+        SupervisedTrainer(tiny_model(), arguments(tmp_path), [], TOKENIZER)
