@@ -1,0 +1,146 @@
+"""A prompt computed once for all responses to it gives the losses and gradients of the padded rows."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PromptTuningConfig
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+
+import pairs
+from catto.training.config import CATTOConfig
+from catto.training.head import sharing_obstacle
+from catto.training.preference import CATTOTrainer
+from catto.training.rows import examples
+from steps import Step, distance, lora, made, step
+from tiny import tiny_model, tiny_tokenizer
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "online": {},
+    "precomputed": {"precompute_ref_log_probs": True},
+    "lora": {"peft_config": lora},
+    "lora precomputed": {"peft_config": lora, "precompute_ref_log_probs": True},
+}
+
+
+def _step(shared: bool, *, arch: str = "qwen3", attention: str = "sdpa", shape: Any = (), **options: Any) -> Step:
+    model = tiny_model(arch=arch, **dict(shape))
+    model.set_attn_implementation(attention)
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    return step(CATTOTrainer, CATTOConfig, model=model, prefix_sharing=shared, **options)
+
+
+def _assert_equal(shared: Step, padded: Step) -> None:
+    torch.testing.assert_close(shared.loss, padded.loss, rtol=1e-5, atol=1e-5)
+    assert distance(shared.gradients, padded.gradients) < 1e-5
+    for name in ("rewards/margins", "entropy", "logits/chosen", "mean_token_accuracy", "logps/chosen"):
+        assert shared.metrics[name] == pytest.approx(padded.metrics[name], rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_shared_prompts_give_the_padded_loss_and_gradient(arch: str, attention: str, reference: str) -> None:
+    options = {"arch": arch, "attention": attention, **REFERENCES[reference]}
+    shared, padded = _step(True, **options), _step(False, **options)
+    assert shared.trainer.sharing() is True
+    _assert_equal(shared, padded)
+
+
+@pytest.mark.parametrize("objective", ["none", "bce", "outcome", "stream"])
+def test_every_objective_shares_prompts(objective: str) -> None:
+    options: dict[str, Any] = {"calibration": objective}
+    if objective == "stream":  # the stream's prompts stand among the pairs' too, and are computed once with them
+        rows = [
+            row.model_copy(update={"prompt": pair.prompt})
+            for row, pair in zip(pairs.sft_rows(), pairs.preference_rows(), strict=True)
+        ]
+        options = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), rows)}
+    _assert_equal(_step(True, **options), _step(False, **options))
+
+
+def _forwarded(result: Step) -> list[tuple[int, ...]]:
+    """Shapes of what a further call of the loss sends through the policy's layers."""
+    shapes: list[tuple[int, ...]] = []
+    hook = result.trainer.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple((args[0] if args else kwargs["hidden_states"]).shape[:2])),
+        with_kwargs=True,
+    )
+    result.trainer.compute_loss(result.trainer.model, result.trainer._prepare_inputs(result.batch))
+    hook.remove()
+    return shapes
+
+
+def test_pairs_of_one_question_share_one_prompt_and_one_forward() -> None:
+    rows = [row.model_dump(mode="json") for row in pairs.preference_rows()]
+    one_question = Dataset.from_list([{**row, "prompt": rows[0]["prompt"]} for row in rows])
+    shared, padded = _step(True, rows=one_question), _step(False, rows=one_question)
+    _assert_equal(shared, padded)
+    prompt = len(shared.batch["catto"].rows[0].prompt)
+    tokens = sum(len(row.completion) for row in shared.batch["catto"].rows)
+    assert _forwarded(shared) == [(1, prompt + tokens)]
+    assert _forwarded(padded) == [tuple(padded.batch["input_ids"].shape)]
+
+
+def test_a_sliding_window_is_refused_once_and_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    window = {"sliding_window": 8}
+    with caplog.at_level(logging.WARNING, "catto"):
+        shared = _step(True, arch="mistral", shape=window)
+        _forwarded(shared)
+    warned = [record.message for record in caplog.records if "prefix_sharing is off" in record.message]
+    assert len(warned) == 1
+    assert "do not all attend to the whole context" in warned[0]
+    padded = _step(False, arch="mistral", shape=window)
+    torch.testing.assert_close(shared.loss, padded.loss, rtol=1e-6, atol=1e-6)
+    assert distance(shared.gradients, padded.gradients) < 1e-6
+
+
+def test_virtual_tokens_are_refused_and_fall_back(caplog: pytest.LogCaptureFixture) -> None:
+    def adapter() -> PromptTuningConfig:
+        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+    with caplog.at_level(logging.WARNING, "catto"):
+        shared = _step(True, peft_config=adapter)
+    assert "virtual tokens" in caplog.text
+    padded = _step(False, peft_config=adapter)
+    torch.testing.assert_close(shared.loss, padded.loss, rtol=1e-6, atol=1e-6)
+    assert distance(shared.gradients, padded.gradients) < 1e-6
+
+
+def test_attention_without_a_mask_of_ours_is_an_obstacle() -> None:
+    model = tiny_model()
+    assert sharing_obstacle(model) is None
+    model.config._attn_implementation = "flash_attention_2"
+    assert "'flash_attention_2' takes no block mask" in str(sharing_obstacle(model))
+
+
+@pytest.mark.parametrize("arch", ["mistral", "gemma2"])
+def test_layers_with_a_window_are_an_obstacle(arch: str) -> None:
+    assert "whole context" in str(sharing_obstacle(tiny_model(arch=arch, sliding_window=8)))
+
+
+def test_mistral_without_a_window_shares() -> None:
+    assert sharing_obstacle(tiny_model(arch="mistral", sliding_window=None)) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)),
+        MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)),
+    ],
+    ids=["distances in the sequence", "recurrence"],
+)
+def test_models_that_take_no_positions_are_an_obstacle(model: Any) -> None:
+    assert sharing_obstacle(model) is not None
+
+
+def test_a_reference_that_cannot_share_is_an_obstacle(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = made(CATTOTrainer, CATTOConfig, prefix_sharing=True)
+    trainer.ref_model = tiny_model(arch="mistral", sliding_window=8)
+    assert trainer.sharing() is False
+    assert "prefix_sharing is off" in caplog.text

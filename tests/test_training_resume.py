@@ -1,0 +1,107 @@
+"""A run that was killed anywhere goes on and ends with the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train_run
+from catto.training.checkpoints import newest_complete
+
+STEPS = 14
+RUN: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
+
+
+def _start(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    arguments = json.dumps([{"folder": str(folder), **RUN, **options}])
+    command = [sys.executable, str(Path(train_run.__file__)), arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+
+
+def _kill_at(folder: Path, step: int, **options: Any) -> None:
+    """Kill -9 right after `step`: the checkpoint that it may be writing is left as it is."""
+    process = _start(folder, pause=0.02, **options)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step ") and int(line.split()[1]) >= step:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "final.pt", weights_only=True)
+    return loaded
+
+
+def _assert_same_bits(ours: Path, theirs: Path) -> None:
+    expected = _weights(theirs)
+    for name, value in _weights(ours).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["catto", "outcome with the stream"])
+def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, stream: bool) -> None:
+    step = random.randint(4, STEPS - 2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train_run.run(str(whole), stream=stream, **RUN)
+    _kill_at(killed, step, stream=stream)
+    checkpoint = newest_complete(killed)
+    assert checkpoint is not None, f"killed at {step}"
+    assert not (killed / "final.pt").exists()
+    resumed = train_run.run(str(killed), stream=stream, **RUN)
+    assert resumed.state.global_step == STEPS
+    _assert_same_bits(killed, whole)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_partly_written_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train_run.run(str(whole), **RUN)
+    shutil.copytree(whole, broken)
+    (broken / "final.pt").unlink()
+    newest = newest_complete(broken)
+    assert newest is not None
+    assert newest.name == "checkpoint-14"
+    state = newest / "trainer_state.json"
+    if damage == "missing":
+        state.unlink()
+    else:
+        state.write_text(state.read_text()[:-40])
+    assert newest_complete(broken) == broken / "checkpoint-12"
+    train_run.run(str(broken), **RUN)
+    _assert_same_bits(broken, whole)
+
+
+def test_no_complete_checkpoint_is_none(tmp_path: Path) -> None:
+    assert newest_complete(tmp_path / "nothing") is None
+    for name, files in {
+        "checkpoint-9": ["model.safetensors"],
+        "checkpoint-7": ["trainer_state.json"],
+        "checkpoint-x": ["model.safetensors", "trainer_state.json"],
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("{}")
+    assert newest_complete(tmp_path) is None
+
+
+def test_checkpoints_are_compared_by_number(tmp_path: Path) -> None:
+    for number in (9, 100, 20):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").touch()
+        (folder / "trainer_state.json").write_text("{}")
+    assert newest_complete(str(tmp_path)) == tmp_path / "checkpoint-100"
