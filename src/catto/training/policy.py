@@ -20,8 +20,9 @@ TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
 class Policy:
     """Stands in the model's place in TRL's loss: calls it once through our head, keeps the statistics."""
 
-    def __init__(self, trainer: Any, model: Any, pairs: Pairs, examples: Any) -> None:
+    def __init__(self, trainer: Any, model: Any, pairs: Pairs, examples: Any = (), *, reference: bool = False) -> None:
         self.trainer, self.model, self.pairs, self.examples = trainer, model, pairs, examples
+        self.reference = reference  # of which TRL reads the log-probabilities alone
         self.stats: TokenStats
         self.labels: Any = None  # (M, K) where queries were asked
 
@@ -37,6 +38,8 @@ class Policy:
         return _as_trl(self.stats, labels[:, 1:] != -100, output.aux_loss)
 
     def _extras(self) -> tuple[str, ...]:
+        if self.reference:
+            return ()
         weighting = ("log_sum_sq",) if self.trainer.use_weighting else ()
         return (*TRL_EXTRAS, *extras_of(self.trainer.args), *weighting)
 
@@ -48,6 +51,8 @@ class Policy:
 
     def _queries(self) -> list[Query]:
         first = len(self.pairs.rows)
+        if self.reference:
+            return []
         if self.examples:
             return [Query(first + n, e.label.at, e.label.candidates) for n, e in enumerate(self.examples)]
         if self.trainer.args.calibration != "outcome" or "chosen_label_at" not in self.pairs.facts[0]:

@@ -122,7 +122,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Reference log-probabilities; the prompt computed once where prefixes are shared."""
         inputs, pairs = take_pairs(inputs)
         if pairs is not None and self.args.prefix_sharing:
-            model = Policy(self, model, pairs, ())
+            model = Policy(self, model, pairs, reference=True)
         return super().compute_ref_log_probs(model, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
