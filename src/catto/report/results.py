@@ -42,5 +42,6 @@ class Results(Record):
     recipe_hash: str
     versions: dict[str, str]
     commit: str | None = None
+    command: str | None = None
     cells: tuple[Cell, ...]
     questions: dict[str, str]  # task -> file of its test questions (posterior included, where the world is known)

@@ -1,0 +1,123 @@
+"""Results -> tables, figures, numbers and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from catto.records import DataError, Question, content_hash, library_versions, replacing
+from catto.report import numbers as store
+from catto.report.browser import MOST_ROWS, Browser
+from catto.report.loading import Answered, Protocol, answered, predictions_of, questions_of, row_count
+from catto.report.measure import Tick, measure
+from catto.report.numbers import Numbers
+from catto.report.page import Drawn, page
+from catto.report.plotting import Picture, svg
+from catto.report.render import csv_text, latex, markdown, terminal
+from catto.report.results import Results
+from catto.report.tables import Table, score_tables
+from catto.report.tables_more import all_tables
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+__all__ = ["build", "terminal_table"]
+
+# Raised when a figure is drawn differently: figures of another version are drawn again.
+DRAWING = 1
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Everything read from an experiment's folder."""
+
+    cells: list[Answered]
+    questions: dict[str, dict[str, Question]]
+    browser: Browser
+
+
+def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) -> Path:
+    """Write report.html, tables, figures and numbers.json into `out`; return the page's path.
+
+    What stands in `out` from an earlier build and has the same inputs is taken over. `tick` is called
+    `catto.report.measure.steps(results)` times.
+    """
+    read = _read(results, folder)
+    numbers = measure(results, folder, read.cells, read.questions, store.read(out / "numbers.json"), tick)
+    store.write(numbers, out / "numbers.json")
+    tables = all_tables(numbers, results)
+    _write_tables(tables, out / "tables")
+    drawn = _draw(_pictures(results, numbers, read.cells), out / "figures")
+    path = out / "report.html"
+    with replacing(path) as file:
+        file.write(page(results, numbers, tables, drawn, read.browser))
+    return path
+
+
+def terminal_table(results: Results, folder: Path, out: Path | None = None) -> list[RichTable]:
+    """The score tables for the terminal. `out`: where a report was built; its numbers are taken over."""
+    read = _read(results, folder)
+    known = None if out is None else store.read(out / "numbers.json")
+    numbers = measure(results, folder, read.cells, read.questions, known)
+    return [terminal(table) for table in (*score_tables(numbers, "in"), *score_tables(numbers, "out"))]
+
+
+def _read(results: Results, folder: Path) -> _Read:
+    if not results.cells:
+        raise ValueError("results has no cells, expected at least one")
+    protocol, questions = Protocol.of(results), questions_of(results, folder)
+    rows = sum(row_count(folder / cell.predictions) for cell in results.cells)
+    quota = rows if rows <= MOST_ROWS else max(1, MOST_ROWS // len(results.cells))
+    browser, cells = Browser(questions, quota), []
+    for cell in results.cells:
+        predictions = list(predictions_of(cell, folder))
+        cells.append(answered(cell, predictions, folder, protocol.unparsed_wrong))
+        browser.add(cell, predictions)
+    return _Read(cells, questions, browser)
+
+
+def _write_tables(tables: Sequence[Table], folder: Path) -> None:
+    for table in tables:
+        for ending, render in (("md", markdown), ("tex", latex), ("csv", csv_text)):
+            with replacing(folder / f"{table.name}.{ending}") as file:
+                file.write(render(table))
+
+
+def _pictures(results: Results, numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:
+    from catto.report.figures import score_pictures
+    from catto.report.figures_more import answer_pictures, selection_pictures
+    from catto.report.figures_training import training_pictures
+
+    scores, answers = score_pictures(numbers), answer_pictures(numbers, cells)
+    return [*scores, *answers, *selection_pictures(numbers), *training_pictures(results, numbers)]
+
+
+def _draw(pictures: Sequence[Picture], folder: Path) -> list[Drawn]:
+    """Draw what is not there yet; `inputs.json` says from which numbers each file was drawn."""
+    place = folder / "inputs.json"
+    known = _known_inputs(place)
+    version = [DRAWING, library_versions("matplotlib").get("matplotlib")]
+    inputs = {one.name: content_hash([version, one.title, one.inputs]) for one in pictures}
+    drawn = []
+    for picture in pictures:
+        path = folder / f"{picture.name}.svg"
+        if known.get(picture.name) != inputs[picture.name] or not path.exists():
+            with replacing(path) as file:
+                file.write(svg(picture.draw()))
+        drawn.append(Drawn(picture, path.read_text(encoding="utf-8")))
+    with replacing(place) as file:
+        file.write(json.dumps(inputs, indent=1) + "\n")
+    return drawn
+
+
+def _known_inputs(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(path, None, f"not JSON: {error}; delete it to draw afresh") from None
+    return found if isinstance(found, dict) else {}

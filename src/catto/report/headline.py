@@ -1,0 +1,98 @@
+"""The report in a few sentences, computed from its numbers: who is within chance, and who differs from DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from catto.report.names import budget_title, method_order, method_title
+from catto.report.numbers import GroupNumbers, Numbers
+from catto.report.tables import Better, Setting, marked, of_setting
+
+__all__ = ["Headline", "headline"]
+
+CLAUSES: tuple[tuple[str, str, Better, tuple[str, str]], ...] = (
+    ("ece", "ECE", "lower", ("lower", "higher")),
+    ("accuracy", "accuracy", "higher", ("higher", "lower")),
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first sentence and, for each budget, how the methods compare with DPO."""
+
+    lead: str
+    points: tuple[str, ...]
+
+
+def headline(numbers: Numbers) -> Headline:
+    """Say what the in-distribution numbers show; out of distribution where there are no others."""
+    setting: Setting = "in" if any(group.task == group.trained_on for group in numbers.groups) else "out"
+    blocks = {budget: [group for _, group in of_setting(numbers, setting, budget)] for budget in numbers.budgets}
+    points = [sentence for budget, groups in blocks.items() for sentence in _against(budget_title(budget), groups)]
+    return Headline(_lead(blocks[numbers.budgets[0]], numbers), tuple(points))
+
+
+def _lead(groups: Sequence[GroupNumbers], numbers: Numbers) -> str:
+    """Which methods' ECE cannot be told from that of a perfectly calibrated model."""
+    methods, tasks = _methods(groups), {group.task for group in groups}
+    counts = {name: sum(group.method == name and group.within_null for group in groups) for name in methods}
+    always = [name for name in methods if counts[name] == len(tasks)]
+    sometimes = sum(0 < count < len(tasks) for count in counts.values())
+    budget = f" at the {budget_title(numbers.budgets[0]).lower()}" if len(numbers.budgets) > 1 else ""
+    where = {1: "", 2: " on both tasks"}.get(len(tasks), f" on all {len(tasks)} tasks")
+    who = _listed([method_title(name) for name in always]) if always else "No method"
+    verb = "states" if len(always) <= 1 else "state"
+    rest = _rest(counts, always, sometimes)
+    return f"{who} {verb} confidences whose ECE chance alone could explain{where}{budget}{rest}."
+
+
+def _rest(counts: Mapping[str, int], always: Sequence[str], sometimes: int) -> str:
+    """What is to be said of the other methods."""
+    others = len(counts) - len(always)
+    if not others:
+        return ""
+    if not sometimes:
+        return (
+            f"; {'the other ' if always else 'all '}{others} {'is' if others == 1 else 'are'} measurably miscalibrated"
+        )
+    return f"; {sometimes} of {others if always else len(counts)} {'others' if always else 'methods'} do so on some"
+
+
+def _methods(groups: Sequence[GroupNumbers]) -> list[str]:
+    return sorted({group.method for group in groups}, key=method_order)
+
+
+def _share(method: str, found: Sequence[GroupNumbers], tasks: set[str]) -> str:
+    """`(2 of 5 tasks)`, where it is not all of them."""
+    count = sum(group.method == method for group in found)
+    return f" ({count} of {len(tasks)} tasks)" if count < len(tasks) else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _against(title: str, groups: Sequence[GroupNumbers]) -> list[str]:
+    """How the methods compare with DPO in one budget: ECE first, then accuracy."""
+    compared = [group for group in groups if group.versus]
+    if not compared:
+        return []
+    tasks = {group.task for group in groups}
+    parts = []
+    for metric, name, better, words in CLAUSES:
+        good = [group for group in compared if marked(group.versus[metric], better) == "*"]
+        bad = [group for group in compared if marked(group.versus[metric], better) == "†"]
+        parts.append(_clause(name, words, good, bad, tasks))
+    return [f"{title}, against DPO on the same questions: {'; '.join(parts)}."]
+
+
+def _clause(
+    name: str, words: tuple[str, str], good: Sequence[GroupNumbers], bad: Sequence[GroupNumbers], tasks: set[str]
+) -> str:
+    said = [
+        f"{word} for {_listed([method_title(method) + _share(method, found, tasks) for method in _methods(found)])}"
+        for word, found in zip(words, (good, bad), strict=True)
+        if found
+    ]
+    return f"{name} is significantly {' and '.join(said)}" if said else f"no significant difference in {name}"

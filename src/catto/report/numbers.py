@@ -1,0 +1,166 @@
+"""The report's numbers as records: what `numbers.json` holds, for every cell and for every group of seeds."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from catto.evaluation.statistics import Comparison, Interval, NullBand
+from catto.methods import METHODS, Budget
+from catto.records import DataError, Record, first_problem, replacing
+
+__all__ = ["Band", "CellNumbers", "GroupNumbers", "Number", "Numbers", "Spread", "Versus", "World"]
+
+# Raised when a number changes its meaning: cached numbers of another version are measured again.
+VERSION = 1
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None where it is undefined."""
+    return float(value) if isfinite(value) else None
+
+
+class Number(Record):
+    """A value and its bootstrap interval; None where undefined or not computed."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, interval: Interval) -> Number:
+        """Keep what a report shows of an interval."""
+        return cls(value=finite(interval.value), low=finite(interval.low), high=finite(interval.high))
+
+
+class Band(Record):
+    """What a perfectly calibrated model with the same confidences scores by chance."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, band: NullBand) -> Band:
+        """Keep what a report shows of a null band."""
+        return cls(mean=band.mean, low=band.low, high=band.high)
+
+
+class Versus(Record):
+    """A metric less DPO's on the same questions, its interval and the p-value of the swap test."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+    @classmethod
+    def of(cls, found: Comparison) -> Versus:
+        """Keep what a report shows of a comparison."""
+        return cls(difference=found.difference, low=found.low, high=found.high, p_value=found.p_value)
+
+
+class World(Record):
+    """What only a known posterior tells. All in [0, 1].
+
+    true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
+    the gold one. regret: mean of the largest posterior probability less that of the answer given.
+    """
+
+    true_error: float
+    bayes_accuracy: float
+    regret: float
+
+
+class Spread(Record):
+    """Mean and standard deviation over seeds; no deviation of a single one."""
+
+    mean: float
+    std: float | None
+
+
+class CellNumbers(Record):
+    """One method on one task at one seed. `selection`: k -> rule -> accuracy."""
+
+    task: str
+    trained_on: str
+    method: str
+    budget: Budget | None
+    seed: int
+    input: str
+    n: int
+    model: str
+    metrics: dict[str, Number]
+    null: Band
+    fallback_rate: float
+    accuracy_unparsed_wrong: float
+    world: World | None
+    selection: dict[int, dict[str, Number]]
+
+
+class GroupNumbers(Record):
+    """One method on one task in one budget, over its seeds. `versus_seed`: seed -> metric -> difference to DPO."""
+
+    task: str
+    trained_on: str
+    method: str
+    budget: Budget | None
+    seeds: tuple[int, ...]
+    input: str
+    n: int
+    metrics: dict[str, Spread]
+    intervals: dict[str, Number]
+    null: Band
+    fallback_rate: Spread
+    accuracy_unparsed_wrong: Spread
+    versus: dict[str, Versus]
+    versus_seed: dict[int, dict[str, Versus]]
+    world: dict[str, Spread]
+    selection: dict[int, dict[str, Spread]]
+
+    @property
+    def within_null(self) -> bool:
+        """Whether the ECE lies at or below the upper end of the null band."""
+        return self.metrics["ece"].mean <= self.null.high
+
+    @property
+    def title(self) -> str:
+        """The method as tables print it."""
+        return METHODS[self.method].title if self.method in METHODS else self.method
+
+
+class Numbers(Record):
+    """Everything that the report prints."""
+
+    version: int = VERSION
+    level: float
+    bins: int
+    resamples: int
+    cells: tuple[CellNumbers, ...]
+    groups: tuple[GroupNumbers, ...]
+
+    @property
+    def budgets(self) -> tuple[Budget | None, ...]:
+        """The budgets for which there are blocks, in the order of the groups."""
+        return tuple(dict.fromkeys(group.budget for group in self.groups))
+
+
+def write(numbers: Numbers, path: Path) -> None:
+    """Write the numbers, whole or not at all."""
+    with replacing(path) as file:
+        file.write(numbers.model_dump_json(indent=1) + "\n")
+
+
+def read(path: Path) -> Numbers | None:
+    """Read numbers written earlier; None where there are none, or of another version."""
+    if not path.exists():
+        return None
+    try:
+        text = path.read_bytes()
+        if f'"version": {VERSION},'.encode() not in text[:200]:
+            return None
+        return Numbers.model_validate_json(text)
+    except ValidationError as error:
+        raise DataError(path, None, f"{first_problem(error)}; delete it to measure afresh") from None

@@ -1,0 +1,114 @@
+"""How the models were trained, as tables: chosen learning rates, time and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from catto.methods import METHODS, Budget
+from catto.report import paper
+from catto.report.names import budget_title, method_group, method_order, method_title, task_order, task_title
+from catto.report.results import Cell, Results, Training
+from catto.report.tables import EMPTY, Column, Entry, Line, Table
+
+__all__ = ["budget_note", "rate_tables", "trained_cells", "trained_rows", "training_tables"]
+
+
+def trained_cells(results: Results) -> list[tuple[Cell, Training]]:
+    """One cell a trained model: those tested where they were trained, else the first test of each."""
+    found: dict[tuple[str, str, Budget | None, int], tuple[Cell, Training]] = {}
+    for cell in sorted(results.cells, key=lambda cell: cell.task != cell.trained_on):
+        if cell.training is not None:
+            found.setdefault((cell.trained_on, cell.method, cell.budget, cell.seed), (cell, cell.training))
+    return list(found.values())
+
+
+def _row_title(method: str, budget: Budget | None) -> str:
+    return method_title(method) + (f" ({budget_title(budget).lower()})" if budget else "")
+
+
+def rate_tables(results: Results) -> list[Table]:
+    """The learning rate of every seed: one table a training set."""
+    trained = [one for one in trained_cells(results) if METHODS[one[0].method].stage == "preference"]
+    found = []
+    for task in sorted({cell.trained_on for cell, _ in trained}, key=task_order):
+        of_task = [one for one in trained if one[0].trained_on == task]
+        seeds = sorted({cell.seed for cell, _ in of_task})
+        columns = tuple(Column("Seed", str(seed), task, str(seed)) for seed in seeds)
+        lines = []
+        for method, budget in trained_rows(of_task):
+            rates = {c.seed: t.learning_rate for c, t in of_task if (c.method, c.budget) == (method, budget)}
+            entries = tuple(_rate(method, task, budget, seed, rates.get(seed)) for seed in seeds)
+            lines.append(Line(method, _row_title(method, budget), method_group(method), entries))
+        caption = "Chosen by validation ECE, seed by seed. paper: the paper's choice for the same seed number."
+        title = f"Learning rates, trained on {task_title(task)}"
+        found.append(Table(f"learning-rates-{task}", title, caption, columns, tuple(lines), None, "rates"))
+    return found
+
+
+def budget_note(results: Results, budget: Budget | None) -> str:
+    """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
+    groups: dict[str, list[str]] = {}
+    shown = [one for one in trained_cells(results) if one[0].budget in (None, budget)]
+    for method, _ in trained_rows([one for one in shown if METHODS[one[0].method].stage == "preference"]):
+        mine = [training for cell, training in shown if cell.method == method and training.rows and training.epochs]
+        if mine:
+            pairs, epochs = (_range([getattr(one, name) for one in mine]) for name in ("rows", "epochs"))
+            groups.setdefault(f"{pairs} pairs, epochs: {epochs}", []).append(method_title(method))
+    return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in groups.items())
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
+    """The methods and budgets of the trained models, in the order of the tables."""
+    found = {(cell.method, cell.budget) for cell, _ in trained}
+    return sorted(found, key=lambda one: (method_order(one[0]), one[1] != "paper"))
+
+
+def _rate(method: str, task: str, budget: Budget | None, seed: int, rate: float | None) -> Entry:
+    known = paper.learning_rate(method, task, seed) if budget != "matched" else None
+    return Entry(rate, "-" if rate is None else f"{rate:g}", paper="" if known is None else f"{known:g}")
+
+
+def training_tables(results: Results) -> list[Table]:
+    """Minutes in all, milliseconds a row and epoch, and tokens; means over seeds."""
+    trained = trained_cells(results)
+    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+    columns = tuple(
+        Column(task_title(task), name, task, metric)
+        for task in tasks
+        for metric, name in (("minutes", "Minutes"), ("each", "ms a row and epoch"), ("tokens", "Million tokens"))
+    )
+    lines = []
+    for method, budget in trained_rows(trained):
+        mine = [one for one in trained if (one[0].method, one[0].budget) == (method, budget)]
+        by_task = {task: [training for cell, training in mine if cell.trained_on == task] for task in tasks}
+        entries = tuple(_effort(method, budget, column, by_task[column.task]) for column in columns)
+        lines.append(Line(method, _row_title(method, budget), method_group(method), entries))
+    caption = (
+        "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
+        "preference methods and a trace for supervised ones. paper: minutes on one A100."
+    )
+    return [Table("training", "Training time and tokens", caption, columns, tuple(lines), None, "training")]
+
+
+def _effort(method: str, budget: Budget | None, column: Column, trainings: Sequence[Training]) -> Entry:
+    values = [value for training in trainings if (value := _effort_of(training, column.metric)) is not None]
+    known = paper.minutes(method, column.task) if column.metric == "minutes" and budget != "matched" else None
+    if not values:
+        return EMPTY
+    mean = sum(values) / len(values)
+    return Entry(mean, f"{mean:.2f}", paper="" if known is None else f"{known:g}")
+
+
+def _effort_of(training: Training, metric: str) -> float | None:
+    if metric == "tokens":
+        return None if training.tokens is None else training.tokens / 1e6
+    if training.seconds is None:
+        return None
+    if metric == "minutes":
+        return training.seconds / 60
+    return None if not (training.rows and training.epochs) else 1e3 * training.seconds / training.rows / training.epochs

@@ -1,0 +1,218 @@
+"""The page in a real browser: no complaint, no request, fluid with ten thousand predictions, hostile text as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from catto.report.page import page as render
+from catto.report.tables_more import all_tables
+from chromium import Page, chromium, executable
+from report_world import HOSTILE, TINY, World, built, measured
+
+pytestmark = pytest.mark.skipif(executable() is None, reason="chromium is not installed")
+
+LARGE = World(rows=835, seeds=(0, 1), methods=("sft", "dpo"), out_of=None, k=0, resamples=10)
+# Milliseconds from the change of a filter to the repainted list, measured inside the page.
+FLUID = 200
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    world = measured(LARGE)
+    path = tmp_path_factory.mktemp("large") / "report.html"
+    text = render(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(tab: Page, large: Path) -> Page:
+    tab.requests.clear()
+    tab.complaints.clear()
+    tab.resize(1280, 900)
+    tab.open(large)
+    return tab
+
+
+FILTER = """(async () => {{
+  const form = document.getElementById("browser-filters"), field = form.elements[{name}];
+  const before = document.querySelector("#runway .row");
+  field.value = {value};
+  const start = performance.now();
+  field.dispatchEvent(new Event("input", {{ bubbles: true }}));
+  while (document.querySelector("#runway .row") === before && performance.now() - start < 3000)
+    await new Promise(done => setTimeout(done, 0));
+  await new Promise(requestAnimationFrame);
+  return performance.now() - start;
+}})()"""
+
+
+def filtered(page: Page, name: str, value: str) -> float:
+    return float(page.run(FILTER.format(name=repr(name), value=repr(value))))
+
+
+def shown(page: Page) -> int:
+    return int(page.run("document.getElementById('count').textContent.split(' ')[0].replaceAll(',', '')"))
+
+
+def test_nothing_is_complained_about_and_nothing_leaves_the_page(page: Page, large: Path) -> None:
+    page.run("new Promise(done => setTimeout(done, 300))")
+    assert page.complaints == []
+    assert [one for one in page.requests if not one.startswith("data:")] == [large.resolve().as_uri()]
+
+
+def test_ten_thousand_predictions_stay_fluid(page: Page) -> None:
+    assert shown(page) == 12 * 835 == 10_020
+    assert page.run("document.querySelectorAll('#runway .row').length") < 40
+    for name, value in (("verdict", "wrong"), ("method", "dpo"), ("low", "80"), ("order", "low"), ("text", "river")):
+        before = shown(page)
+        took = filtered(page, name, value)
+        # The search waits 120 ms for the next key before it starts.
+        assert took < FLUID + (120 if name == "text" else 0), (name, took)
+        if name != "order":
+            assert 0 < shown(page) < before, name
+
+
+def test_scrolling_through_ten_thousand_rows_keeps_up(page: Page) -> None:
+    longest = page.run("""(async () => {
+      const list = document.getElementById("list"); let longest = 0;
+      for (let step = 0; step < 60; step += 1) {
+        list.scrollTop = step * 10000;
+        const start = performance.now();
+        await new Promise(requestAnimationFrame); await new Promise(requestAnimationFrame);
+        longest = Math.max(longest, performance.now() - start);
+      }
+      return longest;
+    })()""")
+    assert longest < FLUID
+    page.run("(async () => { list.scrollTop = 1e9; await new Promise(r => setTimeout(r, 100)); })()")
+    last = page.run("Math.max(...[...document.querySelectorAll('#runway .row')].map(row => +row.dataset.place))")
+    assert last == 10_019
+
+
+def test_the_first_rows_are_wrong_and_ever_less_confident(page: Page) -> None:
+    rows = page.run("[...document.querySelectorAll('#runway .row b')].map(one => [one.className, +one.textContent])")
+    assert {kind for kind, _ in rows} == {"wrong"}
+    assert [value for _, value in rows] == sorted((value for _, value in rows), reverse=True)
+    filtered(page, "order", "right")
+    assert page.run("document.querySelector('#runway .row b').className") == "right"
+
+
+def test_a_filter_counts_what_the_numbers_say(page: Page) -> None:
+    numbers = measured(LARGE).numbers
+    wanted = sum(round(cell.n * (1 - cell.metrics["accuracy"].value)) for cell in numbers.cells if cell.seed == 1)
+    filtered(page, "seed", "1")
+    filtered(page, "verdict", "wrong")
+    assert shown(page) == wanted
+    filtered(page, "verdict", "fallback")
+    assert shown(page) == round(sum(cell.n * cell.fallback_rate for cell in numbers.cells if cell.seed == 1))
+
+
+def test_script_tags_in_questions_and_responses_show_as_text(page: Page) -> None:
+    page.run("window.alert = () => { document.title = 'broken out'; }")
+    filtered(page, "text", "alert(1)")
+    assert shown(page) > 0
+    detail = page.run("document.getElementById('detail').textContent")
+    assert HOSTILE in detail
+    assert page.run("document.querySelectorAll('#detail script, #detail b b, #list script').length") == 0
+    assert page.run("document.scripts.length") == 2
+    assert page.run("document.title") != "broken out"
+
+
+def test_the_list_is_walked_with_the_keyboard(page: Page) -> None:
+    page.run("document.getElementById('list').focus()")
+    first = page.run("document.getElementById('detail').textContent")
+    page.press("ArrowDown")
+    assert page.run("document.getElementById('list').getAttribute('aria-activedescendant')") == "row-1"
+    assert page.run("document.getElementById('detail').textContent") != first
+    page.press("End")
+    assert page.run("document.getElementById('list').getAttribute('aria-activedescendant')") == "row-10019"
+    assert page.run("document.getElementById('row-10019') !== null")
+    page.press("Home")
+    assert page.run("document.getElementById('detail').textContent") == first
+    page.press("Enter")
+    assert page.run("document.activeElement.id") == "detail"
+
+
+def test_filters_hide_methods_tasks_and_budgets(page: Page) -> None:
+    visible = "[...document.querySelectorAll('{}')].filter(one => one.checkVisibility()).length"
+    click = "document.querySelector('.filters input[value=\"{}\"]').click()"
+    rows = visible.format("#in tr[data-method=sft]")
+    assert page.run(rows) == 2
+    page.run(click.format("sft"))
+    assert page.run(rows) == 0
+    assert page.run(visible.format("#in tr[data-method=dpo]")) == 2
+    page.run(click.format("matched"))
+    assert page.run(visible.format("#in .block")) == 1
+    page.run(click.format("snli"))
+    assert page.run(visible.format("#in [data-task=snli]")) == 0
+    assert page.run(visible.format("#in td[data-task=witnesses]")) == 2
+    page.run("document.getElementById('all').click()")
+    assert page.run(rows) == 2
+
+
+def test_every_number_opens_its_definition_and_escape_closes_it(page: Page) -> None:
+    page.run("document.querySelector('#in button.num[data-metric=ece]').click()")
+    text = page.run("document.getElementById('card').textContent")
+    assert page.run("document.getElementById('card').open")
+    assert "Mean distance of accuracy and confidence" in text
+    assert "Null band" in text
+    page.press("Escape")
+    page.wait("!document.getElementById('card').open")
+
+
+def test_the_card_of_every_number_shows_that_number(tab: Page) -> None:
+    tab.complaints.clear()
+    tab.open(built(TINY) / "out" / "report.html")
+    wrong = tab.run("""[...document.querySelectorAll("button.num")].filter(button => {
+      button.click();
+      const card = document.getElementById("card"), shown = card.querySelector(".big").textContent;
+      const named = card.querySelector("h3").textContent;
+      card.close();
+      return shown !== button.textContent || named.includes("undefined");
+    }).map(button => button.dataset.metric)""")
+    assert wrong == []
+    assert tab.run("document.querySelectorAll('button.num').length") > 50
+    assert tab.complaints == []
+
+
+def test_dark_and_light_follow_the_system_and_the_button(page: Page) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page.prefer("light")
+    light = page.run(ground)
+    page.prefer("dark")
+    dark = page.run(ground)
+    assert light != dark
+    page.run("document.getElementById('theme').click()")
+    assert page.run(ground) == light
+    page.run("document.getElementById('theme').click()")
+    assert page.run(ground) == dark
+    page.run("localStorage.clear()")
+
+
+def test_a_phone_scrolls_down_only(page: Page) -> None:
+    page.resize(375, 800, mobile=True)
+    page.run("new Promise(requestAnimationFrame)")
+    assert page.run("document.documentElement.scrollWidth") == 375
+
+
+def test_a_page_with_figures_is_as_quiet(tab: Page) -> None:
+    path = built(TINY) / "out" / "report.html"
+    tab.requests.clear()
+    tab.complaints.clear()
+    tab.resize(1280, 900)
+    tab.open(path)
+    assert tab.complaints == []
+    assert [one for one in tab.requests if not one.startswith("data:")] == [path.resolve().as_uri()]
+    assert tab.run("document.querySelectorAll('figure svg').length") > 10
+    widths = tab.run("[...document.querySelectorAll('main > section > figure svg')].map(one => one.clientWidth)")
+    assert min(widths) > 100

@@ -1,0 +1,174 @@
+"""The numbers of a report against metrics computed straight from the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from catto.evaluation.metrics import METRICS
+from catto.evaluation.statistics import bootstrap, null_band
+from catto.records import DataError, Prediction, Question, read_records, write_records
+from catto.report import numbers as store
+from catto.report.build import terminal_table
+from catto.report.loading import answered, predictions_of
+from catto.report.measure import blocks, measure, steps
+from catto.report.results import Cell
+from report_world import SMALL, TINY, Measured, measured, write_world
+
+
+@pytest.fixture(scope="module")
+def world() -> Measured:
+    return measured(SMALL)
+
+
+def file_of(world: Measured, cell: Cell) -> tuple[Any, Any, list[Prediction]]:
+    rows = list(read_records(world.folder / cell.predictions, Prediction))
+    return np.array([row.confidence for row in rows]), np.array([row.label == row.gold for row in rows]), rows
+
+
+def test_every_metric_of_every_cell_is_the_metric_of_its_file(world: Measured) -> None:
+    for cell, found in zip(world.results.cells, world.numbers.cells, strict=True):
+        c, z, rows = file_of(world, cell)
+        for name, number in found.metrics.items():
+            assert number.value == pytest.approx(METRICS[name](c, z), abs=1e-12), (cell.method, name)
+        fallback = np.array([row.source == "fallback" for row in rows])
+        assert found.fallback_rate == fallback.mean()
+        assert found.accuracy_unparsed_wrong == (z & ~fallback).mean()
+        assert found.n == len(rows)
+
+
+def test_interval_and_null_band_of_a_cell_are_those_of_the_library(world: Measured) -> None:
+    c, z, _ = file_of(world, world.results.cells[0])
+    found = world.numbers.cells[0]
+    wanted, null = bootstrap(METRICS["ece"], c, z, resamples=50), null_band(METRICS["ece"], c, simulations=50)
+    assert (found.metrics["ece"].low, found.metrics["ece"].high) == (wanted.low, wanted.high)
+    assert (found.null.mean, found.null.low, found.null.high) == (null.mean, null.low, null.high)
+
+
+def test_a_group_holds_mean_and_deviation_over_its_seeds(world: Measured) -> None:
+    """Two seeds with values a, b: mean (a + b) / 2 and standard deviation |a - b| / sqrt(2)."""
+    for group in world.numbers.groups:
+        values = [
+            cell.metrics["ece"].value
+            for cell in world.numbers.cells
+            if (cell.task, cell.trained_on, cell.method) == (group.task, group.trained_on, group.method)
+            and cell.budget in (None, group.budget)
+        ]
+        assert len(values) == 2
+        assert group.metrics["ece"].mean == pytest.approx(sum(values) / 2, abs=1e-12)
+        assert group.metrics["ece"].std == pytest.approx(abs(values[0] - values[1]) / np.sqrt(2), abs=1e-12)
+
+
+def test_the_difference_to_dpo_is_to_the_dpo_of_the_same_budget(world: Measured) -> None:
+    of = {(g.task, g.trained_on, g.method, g.budget): g for g in world.numbers.groups}
+    for (task, source, method, budget), group in of.items():
+        base = of[task, source, "dpo", budget]
+        if method == "dpo":
+            assert group.versus == {}
+            continue
+        wanted = group.metrics["ece"].mean - base.metrics["ece"].mean
+        assert group.versus["ece"].difference == pytest.approx(wanted, abs=1e-12)
+    catto = [of["snli", "snli", "dpo+catto", budget] for budget in ("paper", "matched")]
+    assert catto[0].metrics == catto[1].metrics
+    assert catto[0].versus != catto[1].versus
+
+
+def test_known_posteriors_give_true_error_bayes_accuracy_and_regret(world: Measured) -> None:
+    cell = next(cell for cell in world.results.cells if cell.task == "witnesses")
+    found = next(one for one in world.numbers.cells if one.task == "witnesses")
+    questions = {one.id: one for one in read_records(world.folder / "witnesses.questions.jsonl", Question)}
+    _, _, rows = file_of(world, cell)
+    exact = [questions[row.question].posterior for row in rows]
+    error = np.mean([abs(row.confidence - one[row.label]) for row, one in zip(rows, exact, strict=True)])
+    regret = np.mean([max(one.values()) - one[row.label] for row, one in zip(rows, exact, strict=True)])
+    best = np.mean([max(one, key=one.get) == row.gold for row, one in zip(rows, exact, strict=True)])
+    assert found.world is not None
+    assert (found.world.true_error, found.world.regret) == pytest.approx((error, regret), abs=1e-12)
+    assert found.world.bayes_accuracy == best
+    assert next(one for one in world.numbers.cells if one.task == "snli").world is None
+
+
+def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
+    """Posterior A 0.7, B 0.3; answer B at 0.9, gold A: error |0.9 - 0.3| = 0.6, regret 0.4, the Bayes answer right."""
+    options = [{"label": label, "text": label} for label in "AB"]
+    base = {"task": "own", "split": "test", "gold": "A"}
+    posterior = {"A": 0.7, "B": 0.3}
+    question = Question(id="q", fields={"question": "?"}, options=options, posterior=posterior, **base)
+    more = {"sample": 0, "text": "", "source": "free", "temperature": 0, "seed": 0, "engine": "e", "model": "m"}
+    write_records(tmp_path / "q.jsonl", [question])
+    write_records(tmp_path / "p.jsonl", [Prediction(question="q", label="B", confidence=0.9, **base, **more)])
+    results = write_world(tmp_path / "other", TINY).model_copy(
+        update={
+            "cells": (Cell(task="own", trained_on="own", method="sft", budget=None, seed=0, predictions="p.jsonl"),),
+            "questions": {"own": "q.jsonl"},
+        }
+    )
+    cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path) for cell in results.cells]
+    found = measure(results, tmp_path, cells, {"own": {"q": question}})
+    world = found.cells[0].world
+    assert world is not None
+    assert (world.true_error, world.regret, world.bayes_accuracy) == pytest.approx((0.6, 0.4, 1.0), abs=1e-12)
+    assert found.budgets == (None,)
+    assert found.groups[0].versus == {}
+    assert terminal_table(results, tmp_path)
+
+
+def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:
+    store.write(world.numbers, tmp_path / "numbers.json")
+    known = store.read(tmp_path / "numbers.json")
+    assert known == world.numbers
+    # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
+    cells = [cell.model_copy(update={"fallback_rate": 0.123}) for cell in known.cells]
+    spoiled = known.model_copy(update={"cells": tuple(cells)})
+    arguments = (world.results, world.folder, world.cells, world.questions)
+    assert {cell.fallback_rate for cell in measure(*arguments, spoiled).cells} == {0.123}
+    stale = spoiled.model_copy(update={"cells": tuple(cell.model_copy(update={"input": "x"}) for cell in cells)})
+    assert measure(*arguments, stale).cells == world.numbers.cells
+
+
+def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_path: Path) -> None:
+    store.write(world.numbers.model_copy(update={"version": 0}), tmp_path / "numbers.json")
+    assert store.read(tmp_path / "numbers.json") is None
+
+
+def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:
+    cell = next(cell for cell in world.results.cells if cell.trained_on == "mmlu")
+    predictions = list(predictions_of(cell, world.folder))
+    strict = answered(cell, predictions, world.folder, unparsed_wrong=True)
+    lenient = answered(cell, predictions, world.folder)
+    assert strict.correct.tolist() == (lenient.correct & ~lenient.fallback).tolist()
+    assert strict.correct.sum() < lenient.correct.sum()
+
+
+def test_ticks_are_as_many_as_announced(world: Measured) -> None:
+    ticks = []
+    measure(world.results, world.folder, world.cells, world.questions, world.numbers, lambda: ticks.append(1))
+    assert len(ticks) == steps(world.results) == len(world.numbers.cells) + len(world.numbers.groups)
+
+
+def test_a_method_that_both_budgets_share_stands_in_both_blocks(world: Measured) -> None:
+    assert blocks(world.results.cells) == ("paper", "matched")
+    assert [g.budget for g in world.numbers.groups if (g.method, g.trained_on) == ("sft", "snli")] == [
+        "paper",
+        "matched",
+    ]
+
+
+def test_a_prediction_of_another_task_or_an_unknown_question_is_named(tmp_path: Path) -> None:
+    results = write_world(tmp_path, TINY)
+    path = tmp_path / results.cells[0].predictions
+    lines = path.read_text().split("\n")
+    path.write_text(lines[0].replace('"task":"snli"', '"task":"anli"') + "\n")
+    with pytest.raises(DataError, match=r"row 1: task: expected 'snli', got 'anli'"):
+        terminal_table(results, tmp_path)
+    first = json.loads(lines[0])
+    path.write_text(json.dumps(first | {"question": "nobody"}) + "\n")
+    with pytest.raises(DataError, match=r"row 1: question: 'nobody' is not among"):
+        terminal_table(results, tmp_path)
+    path.write_text(lines[0] + "\n" + lines[0] + "\n")
+    with pytest.raises(DataError, match=r"row 2: question: .* is answered twice"):
+        terminal_table(results, tmp_path)

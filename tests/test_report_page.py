@@ -1,0 +1,217 @@
+"""The page and its files: escaped, self-contained, the same byte for byte, cut to the most telling rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catto.records import Prediction, read_records
+from catto.report.browser import CUT, FALLBACK, LONGEST, RIGHT, Browser, script_json
+from catto.report.build import build
+from catto.report.page import page
+from catto.report.plotting import inlined
+from catto.report.tables_more import all_tables
+from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser would: scripts end at the first `</script`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.scripts: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.text: list[str] = []
+        self.inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.inside = tag
+        if tag == "script":
+            self.scripts.append("")
+        if "id" in found:
+            self.ids.append(found["id"])
+        self.addresses += [found[name] for name in ("href", "src", "xlink:href", "action") if found.get(name)]
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.scripts[-1] += data
+        else:
+            self.text.append(data)
+
+
+@pytest.fixture(name="built")
+def built_once() -> Path:
+    return built(TINY)
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    world = measured(SMALL)
+    tables = all_tables(world.numbers, world.results)
+    return page(world.results, world.numbers, tables, [], world.browser)
+
+
+def test_build_writes_page_tables_figures_and_numbers(built: Path) -> None:
+    out = built / "out"
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert {"report.html", "numbers.json", "tables/in-distribution-paper.md"} <= names
+    assert {"tables/in-distribution-matched.tex", "tables/training.csv"} <= names
+    assert {"figures/reliability-snli-paper.svg", "figures/reliability-snli-dpo-matched.svg"} <= names
+    assert {
+        "figures/risk-snli-paper.svg",
+        "figures/history-snli-paper.svg",
+        "figures/histogram-snli-paper.svg",
+    } <= names
+    assert {"figures/scatter-in-distribution-paper.svg", "figures/confidence-at-k-snli-paper.svg"} <= names
+    assert not [name for name in names if name.endswith(".part")]
+
+
+def test_figures_hold_plain_words_and_no_date(built: Path) -> None:
+    for path in (built / "out" / "figures").glob("*.svg"):
+        text = path.read_text()
+        assert "$" not in text, path.name
+        assert "dc:date" not in text, path.name
+
+
+def test_the_same_results_give_the_same_files_byte_for_byte(built: Path, tmp_path: Path) -> None:
+    results = write_world(tmp_path, TINY)
+    build(results, tmp_path, tmp_path / "out")
+    for path in sorted((built / "out").rglob("*")):
+        if path.is_file():
+            other = tmp_path / "out" / path.relative_to(built / "out")
+            assert path.read_bytes() == other.read_bytes(), path.name
+
+
+def test_a_second_build_draws_nothing_again_and_gives_the_same_page(built: Path) -> None:
+    results = write_world(built, TINY)
+    svg = built / "out" / "figures" / "risk-snli-paper.svg"
+    before, page_before = svg.stat().st_mtime_ns, (built / "out" / "report.html").read_bytes()
+    build(results, built, built / "out")
+    assert svg.stat().st_mtime_ns == before
+    assert (built / "out" / "report.html").read_bytes() == page_before
+
+
+def test_ids_are_unique_and_every_reference_is_inside_the_page(built: Path) -> None:
+    found = Reader((built / "out" / "report.html").read_text())
+    assert len(found.ids) == len(set(found.ids))
+    assert {address for address in found.addresses if not address.startswith("#")} == {"data:,"}
+    assert {address[1:] for address in found.addresses if address.startswith("#")} <= set(found.ids)
+    text = (built / "out" / "report.html").read_text()
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
+    assert "@import" not in text
+    assert set(re.findall(r"https?://[^\s\"'<)]+", text)) <= {"http://www.w3.org/1999/xlink"}
+
+
+def test_hostile_text_is_data_and_never_markup(plain: str) -> None:
+    found = Reader(plain)
+    assert len(found.scripts) == 2
+    assert "<script>alert(1)" not in plain
+    data = json.loads(found.scripts[0])
+    premises = [part[1] for question in data["browser"]["questions"] for part in question["parts"]]
+    assert HOSTILE in premises
+    assert any(HOSTILE in response for response in data["browser"]["columns"][5])
+
+
+def test_hostile_names_in_the_results_are_escaped() -> None:
+    world = measured(SMALL)
+    results = world.results.model_copy(
+        update={
+            "name": HOSTILE,
+            "commit": HOSTILE,
+            "versions": {HOSTILE: HOSTILE},
+            "recipe": {"model": {"path": HOSTILE}},
+        }
+    )
+    text = page(results, world.numbers, [], [], world.browser)
+    assert "<script>alert" not in text
+    found = Reader(text)
+    assert len(found.scripts) == 2
+    assert HOSTILE in "".join(found.text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text())
+def test_any_text_survives_the_script_element(text: str) -> None:
+    written = script_json({"t": text, "u": "</script><!--<script>" + text})
+    assert not set("<>&\u2028\u2029") & set(written)
+    assert json.loads(written)["t"] == text
+
+
+def test_a_number_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError):
+        script_json([float("nan")])
+
+
+def test_every_table_entry_of_the_page_points_at_its_group(plain: str) -> None:
+    groups = json.loads(Reader(plain).scripts[0])["groups"]
+    section = plain[plain.index('<section id="in">') : plain.index('<section id="world">')]
+    buttons = re.findall(r'data-group="(\d+)" data-metric="(\w+)">([\d.]+)<', section)
+    assert len(buttons) == 5 * 2 * 2 * 3  # methods, metrics, budgets, task and training set
+    for place, metric, text in buttons:
+        assert 100 * groups[int(place)]["metrics"][metric]["mean"] == pytest.approx(float(text), abs=0.00501)
+
+
+def browser_rows(quota: int) -> tuple[Browser, list[Prediction]]:
+    world = measured(SMALL)
+    cell = world.results.cells[0]
+    predictions = list(read_records(world.folder / cell.predictions, Prediction))
+    browser = Browser(world.questions, quota)
+    browser.add(cell, predictions)
+    return browser, predictions
+
+
+def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
+    browser, predictions = browser_rows(7)
+    surprise = sorted((abs(one.confidence - (one.label == one.gold)) for one in predictions), reverse=True)
+    kept = [abs(row[3] - bool(row[4] & RIGHT)) for row in browser.rows]
+    assert kept == pytest.approx(surprise[:7], abs=1e-5)
+    assert browser.total == len(predictions) == 30
+
+
+def test_the_page_says_that_it_holds_a_part_only() -> None:
+    browser, _ = browser_rows(7)
+    world = measured(SMALL)
+    text = " ".join(page(world.results, world.numbers, [], [], browser).split())
+    assert "Of 30 predictions the page holds 7" in text
+
+
+def test_flags_tell_right_fallback_and_cut() -> None:
+    world = measured(SMALL)
+    cell = world.results.cells[0]
+    one = next(iter(read_records(world.folder / cell.predictions, Prediction)))
+    long = one.model_copy(update={"label": one.gold, "source": "fallback", "text": "x" * (LONGEST + 1)})
+    browser = Browser({}, 5)
+    browser.add(cell, [long])
+    row = browser.rows[0]
+    assert row[4] == RIGHT | FALLBACK | CUT
+    assert row[5] == "x" * LONGEST
+    assert browser.asked == [{"id": one.question, "gold": one.gold}]
+
+
+def test_an_inlined_figure_follows_the_theme_and_keeps_its_references() -> None:
+    drawn = (
+        '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" width="72pt" viewBox="0 0 72 36">\n<defs>'
+        '<style type="text/css">*{x: y}</style><clipPath id="c1"><path id="free" d="M 0.123456 9.96"/></clipPath>'
+        '</defs>\n<g clip-path="url(#c1)" style="fill: #1f2933; opacity: 0.35"/></svg>'
+    )
+    found = inlined(drawn, "a/b")
+    assert 'id="a-b-c1"' in found
+    assert "url(#a-b-c1)" in found
+    assert "free" not in found
+    assert 'd="M 0.1 10"' in found
+    assert "fill: var(--fg); opacity: 0.35" in found
+    assert "<style" not in found
+    assert found.count("<svg") == 1
