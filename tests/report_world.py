@@ -72,7 +72,7 @@ def write_world(folder: Path, world: World) -> Results:
         versions={"catto": "0.1.0"},
         commit="52296b8c0ffee",
         cells=tuple(cells),
-        questions={task: f"{task}.questions.jsonl" for task in world.tasks},
+        questions={task: (f"{task}.questions.jsonl",) for task in world.tasks},
     )
 
 

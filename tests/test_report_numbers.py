@@ -104,7 +104,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
     results = write_world(tmp_path / "other", TINY).model_copy(
         update={
             "cells": (Cell(task="own", trained_on="own", method="sft", budget=None, seed=0, predictions="p.jsonl"),),
-            "questions": {"own": "q.jsonl"},
+            "questions": {"own": ("q.jsonl",)},
         }
     )
     cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path) for cell in results.cells]

@@ -85,8 +85,8 @@ def answered(cell: Cell, predictions: Sequence[Prediction], folder: Path, unpars
 def questions_of(results: Results, folder: Path) -> dict[str, dict[str, Question]]:
     """Read the test questions: task -> id -> question."""
     return {
-        task: {question.id: question for question in read_records(folder / path, Question)}
-        for task, path in results.questions.items()
+        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
+        for task, paths in results.questions.items()
     }
 
 

@@ -103,7 +103,7 @@ def measure(
 
 
 def _cell_hash(cell: Cell, results: Results, folder: Path, protocol: Protocol) -> str:
-    files = [cell.predictions, cell.candidates, results.questions.get(cell.task)]
+    files = [cell.predictions, cell.candidates, *results.questions.get(cell.task, ())]
     digests = [None if name is None else file_hash(folder / name) for name in files]
     return content_hash([VERSION, asdict(protocol), place_of(cell), digests, cell.tau])
 

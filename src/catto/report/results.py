@@ -44,4 +44,4 @@ class Results(Record):
     commit: str | None = None
     command: str | None = None
     cells: tuple[Cell, ...]
-    questions: dict[str, str]  # task -> file of its test questions (posterior included, where the world is known)
+    questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one a seed
