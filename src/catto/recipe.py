@@ -209,6 +209,10 @@ class Recipe(Settings):
             raise ValueError(
                 f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}{suggestion(unknown[0], METHODS)}"
             )
+        for name in ("methods", "budgets", "seeds"):
+            given = getattr(self, name)
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name}: one stands twice in {', '.join(map(str, given))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         for name in self.methods:

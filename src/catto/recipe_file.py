@@ -59,7 +59,10 @@ def _set(value: dict[str, Any], override: str) -> None:
         if not isinstance(value.get(name), dict):
             value[name] = {}
         value = value[name]
-    value[last] = yaml.safe_load(text)
+    try:
+        value[last] = yaml.load(text, _Strict)
+    except yaml.YAMLError as error:
+        raise DataError(f"--set {override}", None, " ".join(str(error).split())) from None
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -12,12 +12,14 @@ from typing import Annotated
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, doctor, measure
+from catto.cli import calibrate, data, doctor, evaluate, measure, recipe, run, select, teach, train
 from catto.cli.console import refuse
 from catto.records import DataError
 
 EXAMPLES = """
 [bold]Examples[/bold]
+
+  catto run quickstart
 
   catto measure predictions.jsonl --figure reliability.svg
 
@@ -34,6 +36,15 @@ app = typer.Typer(
 )
 app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
 app.add_typer(calibrate.app, name="calibrate")
+app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("select", epilog=select.EXAMPLES)(select.select)
+app.command("data", epilog=data.EXAMPLES)(data.data)
+app.add_typer(recipe.app, name="recipe")
+app.command("plan", epilog=run.PLAN_EXAMPLES)(run.plan)
+app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
+app.command("teach", epilog=teach.EXAMPLES)(teach.teach)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.add_typer(train.app, name="model")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -18,10 +19,12 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 def run_report(work: Work) -> None:
     """Collect the cells and build tables, figures and the page."""
     from catto.report.build import build
+    from catto.report.measure import steps
 
     results = collect(work)
     work.write("results.json", results.model_dump(mode="json"))
-    build(results, work.root, work.out)
+    counted, total = itertools.count(1), steps(results)
+    build(results, work.root, work.out, lambda: work.progress(next(counted), total, "measuring"))
 
 
 def collect(work: Work) -> Results:
@@ -36,7 +39,9 @@ def collect(work: Work) -> Results:
         commit=commit(),
         cells=tuple(_cell(work.root, plan) for plan in graph.cells()),
         questions={
-            plan.task: f"{_at(work.root, graph.held_out(plan.task, work.recipe.seeds[0]))}/test.jsonl"
+            plan.task: tuple(
+                f"{_at(work.root, graph.held_out(plan.task, seed, 'test'))}/test.jsonl" for seed in work.recipe.seeds
+            )
             for plan in graph.cells()
         },
     )

@@ -49,10 +49,9 @@ def run_questions(work: Work) -> None:
 
 
 def run_held_out(work: Work) -> None:
-    """Validation and test questions of one seed."""
-    seed = work.settings["seed"]
-    save(work.out / "validation.jsonl", *questions_of(work.settings, "validation", seed), seed=seed)
-    save(work.out / "test.jsonl", *questions_of(work.settings, "test", seed), seed=seed)
+    """Validation or test questions of one seed."""
+    seed, split = work.settings["seed"], work.settings["split"]
+    save(work.out / f"{split}.jsonl", *questions_of(work.settings, split, seed), seed=seed)
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:

@@ -8,6 +8,7 @@ from typing import Any
 from catto.experiment.stages import Stage
 from catto.methods import METHODS, Budget, Effort, Method
 from catto.recipe import Recipe, StageSettings
+from catto.records import Split
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Graph:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self._chosen: dict[tuple[str, int, str, Budget], Stage] = {}  # asked for again and again, by what starts there
 
     # ---- data -------------------------------------------------------------------------------------------------
 
@@ -37,10 +39,10 @@ class Graph:
         settings = {"task": task, **self._task(task, "train")}
         return Stage("questions", f"questions {task}", settings)
 
-    def held_out(self, task: str, seed: int) -> Stage:
-        """Validation and test questions of one seed."""
-        settings = {"task": task, "seed": seed, **self._task(task, "validation", "test")}
-        return Stage("held_out", f"held out {task} seed {seed}", settings)
+    def held_out(self, task: str, seed: int, split: Split) -> Stage:
+        """Validation or test questions of one seed; apart, since only the first matters to training."""
+        settings = {"task": task, "seed": seed, "split": split, **self._task(task, split)}
+        return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
 
     def _task(self, task: str, *counts: str) -> dict[str, Any]:
         everything = self.recipe.tasks[task].model_dump(mode="json")
@@ -55,7 +57,9 @@ class Graph:
     def traces(self, task: str, seed: int) -> Stage:
         """One teacher response to every validation question: what SFT is watched on."""
         settings = {**self.recipe.teacher.asked(), "n": 1}
-        return Stage("traces", f"traces {task} seed {seed}", settings, {"held_out": self.held_out(task, seed)})
+        return Stage(
+            "traces", f"traces {task} seed {seed}", settings, {"held_out": self.held_out(task, seed, "validation")}
+        )
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -85,13 +89,12 @@ class Graph:
         if of.stage == "preference":
             settings["prefix_sharing"] = self.recipe.prefix_sharing
         if of.stage == "rcft":
-            needs["held_out"] = self.held_out(task, seed)
+            needs["held_out"] = self.held_out(task, seed, "validation")
             settings["evaluation"] = self._generation()
         if of.calibration == "outcome":
             settings["outcome"] = self.recipe.outcome.model_dump(mode="json", include={"score", "rows_per_pair"})
             needs["stream"] = self.stream(task, seed)
-        name = f"{method} {task} seed {seed}" + (f" lr {rate:g}" if len(self.rates(task, method)) > 1 else "")
-        return Stage("train", name, settings, needs)
+        return Stage("train", f"{method} {task} seed {seed} lr {rate:g}", settings, needs)
 
     def _effort(self, of: Method, budget: Budget, block: StageSettings) -> dict[str, Any]:
         effort: Effort = of.effort[budget]
@@ -107,7 +110,7 @@ class Graph:
     def reasoning(self, task: str, seed: int, method: str, budget: Budget) -> Stage:
         """One sampled response of the start model to every validation question: what training is watched on."""
         settings = {"split": "validation", "temperature": 1.0, "seed": seed, **self._generation()}
-        needs = {"model": self.start(task, seed, method, budget), "held_out": self.held_out(task, seed)}
+        needs = {"model": self.start(task, seed, method, budget), "held_out": self.held_out(task, seed, "validation")}
         return Stage("sampled", f"reasoning {METHODS[method].start} {task} seed {seed}", settings, needs)
 
     def stream(self, task: str, seed: int) -> Stage:
@@ -133,6 +136,12 @@ class Graph:
 
     def chosen(self, task: str, seed: int, method: str, budget: Budget) -> Stage:
         """The model of the learning rate with the lowest validation ECE, of this seed or on average over seeds."""
+        asked = task, seed, method, budget
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choice(task, seed, method, budget)
+        return self._chosen[asked]
+
+    def _choice(self, task: str, seed: int, method: str, budget: Budget) -> Stage:
         rates = self.rates(task, method)
         seeds = self.recipe.seeds if self.recipe.lr_choice == "mean" and len(rates) > 1 else (seed,)
         needs: dict[str, Stage] = {}
@@ -140,42 +149,48 @@ class Graph:
             for one in seeds:
                 model = self.trained(task, one, method, budget, rate)
                 needs[f"model {number} seed {one}"] = model
-                if len(rates) > 1 or self._needs_validation(method):
+                if len(rates) > 1:
                     needs[f"validation {number} seed {one}"] = self.validated(task, one, method, model)
-        settings = {"rates": list(rates), "seeds": list(seeds), "seed": seed, "bins": self.recipe.evaluation.bins}
+        # No `bins` here: they are the report's, and training starts from what is chosen.
+        settings = {"rates": list(rates), "seeds": list(seeds), "seed": seed}
         return Stage("chosen", f"chosen {method} {task} seed {seed}", settings, needs)
-
-    def _needs_validation(self, method: str) -> bool:
-        return bool(self.recipe.evaluation.k) or f"{method}+ts" in self.recipe.methods
 
     # ---- measuring ----------------------------------------------------------------------------------------------
 
     def validated(self, task: str, seed: int, method: str, model: Stage) -> Stage:
         """Greedy predictions of one model on the validation questions."""
         settings = {"split": "validation", "temperature": 0.0, "k": 1, "seed": seed, **self._generation()}
-        needs = {"model": model, "held_out": self.held_out(task, seed)}
+        needs = {"model": model, "held_out": self.held_out(task, seed, "validation")}
         return Stage("predicted", f"validation {method} {task} seed {seed}", settings, needs)
 
     def tested(self, task: str, seed: int, method: str, model: Stage) -> Stage:
         """Greedy predictions on the test questions."""
         settings = {"split": "test", "temperature": 0.0, "k": 1, "seed": seed, **self._generation()}
-        needs = {"model": model, "held_out": self.held_out(task, seed)}
+        needs = {"model": model, "held_out": self.held_out(task, seed, "test")}
         return Stage("predicted", f"test {method} {task} seed {seed}", settings, needs)
 
     def scaled(self, task: str, trained_on: str, seed: int, method: str, model: Stage) -> Stage:
         """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
         settings = {"decode": self.recipe.evaluation.decode, "seed": seed, **self._generation()}
         needs = {"model": model, "tested": self.tested(task, seed, METHODS[method].start, model)}
+        needs |= self._fitted_on(trained_on, seed, METHODS[method].start, model)
         if self.recipe.evaluation.decode == "sample":
-            needs["held_out"] = self.held_out(task, seed)
+            needs["held_out"] = self.held_out(task, seed, "test")
         return Stage("scaled", f"scaled {method} {task} seed {seed}", settings, needs)
 
-    def candidates(self, task: str, seed: int, method: str, model: Stage) -> Stage | None:
+    def _fitted_on(self, task: str, seed: int, method: str, model: Stage) -> dict[str, Stage]:
+        """What tau is fitted on: validation predictions, which the choice among several rates has already."""
+        if len(self.rates(task, method)) > 1:
+            return {}
+        return {"validation": self.validated(task, seed, method, model.needs[f"model 0 seed {seed}"])}
+
+    def candidates(self, task: str, trained_on: str, seed: int, method: str, model: Stage) -> Stage | None:
         """max(k) samples a test question at the temperature of the lowest validation NLL."""
         if not self.recipe.evaluation.k or METHODS[method].stage == "scaling":
             return None
         settings = {"split": "test", "k": max(self.recipe.evaluation.k), "seed": seed, **self._generation()}
-        needs = {"model": model, "held_out": self.held_out(task, seed)}
+        needs = {"model": model, "held_out": self.held_out(task, seed, "test")}
+        needs |= self._fitted_on(trained_on, seed, method, model)
         return Stage("candidates", f"candidates {method} {task} seed {seed}", settings, needs)
 
     # ---- the whole ----------------------------------------------------------------------------------------------
@@ -201,7 +216,7 @@ class Graph:
                 self.scaled(task, source, seed, method, model) if scaling else self.tested(task, seed, method, model)
             )
             kept = budget if of.budgeted else None
-            candidates = self.candidates(task, seed, method, model)
+            candidates = self.candidates(task, source, seed, method, model)
             cells.append(CellPlan(task, source, method, kept, seed, predictions, candidates, model))
         return cells
 
@@ -213,7 +228,7 @@ class Graph:
             needs[f"chosen {number}"] = cell.chosen
             if cell.candidates is not None:
                 needs[f"candidates {number}"] = cell.candidates
-            needs[f"held_out {cell.task} {cell.seed}"] = self.held_out(cell.task, cell.seed)
+            needs[f"held_out {cell.task} {cell.seed}"] = self.held_out(cell.task, cell.seed, "test")
         names = {"bins", "resamples", "unparsed", "k"}
         settings = {"name": self.recipe.name, **self.recipe.evaluation.model_dump(mode="json", include=names)}
         return Stage("report", "report", settings, needs)

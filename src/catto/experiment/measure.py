@@ -56,33 +56,34 @@ def read_predictions(path: Path) -> list[Prediction]:
     return list(read_records(path, Prediction))
 
 
-def validation_ece(path: Path, bins: int) -> float:
-    """ECE of stored predictions."""
+def validation_ece(path: Path) -> float:
+    """ECE of stored predictions, 20 bins as everywhere a model is chosen."""
     found = read_predictions(path)
-    return ece([one.confidence for one in found], [is_correct(one) for one in found], bins=bins)
+    return ece([one.confidence for one in found], [is_correct(one) for one in found])
 
 
 def run_chosen(work: Work) -> None:
     """Take the learning rate of the lowest validation ECE; with one rate there is nothing to choose."""
-    of, needs = work.settings, work.stage.needs
-    scores: list[float] = []
-    for number in range(len(of["rates"])):
-        roles = [f"validation {number} seed {seed}" for seed in of["seeds"]]
-        found = [validation_ece(work.input(role) / PREDICTIONS, of["bins"]) for role in roles if role in needs]
-        scores.append(fmean(found) if found else 0.0)
-    best = scores.index(min(scores))
-    seat = f"{best} seed {of['seed']}"
-    validation = needs.get(f"validation {seat}")
+    rates = work.settings["rates"]
+    scores = [_mean_ece(work, number) for number in range(len(rates))] if len(rates) > 1 else []
+    best = scores.index(min(scores)) if scores else 0
+    seat = f"{best} seed {work.settings['seed']}"
     work.write(
         "choice.json",
         {
-            "learning_rate": of["rates"][best],
+            "learning_rate": rates[best],
             "model": _relative(work, f"model {seat}") + "/model",
             "training": _relative(work, f"model {seat}") + "/training.json",
-            "validation": None if validation is None else f"{_relative(work, f'validation {seat}')}/{PREDICTIONS}",
-            "validation_ece": {f"{rate:g}": score for rate, score in zip(of["rates"], scores, strict=True)},
+            "validation": f"{_relative(work, f'validation {seat}')}/{PREDICTIONS}" if scores else None,
+            "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
         },
     )
+
+
+def _mean_ece(work: Work, number: int) -> float:
+    """Mean validation ECE of one learning rate over the seeds that the choice looks at."""
+    roles = [f"validation {number} seed {seed}" for seed in work.settings["seeds"]]
+    return fmean(validation_ece(work.input(role) / PREDICTIONS) for role in roles)
 
 
 def _relative(work: Work, role: str) -> str:
@@ -91,7 +92,11 @@ def _relative(work: Work, role: str) -> str:
 
 def best_tau(work: Work) -> float:
     """The temperature of the lowest validation NLL of the chosen model."""
-    return fit_tau(read_predictions(work.root / work.read("model", "choice.json")["validation"])).tau
+    if "validation" in work.stage.needs:
+        path = work.input("validation") / PREDICTIONS
+    else:
+        path = work.root / work.read("model", "choice.json")["validation"]
+    return fit_tau(read_predictions(path)).tau
 
 
 def run_scaled(work: Work) -> None:

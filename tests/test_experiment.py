@@ -1,0 +1,201 @@
+"""A small experiment from questions to report: run, run again, planned, broken and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catto.experiment.runner import locked
+from catto.records import Prediction, read_records
+from command import run
+from experiment_world import ENVIRONMENT, RECIPE, catto, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+class Finished:
+    """The experiment after one undisturbed run of the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.recipe = folder, write_recipe(folder)
+        self.root = folder / "runs" / "tiny"
+        self.done = catto("run", self.recipe, cwd=folder)
+
+    def stages(self, pattern: str) -> list[Path]:
+        return sorted((self.root / "stages").glob(pattern))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(tmp_path_factory.mktemp("experiment"))
+
+
+def test_the_experiment_ends_with_a_table_and_a_page(finished: Finished) -> None:
+    assert finished.done.returncode == 0, finished.done.stderr
+    assert "DPO + CATTO" in finished.done.stdout
+    assert finished.done.stdout.rstrip().endswith("Report: runs/tiny/report.html")
+    assert (finished.root / "report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_every_method_answers_every_test_question(finished: Finished) -> None:
+    for method in RECIPE["methods"]:
+        (folder,) = finished.stages(f"test-{method}-witnesses-*")
+        assert len(list(read_records(folder / "predictions.jsonl", Prediction))) == RECIPE["tasks"]["witnesses"]["test"]
+
+
+def test_every_training_moved_its_model(finished: Finished) -> None:
+    weights = {path.read_bytes() for path in finished.stages("*/model/model.safetensors")}
+    assert len(weights) == len(RECIPE["methods"])
+    for path in finished.stages("*/training.json"):
+        told = json.loads(path.read_text())
+        assert told["steps"] > 0
+        assert [entry["step"] for entry in told["history"]][-1] == told["steps"]
+
+
+def test_without_a_terminal_lines_are_plain(finished: Finished) -> None:
+    assert not CONTROL.search(finished.done.stderr + finished.done.stdout)
+    lines = finished.done.stderr.splitlines()
+    assert lines[0] == f"[1/{len(finished.stages('*'))}] questions witnesses"
+    assert all(re.fullmatch(r"\[\d+/\d+\] .*|.*: done in .*", line) for line in lines)
+
+
+def test_nothing_is_left_of_the_work(finished: Finished) -> None:
+    assert not list(finished.root.rglob("*.part"))
+    assert not finished.stages("*/checkpoints")
+
+
+def test_run_again_does_nothing(finished: Finished) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.root.rglob("*") if "stages" in path.parts}
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    again = catto("run", finished.recipe, cwd=finished.folder)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == finished.done.stdout
+    # Seconds of the processor: others may be using it too.
+    assert now.ru_utime + now.ru_stime - spent.ru_utime - spent.ru_stime < 5
+    assert before == {path: path.stat().st_mtime_ns for path in finished.root.rglob("*") if "stages" in path.parts}
+
+
+def test_plan_counts_what_is_done(finished: Finished, capsys: Capture) -> None:
+    stages = run(capsys, "plan", finished.recipe, "--out", finished.root, "--json").json
+    assert {stage["standing"] for stage in stages} == {"done"}
+    assert {stage["folder"] for stage in stages} == {path.name for path in finished.stages("*")}
+    assert all(stage["seconds"] >= 0 for stage in stages)
+    shown = run(capsys, "plan", finished.recipe, "--out", finished.root)
+    assert re.search(rf"all +{len(stages)} +0 +0 ", shown.out)
+
+
+def test_plan_tells_what_a_change_costs(finished: Finished, capsys: Capture) -> None:
+    arguments = ("plan", finished.recipe, "--out", finished.root, "--json", "--set")
+    changed = run(capsys, *arguments, "evaluation.bins=15").json
+    assert [stage["name"] for stage in changed if stage["standing"] != "done"] == ["report"]
+    changed = run(capsys, *arguments, "rcft.rows=12").json
+    assert {s["kind"] for s in changed if s["standing"] != "done"} == {
+        "train", "chosen", "predicted", "candidates", "report"
+    }  # fmt: skip
+
+
+def test_train_takes_what_is_there_and_says_where(finished: Finished, capsys: Capture) -> None:
+    told = run(capsys, "train", finished.recipe, "--method", "dpo+catto", "--out", finished.root)
+    assert (told.code, told.err) == (0, "")
+    assert Path(told.out.splitlines()[-1]).is_dir()
+    assert list(Path(told.out.splitlines()[-1]).glob("model.safetensors"))
+
+
+# ---- what goes wrong: the stages that make data need no torch, so `teach` shows it in a second -----------------
+
+
+def two_tasks(folder: Path) -> Path:
+    tasks: dict[str, Any] = {"witnesses": {"train": 20}, "mine": {"path": str(folder / "none.jsonl"), "fields": FIELDS}}
+    return write_recipe(folder, tasks=tasks)
+
+
+FIELDS = {"question": "q", "options": "o", "answer": "a"}
+
+
+def test_a_failed_stage_stops_only_what_depends_on_it(tmp_path: Path, capsys: Capture) -> None:
+    told = run(capsys, "teach", two_tasks(tmp_path), "--out", tmp_path / "out")
+    assert told.code == 1
+    named = re.search(r"catto: questions mine: DataError: .*none.jsonl: no such file; its log: (.*)", told.err)
+    assert named is not None
+    assert "DataError" in Path(named[1]).read_text()
+    assert told.err.splitlines()[-1] == "catto: not run, since they need what failed: 1 stages"
+    assert list((tmp_path / "out/stages").glob("teacher-witnesses-*/done.json"))
+    assert not list((tmp_path / "out/stages").glob("teacher-mine-*"))
+
+
+def test_what_failed_is_run_once_it_can_be(tmp_path: Path, capsys: Capture) -> None:
+    recipe = two_tasks(tmp_path)
+    run(capsys, "teach", recipe, "--out", tmp_path / "out")
+    (tmp_path / "none.jsonl").write_text(
+        "".join(json.dumps({"q": f"q{i}", "o": ["x", "y"], "a": "A"}) + "\n" for i in range(60))
+    )
+    told = run(capsys, "teach", recipe, "--out", tmp_path / "out")
+    assert re.findall(r"^\[\d/\d\] (.*)$", told.err, re.MULTILINE) == ["questions mine", "teacher mine"]
+    # The embedded world's teacher cannot answer questions that name no witness, and says so.
+    assert "teacher mine: ValueError: question " in told.err
+    assert list((tmp_path / "out/stages").glob("questions-mine-*/done.json"))
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    with locked(tmp_path / "out"):
+        told = run(capsys, "teach", write_recipe(tmp_path), "--out", tmp_path / "out")
+    assert told.code == 2
+    assert told.err == (
+        f"catto: {tmp_path / 'out'}: another run is working in this folder; wait for it, or give another --out\n"
+    )
+
+
+def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tasks={"witnesses": {"train": 3000}})
+    command = [sys.executable, "-m", "catto", "teach", str(recipe), "--out", "out"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    parts = tmp_path / "out/stages"
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size > 10_000 for path in parts.glob("teacher-*.part/responses.part.jsonl")):
+        assert process.poll() is None, "it ended before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "catto: stopped; the same command goes on from here"
+    assert "Traceback" not in errors
+    assert catto("teach", recipe, "--out", "out", cwd=tmp_path).returncode == 0
+    assert [path.name for path in parts.glob("*.part")] == []
+
+
+def test_in_a_terminal_there_is_one_display(tmp_path: Path) -> None:
+    """Both bars stand on the terminal, and what the command prints at its end comes after them, on stdout."""
+    leader, follower = os.openpty()
+    command = [sys.executable, "-m", "catto", "teach", str(write_recipe(tmp_path)), "--out", "out"]
+    environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=follower, text=True
+    )
+    os.close(follower)
+    shown = b""
+    try:
+        while chunk := os.read(leader, 65536):
+            shown += chunk
+    except OSError:  # the other end is closed: Linux says EIO
+        pass
+    out, _ = process.communicate(timeout=60)
+    os.close(leader)
+    assert process.returncode == 0
+    assert "400 responses to 40 of 40 questions" in out
+    assert b"stages" in shown
+    assert b"2/2" in shown
+    assert b"400/400" in shown
+    assert b"[1/2]" not in shown

@@ -1,0 +1,212 @@
+"""The graph of stages: a changed knob reruns exactly what depends on it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from catto.experiment.graph import Graph
+from catto.experiment.stages import Stage, ordered
+from catto.recipe import Recipe
+from catto.recipe_file import load
+
+TASKS = ("witnesses", "snli")
+BASE: dict[str, Any] = {
+    "name": "graph",
+    "tasks": {"witnesses": {"train": 40, "validation": 10, "test": 20}, "snli": {"data_dir": "somewhere"}},
+    "model": {"path": "some/model"},
+    "methods": ["sft", "sft+ts", "sft+ls", "dpo", "rcft", "dpo+catto", "dpo+outcome"],
+    "seeds": [0, 1],
+    "teacher": {"source": "server", "model": "m", "base_url": "http://localhost:1/v1"},
+    "evaluation": {"k": [4]},
+}
+
+
+def recipe_of(folder: Path, *overrides: str, **blocks: Any) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **blocks}))
+    return load(str(path), overrides)
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    return ordered([Graph(recipe).report()])
+
+
+def short(stage: Stage) -> str:
+    """The stage without its task, seed and learning rate."""
+    return re.sub(rf" ({'|'.join(TASKS)})( seed \d+)?( lr .*)?$", "", stage.name)
+
+
+def fresh(before: Recipe, after: Recipe) -> list[Stage]:
+    """The stages that `after` has to run where all of `before` is done."""
+    known = {stage.folder for stage in stages(before)}
+    return [stage for stage in stages(after) if stage.folder not in known]
+
+
+def measured(*methods: str) -> set[str]:
+    return {f"{what} {method}" for method in methods for what in ("validation", "test", "candidates")}
+
+
+def model(*methods: str) -> set[str]:
+    return {*methods, *(f"chosen {method}" for method in methods), *measured(*methods)}
+
+
+PREFERENCE = ("dpo", "dpo+catto", "dpo+outcome")
+MODELS = ("sft", "sft+ls", *PREFERENCE, "rcft")
+WATCHED = {"reasoning sft", "reasoning dpo", "stream sft"}
+AFTER_SFT = model(*PREFERENCE, "rcft") | {"reasoning dpo", "report"}
+TRAINED = model(*MODELS) | WATCHED | {"scaled sft+ts", "report"}
+GENERATED = TRAINED - {"sft", "sft+ls", "chosen sft", "chosen sft+ls"}
+TESTED = {f"{what} {method}" for method in MODELS for what in ("test", "candidates")}
+
+KNOBS: list[tuple[str, set[str]]] = [
+    ("name=other", {"report"}),
+    ("evaluation.bins=15", {"report"}),
+    ("evaluation.resamples=50", {"report"}),
+    ("evaluation.unparsed=wrong", {"report"}),
+    ("evaluation.k=[2, 4]", {"report"}),
+    ("evaluation.k=[8]", {f"candidates {method}" for method in MODELS} | {"report"}),
+    ("evaluation.decode=sample", {"scaled sft+ts", "report"}),
+    ("evaluation.max_tokens=99", GENERATED),
+    ("evaluation.batch_size=3", GENERATED),
+    ("evaluation.engine=vllm", GENERATED),
+    ("outcome.score=log", model("dpo+outcome") | {"report"}),
+    ("outcome.rows_per_pair=3", model("dpo+outcome") | {"report"}),
+    ("outcome.temperature=0.5", model("dpo+outcome") | {"stream sft", "report"}),
+    ("outcome.questions=9", model("dpo+outcome") | {"stream sft", "report"}),
+    ("rcft.epochs=2", model("rcft") | {"report"}),
+    ("rcft.rows=7", model("rcft") | {"report"}),
+    ("preference.trl={beta: 0.2}", AFTER_SFT),
+    ("preference.checkpoint_steps=7", AFTER_SFT),
+    ("prefix_sharing=false", AFTER_SFT),
+    ("small_pairs=10", AFTER_SFT),
+    ("sft.epochs=1", TRAINED),
+    ("sft.batch_size=4", TRAINED),
+    ("keep=val_nll", TRAINED),
+    ("context=99", TRAINED),
+    ("model.path=another/model", TRAINED),
+    ("model.peft={r: 4}", TRAINED),
+    ("teacher.n=5", TRAINED | {"teacher"}),
+    ("teacher.min_wrong=1", TRAINED | {"teacher"}),
+    ("teacher.pairs_per_question=2", TRAINED | {"teacher"}),
+    ("teacher.model=other", TRAINED | {"teacher", "traces"}),
+    ("teacher.max_tokens=77", TRAINED | {"teacher", "traces"}),
+    ("tasks.witnesses.train=50", TRAINED | {"questions", "teacher"}),
+    ("tasks.witnesses.test=50", TESTED | {"test questions", "scaled sft+ts", "report"}),
+    ("tasks.witnesses.validation=50", TRAINED | {"validation questions", "traces"}),
+    (
+        "tasks.snli.data_dir=elsewhere",
+        TRAINED | {"questions", "teacher", "traces"} | {"test questions", "validation questions"},
+    ),
+    (
+        "lr_choice=mean",
+        {f"chosen {m}" for m in PREFERENCE}
+        | {f"{w} {m}" for m in PREFERENCE for w in ("test", "candidates")}
+        | {"reasoning dpo"}
+        | model("rcft")
+        | {"report"},
+    ),
+    ("teacher.base_url=http://localhost:2/v1", set()),
+    ("teacher.api_key_env=OTHER_KEY", set()),
+    ("teacher.concurrency=99", set()),
+    ("teacher.timeout=1", set()),
+    ("teacher.retries=0", set()),
+    ("methods=[rcft, dpo, sft, sft+ts, sft+ls, dpo+outcome, dpo+catto]", {"report"}),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), KNOBS, ids=[override for override, _ in KNOBS])
+def test_a_changed_knob_reruns_exactly_what_depends_on_it(tmp_path: Path, override: str, expected: set[str]) -> None:
+    found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, override))
+    assert {short(stage) for stage in found} == expected
+
+
+def test_a_task_of_its_own_leaves_the_others_alone(tmp_path: Path) -> None:
+    found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, "tasks.snli.data_dir=elsewhere"))
+    assert all("witnesses" not in stage.name for stage in found)
+
+
+def test_an_added_method_costs_its_own_stages(tmp_path: Path) -> None:
+    found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, methods=[*BASE["methods"], "dpo+bce", "dpo+ts"]))
+    assert {short(stage) for stage in found} == model("dpo+bce") | {"scaled dpo+ts", "report"}
+
+
+def test_an_added_learning_rate_leaves_the_old_trainings(tmp_path: Path) -> None:
+    one = recipe_of(tmp_path, "preference.learning_rates=[1e-4]")
+    found = fresh(one, recipe_of(tmp_path, "preference.learning_rates=[1e-4, 1e-5]"))
+    trained = {
+        stage.settings["learning_rate"]
+        for stage in found
+        if stage.kind == "train" and stage.settings["method"] != "rcft"
+    }
+    assert trained == {1e-5}
+
+
+def test_an_added_seed_costs_its_own_stages(tmp_path: Path) -> None:
+    found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, "seeds=[0, 1, 2]"))
+    assert all("seed 2" in stage.name for stage in found if stage.kind != "report")
+
+
+def test_seeds_share_questions_and_teacher_and_nothing_else(tmp_path: Path) -> None:
+    first, second = ({s.key: s for s in stages(recipe_of(tmp_path, f"seeds=[{seed}]"))} for seed in (0, 1))
+    shared = {first[key].name for key in first.keys() & second.keys()}
+    assert shared == {f"{what} {task}" for what in ("questions", "teacher") for task in TASKS}
+
+
+def test_budgets_share_what_trains_equally_in_both(tmp_path: Path) -> None:
+    graph = Graph(recipe_of(tmp_path))
+
+    def keys(method: str) -> set[str]:
+        return {graph.chosen("snli", 0, method, budget).key for budget in ("paper", "matched")}
+
+    assert {method: len(keys(method)) for method in MODELS} == {
+        "sft": 1, "sft+ls": 1, "dpo": 2, "dpo+catto": 1, "dpo+outcome": 1, "rcft": 2
+    }  # fmt: skip
+
+
+def test_small_pairs_leave_the_paper_budgets_dpo(tmp_path: Path) -> None:
+    few, many = (Graph(recipe_of(tmp_path, f"small_pairs={n}")) for n in (10, 20))
+    assert few.chosen("snli", 0, "dpo", "paper").key == many.chosen("snli", 0, "dpo", "paper").key
+    assert few.chosen("snli", 0, "dpo", "matched").key != many.chosen("snli", 0, "dpo", "matched").key
+
+
+def test_sft_is_trained_once_for_all_methods(tmp_path: Path) -> None:
+    trained = [stage.name for stage in stages(recipe_of(tmp_path)) if stage.kind == "train" and short(stage) == "sft"]
+    assert sorted(trained) == sorted(f"sft {task} seed {seed} lr 5e-05" for task in TASKS for seed in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("choice", "method", "depends"), [("mean", "dpo", True), ("mean", "sft", False), ("seed", "dpo", False)]
+)
+def test_only_a_mean_over_several_rates_depends_on_the_seeds(
+    tmp_path: Path, choice: str, method: str, depends: bool
+) -> None:
+    one, two = (Graph(recipe_of(tmp_path, f"lr_choice={choice}", f"seeds={seeds}")) for seeds in ("[0]", "[0, 1]"))
+    assert (one.chosen("snli", 0, method, "paper").key != two.chosen("snli", 0, method, "paper").key) == depends
+
+
+def test_out_of_distribution_trains_on_one_task_at_the_first_rate(tmp_path: Path) -> None:
+    found = stages(recipe_of(tmp_path, "train_on=snli"))
+    trained = [stage for stage in found if stage.kind == "train"]
+    assert {stage.settings["learning_rate"] for stage in trained if stage.settings["method"] == "dpo"} == {5e-6}
+    assert all("snli" in stage.name for stage in trained)
+    assert {stage.name for stage in found if stage.kind == "predicted" and stage.settings["split"] == "test"} == {
+        f"test {method} witnesses seed {seed}" for method in MODELS for seed in (0, 1)
+    }
+
+
+def test_a_stage_comes_after_what_it_needs_and_once(tmp_path: Path) -> None:
+    found = stages(recipe_of(tmp_path))
+    places = {stage.key: place for place, stage in enumerate(found)}
+    assert len(places) == len(found)
+    assert all(places[need.key] < place for place, stage in enumerate(found) for need in stage.needs.values())
+
+
+def test_folders_are_as_distinct_as_keys(tmp_path: Path) -> None:
+    found = stages(recipe_of(tmp_path))
+    assert len({stage.folder for stage in found}) == len(found)
+    assert all(re.fullmatch(r"[A-Za-z0-9.+-]+", stage.folder) for stage in found)

@@ -1,0 +1,150 @@
+"""Recipes: what is wrong with one is said in one line that names the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from catto.cli.experiment import opened
+from catto.experiment.graph import Graph
+from catto.experiment.stages import ordered
+from catto.methods import METHODS
+from catto.recipe import Recipe
+from catto.recipe_file import load, shipped
+from catto.records import DataError
+
+BASE: dict[str, Any] = {
+    "name": "one",
+    "tasks": {"witnesses": None},
+    "model": {"scratch": {"layers": 1}},
+    "teacher": {"source": "witnesses"},
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in {**BASE, **changes}.items() if value != "absent"}))
+    return str(path)
+
+
+def problem(source: str, *overrides: str) -> str:
+    with pytest.raises(DataError) as caught:
+        load(source, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
+    recipe = opened(name, None)
+    assert recipe.name == name
+    assert ordered([Graph(recipe).report()])[-1].kind == "report"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_begins_with_a_comment(name: str) -> None:
+    assert shipped()[name].read_text(encoding="utf-8").startswith("# ")
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"evaluaton": {}}, "evaluaton: unknown key; did you mean evaluation? (known: name, tasks,"),
+    ({"evaluation": {"bin": 15}}, "evaluation.bin: unknown key; did you mean bins?"),
+    ({"tasks": {"snli": {"limit": 5}}}, "tasks.snli.limit: unknown key (known: data_dir,"),
+    ({"tasks": {"snli": {"tset": 5}}}, "tasks.snli.tset: unknown key; did you mean test?"),
+    ({"model": {"scratch": {"layer": 1}}}, "model.scratch.layer: unknown key; did you mean layers?"),
+    ({"model": "absent"}, "model: Field required"),
+    ({"model": {}}, "model: name exactly one of path (a folder or hub id) and scratch"),
+    ({"model": {"path": "x", "scratch": {}}}, "model: name exactly one of path"),
+    ({"evaluation": {"bins": "many"}}, "evaluation.bins: Input should be a valid integer"),
+    ({"evaluation": {"bins": 0}}, "evaluation.bins: Input should be greater than or equal to 1, got 0"),
+    ({"evaluation": {"k": [0]}}, "evaluation.k: expected whole numbers of at least 1"),
+    ({"sft": {"learning_rates": []}}, "sft.learning_rates: Tuple should have at least 1 item"),
+    ({"seeds": []}, "seeds: Tuple should have at least 1 item"),
+    ({"tasks": {}}, "tasks: Dictionary should have at least 1 item"),
+    ({"name": "a/b"}, "name: String should match pattern"),
+    ({"budgets": ["papr"]}, "budgets.0: Input should be 'paper' or 'matched', got 'papr'"),
+    ({"methods": ["sft", "dpo+cato"]}, "methods: 'dpo+cato' is not one of sft,"),
+    ({"methods": ["sft", "dpo+cato"]}, "did you mean dpo+catto?"),
+    ({"methods": ["sft", "rcft"]}, "methods: rcft starts from dpo, which is not among the methods"),
+    ({"methods": ["dpo"]}, "methods: dpo starts from sft, which is not among the methods"),
+    ({"seeds": [0, 1, 0]}, "seeds: one stands twice in 0, 1, 0"),
+    ({"methods": ["sft", "sft"]}, "methods: one stands twice in sft, sft"),
+    ({"train_on": "mmlu"}, "train_on: 'mmlu' is not among the tasks witnesses"),
+    ({"teacher": {"source": "server", "model": "m"}}, "teacher: base_url: needed for source server"),
+    ({"teacher": {"source": "responses"}}, "teacher: responses: name a file, a folder or a hub id"),
+    (
+        {"teacher": {"source": "witnesses", "temperature": [1.2, 0.6]}},
+        "teacher: temperature: expected 0 <= low <= high",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), CHANGES, ids=[expected[:60] for _, expected in CHANGES])
+def test_a_bad_recipe_is_one_line_with_the_place(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    source = write(tmp_path, **changes)
+    message = problem(source)
+    assert message.startswith(f"{source}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: a\nname: b\n", "key 'name' stands twice"),
+        ("name: a\nsft: {rows: 1, rows: 2}\n", "key 'rows' stands twice"),
+        ("name: [a\n", "line 2"),
+        ("- a\n- b\n", "expected a mapping of settings"),
+        ("", "expected a mapping of settings"),
+    ],
+)
+def test_bad_yaml_is_one_line_with_the_place(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert expected in problem(str(path))
+
+
+def test_a_file_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"name: \xff\n")
+    assert "utf-8" in problem(str(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("evaluation.bins", "--set evaluation.bins: expected place=value"),
+        ("=5", "--set =5: expected place=value"),
+        ("evaluation.bin=5", "evaluation.bin: unknown key; did you mean bins?"),
+        ("evaluation.bins=x", "evaluation.bins: Input should be a valid integer"),
+        ("evaluation.bins=[", "--set evaluation.bins=[: "),
+        ("sft={rows: 1, rows: 2}", "key 'rows' stands twice"),
+        ("name.x=5", "name: "),
+    ],
+)
+def test_a_bad_override_is_one_line(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in problem(write(tmp_path), override)
+
+
+def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path), ["evaluation.k=[2, 8]", "evaluation.k=[3]", "seeds=[4]", "tasks.witnesses.test=7"])
+    assert recipe.evaluation.k == (3,)
+    assert recipe.seeds == (4,)
+    assert recipe.tasks["witnesses"].test == 7
+
+
+def test_a_rate_without_a_point_is_a_number(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-4 as text; a learning rate written so must still be one."""
+    assert load(write(tmp_path), ["sft.learning_rates=[1e-4]"]).sft.learning_rates == (1e-4,)
+
+
+def test_an_unknown_recipe_is_told_with_a_suggestion() -> None:
+    assert "did you mean quickstart?" in problem("quickstrat")
+
+
+def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path))
+    assert recipe.methods == tuple(METHODS)
+    assert isinstance(recipe, Recipe)
