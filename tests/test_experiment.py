@@ -50,7 +50,9 @@ def test_the_experiment_ends_with_a_table_and_a_page(finished: Finished) -> None
 
 def test_every_method_answers_every_test_question(finished: Finished) -> None:
     for method in RECIPE["methods"]:
-        (folder,) = finished.stages(f"test-{method}-witnesses-*")
+        (folder,) = finished.stages(f"test-{method}-witnesses-*") or finished.stages(
+            f"test-{method}-matched-witnesses-*"
+        )
         assert len(list(read_records(folder / "predictions.jsonl", Prediction))) == RECIPE["tasks"]["witnesses"]["test"]
 
 

@@ -94,7 +94,12 @@ class Graph:
         if of.calibration == "outcome":
             settings["outcome"] = self.recipe.outcome.model_dump(mode="json", include={"score", "rows_per_pair"})
             needs["stream"] = self.stream(task, seed)
-        return Stage("train", f"{method} {task} seed {seed} lr {rate:g}", settings, needs)
+        return Stage("train", f"{self._named(method, budget)} {task} seed {seed} lr {rate:g}", settings, needs)
+
+    @staticmethod
+    def _named(method: str, budget: Budget) -> str:
+        """A method, with its budget where the two budgets give different models."""
+        return f"{method} {budget}" if METHODS[method].budgeted else method
 
     def _effort(self, of: Method, budget: Budget, block: StageSettings) -> dict[str, Any]:
         effort: Effort = of.effort[budget]
@@ -111,7 +116,9 @@ class Graph:
         """One sampled response of the start model to every validation question: what training is watched on."""
         settings = {"split": "validation", "temperature": 1.0, "seed": seed, **self._generation()}
         needs = {"model": self.start(task, seed, method, budget), "held_out": self.held_out(task, seed, "validation")}
-        return Stage("sampled", f"reasoning {METHODS[method].start} {task} seed {seed}", settings, needs)
+        return Stage(
+            "sampled", f"reasoning {self._named(METHODS[method].start, budget)} {task} seed {seed}", settings, needs
+        )
 
     def stream(self, task: str, seed: int) -> Stage:
         """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
@@ -150,48 +157,53 @@ class Graph:
                 model = self.trained(task, one, method, budget, rate)
                 needs[f"model {number} seed {one}"] = model
                 if len(rates) > 1:
-                    needs[f"validation {number} seed {one}"] = self.validated(task, one, method, model)
+                    needs[f"validation {number} seed {one}"] = self.validated(
+                        task, one, self._named(method, budget), model
+                    )
         # No `bins` here: they are the report's, and training starts from what is chosen.
         settings = {"rates": list(rates), "seeds": list(seeds), "seed": seed}
-        return Stage("chosen", f"chosen {method} {task} seed {seed}", settings, needs)
+        return Stage("chosen", f"chosen {self._named(method, budget)} {task} seed {seed}", settings, needs)
 
     # ---- measuring ----------------------------------------------------------------------------------------------
 
-    def validated(self, task: str, seed: int, method: str, model: Stage) -> Stage:
+    def validated(self, task: str, seed: int, named: str, model: Stage) -> Stage:
         """Greedy predictions of one model on the validation questions."""
         settings = {"split": "validation", "temperature": 0.0, "k": 1, "seed": seed, **self._generation()}
         needs = {"model": model, "held_out": self.held_out(task, seed, "validation")}
-        return Stage("predicted", f"validation {method} {task} seed {seed}", settings, needs)
+        return Stage("predicted", f"validation {named} {task} seed {seed}", settings, needs)
 
-    def tested(self, task: str, seed: int, method: str, model: Stage) -> Stage:
+    def tested(self, task: str, seed: int, named: str, model: Stage) -> Stage:
         """Greedy predictions on the test questions."""
         settings = {"split": "test", "temperature": 0.0, "k": 1, "seed": seed, **self._generation()}
         needs = {"model": model, "held_out": self.held_out(task, seed, "test")}
-        return Stage("predicted", f"test {method} {task} seed {seed}", settings, needs)
+        return Stage("predicted", f"test {named} {task} seed {seed}", settings, needs)
 
-    def scaled(self, task: str, trained_on: str, seed: int, method: str, model: Stage) -> Stage:
+    def scaled(self, task: str, trained_on: str, seed: int, method: str, budget: Budget, model: Stage) -> Stage:
         """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
         settings = {"decode": self.recipe.evaluation.decode, "seed": seed, **self._generation()}
-        needs = {"model": model, "tested": self.tested(task, seed, METHODS[method].start, model)}
-        needs |= self._fitted_on(trained_on, seed, METHODS[method].start, model)
+        needs = {"model": model, "tested": self.tested(task, seed, self._named(METHODS[method].start, budget), model)}
+        needs |= self._fitted_on(trained_on, seed, METHODS[method].start, budget, model)
         if self.recipe.evaluation.decode == "sample":
             needs["held_out"] = self.held_out(task, seed, "test")
-        return Stage("scaled", f"scaled {method} {task} seed {seed}", settings, needs)
+        return Stage("scaled", f"scaled {self._named(method, budget)} {task} seed {seed}", settings, needs)
 
-    def _fitted_on(self, task: str, seed: int, method: str, model: Stage) -> dict[str, Stage]:
+    def _fitted_on(self, task: str, seed: int, method: str, budget: Budget, model: Stage) -> dict[str, Stage]:
         """What tau is fitted on: validation predictions, which the choice among several rates has already."""
         if len(self.rates(task, method)) > 1:
             return {}
-        return {"validation": self.validated(task, seed, method, model.needs[f"model 0 seed {seed}"])}
+        only = model.needs[f"model 0 seed {seed}"]
+        return {"validation": self.validated(task, seed, self._named(method, budget), only)}
 
-    def candidates(self, task: str, trained_on: str, seed: int, method: str, model: Stage) -> Stage | None:
+    def candidates(
+        self, task: str, trained_on: str, seed: int, method: str, budget: Budget, model: Stage
+    ) -> Stage | None:
         """max(k) samples a test question at the temperature of the lowest validation NLL."""
         if not self.recipe.evaluation.k or METHODS[method].stage == "scaling":
             return None
         settings = {"split": "test", "k": max(self.recipe.evaluation.k), "seed": seed, **self._generation()}
         needs = {"model": model, "held_out": self.held_out(task, seed, "test")}
-        needs |= self._fitted_on(trained_on, seed, method, model)
-        return Stage("candidates", f"candidates {method} {task} seed {seed}", settings, needs)
+        needs |= self._fitted_on(trained_on, seed, method, budget, model)
+        return Stage("candidates", f"candidates {self._named(method, budget)} {task} seed {seed}", settings, needs)
 
     # ---- the whole ----------------------------------------------------------------------------------------------
 
@@ -212,11 +224,12 @@ class Graph:
         for budget in self.recipe.budgets if of.budgeted else self.recipe.budgets[:1]:
             scaling = of.stage == "scaling"
             model = self.chosen(source, seed, of.start if scaling else method, budget)
-            predictions = (
-                self.scaled(task, source, seed, method, model) if scaling else self.tested(task, seed, method, model)
-            )
+            if scaling:
+                predictions = self.scaled(task, source, seed, method, budget, model)
+            else:
+                predictions = self.tested(task, seed, self._named(method, budget), model)
             kept = budget if of.budgeted else None
-            candidates = self.candidates(task, source, seed, method, model)
+            candidates = self.candidates(task, source, seed, method, budget, model)
             cells.append(CellPlan(task, source, method, kept, seed, predictions, candidates, model))
         return cells
 
