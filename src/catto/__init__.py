@@ -5,4 +5,76 @@ Public names load on first use: `import catto` imports no torch.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from catto.evaluation.confidence import evaluate_model as evaluate
+    from catto.evaluation.metrics import METRICS, ece
+    from catto.methods import METHODS
+    from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
+    from catto.records import DataError
+    from catto.tasks import TASKS
+    from catto.tasks import load as load_questions
+    from catto.training.config import CATTOConfig
+    from catto.training.preference import CATTOTrainer
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "METRICS",
+    "TASKS",
+    "CATTOConfig",
+    "CATTOTrainer",
+    "DataError",
+    "TokenStats",
+    "__version__",
+    "bce_loss",
+    "catto_loss",
+    "ece",
+    "evaluate",
+    "load_questions",
+    "outcome_loss",
+    "rcft_loss",
+    "token_stats",
+]
+
+# public name -> module, and its name there
+_HOME = {
+    "CATTOConfig": ("training.config", "CATTOConfig"),
+    "CATTOTrainer": ("training.preference", "CATTOTrainer"),
+    "DataError": ("records", "DataError"),
+    "METHODS": ("methods", "METHODS"),
+    "METRICS": ("evaluation.metrics", "METRICS"),
+    "TASKS": ("tasks", "TASKS"),
+    "TokenStats": ("objectives", "TokenStats"),
+    "bce_loss": ("objectives", "bce_loss"),
+    "catto_loss": ("objectives", "catto_loss"),
+    "ece": ("evaluation.metrics", "ece"),
+    "evaluate": ("evaluation.confidence", "evaluate_model"),
+    "load_questions": ("tasks", "load"),
+    "outcome_loss": ("objectives", "outcome_loss"),
+    "rcft_loss": ("objectives", "rcft_loss"),
+    "token_stats": ("objectives", "token_stats"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module and keep it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'catto' has no attribute {name!r}")
+    module, there = _HOME[name]
+    try:
+        found = getattr(import_module(f"catto.{module}"), there)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "catto":
+            raise
+        raise ImportError(f'catto.{name} needs {error.name}: pip install "catto[train]" ({error})') from error
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not, beside what is there."""
+    return sorted({*globals(), *__all__})
