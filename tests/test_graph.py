@@ -210,3 +210,9 @@ def test_folders_are_as_distinct_as_keys(tmp_path: Path) -> None:
     found = stages(recipe_of(tmp_path))
     assert len({stage.folder for stage in found}) == len(found)
     assert all(re.fullmatch(r"[A-Za-z0-9.+-]+", stage.folder) for stage in found)
+
+
+def test_stored_responses_are_to_training_questions_so_sft_is_not_watched(tmp_path: Path) -> None:
+    teacher = {"source": "responses", "responses": "somewhere.jsonl"}
+    assert not [stage for stage in stages(recipe_of(tmp_path, teacher=teacher)) if stage.kind == "traces"]
+    assert [stage for stage in stages(recipe_of(tmp_path)) if stage.kind == "traces"]

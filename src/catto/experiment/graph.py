@@ -82,7 +82,8 @@ class Graph:
         }
         needs = {"teacher": self.teacher(task)}
         if of.stage == "sft":
-            needs["traces"] = self.traces(task, seed)
+            # Stored responses are to training questions: SFT then keeps its last checkpoint.
+            needs |= {} if self.recipe.teacher.source == "responses" else {"traces": self.traces(task, seed)}
         else:
             needs["start"] = self.start(task, seed, method, budget)
             needs["reasoning"] = self.reasoning(task, seed, method, budget)

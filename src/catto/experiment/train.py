@@ -24,7 +24,7 @@ from catto.recipe import ModelSettings
 from catto.records import PreferenceRow, SftRow, read_records, replacing
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
-from catto.training.monitor import keeping
+from catto.training.monitor import keeping, saving
 from catto.training.preference import CATTOTrainer
 from catto.training.rows import Example, examples, preference_columns
 from catto.training.scratch import scratch_model, word_tokenizer
@@ -53,6 +53,7 @@ def run_train(work: Work) -> None:
             "rows": rows,
             "epochs": work.settings["epochs"],
             "steps": trainer.state.global_step,
+            "reward_accuracy": reward_accuracy(trainer.state.log_history),
             "history": history(trainer.state.log_history),
         },
     )
@@ -94,8 +95,11 @@ def _texts(path: Path) -> list[str]:
     return [message.content for row in rows for message in (*row.prompt, *row.completion)]
 
 
-def _common(work: Work, tokenizer: Any) -> dict[str, Any]:
-    """Training arguments that every method shares; the recipe's `trl` block wins over them."""
+def _common(work: Work, *, watched: bool = True) -> dict[str, Any]:
+    """Training arguments that every method shares; the recipe's `trl` block wins over them.
+
+    watched: whether there are held-out examples to choose the checkpoint by; else the last one is kept.
+    """
     of = work.settings
     accelerated = torch.accelerator.is_available()
     return {
@@ -112,7 +116,7 @@ def _common(work: Work, tokenizer: Any) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": 10,
-        **keeping(of["keep"], of["checkpoint_steps"]),
+        **(keeping(of["keep"], of["checkpoint_steps"]) if watched else saving(of["checkpoint_steps"])),
         **of["trl"],
     }
 
@@ -123,12 +127,15 @@ def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
     )
     found = _examples(work, tokenizer, rows)
     watched = "traces" if of.stage == "sft" else "reasoning"
+    validation: list[Example] = []
+    if watched in work.stage.needs:
+        validation = _examples(work, tokenizer, read_records(work.input(watched) / "outcome.jsonl", SftRow))
     trainer = SupervisedTrainer(
         _adapted(model, work),
-        TrainingArguments(**_common(work, tokenizer)),
+        TrainingArguments(**_common(work, watched=bool(validation))),
         found,
         tokenizer,
-        validation=_examples(work, tokenizer, read_records(work.input(watched) / "outcome.jsonl", SftRow)),
+        validation=validation,
         epsilon=of.label_smoothing,
         bins=_bins(work, tokenizer) if of.rcft_weight else None,
         rcft_weight=of.rcft_weight,
@@ -179,7 +186,7 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
                 if outcome is None
                 else {"outcome_score": outcome["score"], "outcome_rows_per_pair": outcome["rows_per_pair"]}
             ),
-            **_common(work, tokenizer),
+            **_common(work),
         }
     )
     trainer = CATTOTrainer(
@@ -231,6 +238,13 @@ def history(logs: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
         {"step": entry["step"], **{name[5:]: value for name, value in entry.items() if name.startswith("eval_val_")}}
         for entry in found
     ]
+
+
+def reward_accuracy(logs: Sequence[dict[str, Any]]) -> float | None:
+    """Share of pairs in which the chosen response gained more than the rejected one, over the last quarter."""
+    found = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
+    last = found[-max(len(found) // 4, 1) :]
+    return sum(last) / len(last) if last else None
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]

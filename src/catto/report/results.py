@@ -17,6 +17,7 @@ class Training(Record):
     rows: int | None = None  # SFT rows or pairs
     epochs: int | None = None
     steps: int | None = None
+    reward_accuracy: float | None = None  # share of pairs ordered as preferred, over the last quarter of the steps
     history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
 
 

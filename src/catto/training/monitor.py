@@ -121,6 +121,11 @@ def keeping(metric: str, steps: int) -> dict[str, Any]:
     }
 
 
+def saving(steps: int) -> dict[str, Any]:
+    """Training arguments that save every `steps` steps, to go on from after a kill, and keep the newest."""
+    return {"eval_strategy": "no", "save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+
+
 def calibration_section(entry: dict[str, float], questions: int) -> str:
     """A model card's table of what `evaluate` measured last."""
     names = {
