@@ -115,7 +115,7 @@ def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs) -> None
     for method in RECIPE["methods"]:
         if method != "sft":
             kill(runs, killed, "", chance.randint(1, 8), chance.uniform(0, 0.03))
-        kill(runs, killed, f"{method} witnesses", 1 + chance.randint(3, 5), chance.uniform(0, 0.03))
+        kill(runs, killed, f"{method} ", 1 + chance.randint(3, 5), chance.uniform(0, 0.03))
     kill(runs, killed, "report", chance.randint(1, 3), chance.uniform(0, 0.3))
     runs.start(killed)
     assert list(runs.events())[-1] == "exit 0"
