@@ -32,7 +32,7 @@ from catto.report.tables_training import rate_tables, training_tables
 
 __all__ = ["all_tables"]
 
-SHOWN_K = (4, 8)
+SHOWN_K = (4, 8)  # the paper's
 Groups = Sequence[tuple[int, GroupNumbers]]
 
 
@@ -63,7 +63,7 @@ def _confidence_tables(numbers: Numbers, std: bool) -> list[Table]:
         columns = tuple(
             Column(task_title(task), f"k = {k}", task, str(k), None if std else "higher")
             for task in tasks_of(groups)
-            for k in SHOWN_K
+            for k in _shown(groups)
         )
         name = "deviation-confidence-at-k" if std else "confidence-at-k"
         what = ": standard deviation over seeds" if std else ""
@@ -75,6 +75,12 @@ def _confidence_tables(numbers: Numbers, std: bool) -> list[Table]:
         kind = "std-k" if std else "k"
         found.append(Table(stem(name, budget), title, caption, columns, lines, budget, kind))
     return found
+
+
+def _shown(groups: Groups) -> list[int]:
+    """The paper's k, as far as they were measured; else the largest that was."""
+    measured = {k for _, group in groups for k in group.selection}
+    return [k for k in SHOWN_K if k in measured] or [max(measured)]
 
 
 def _at_k(place: int, group: GroupNumbers, column: Column) -> Entry:
@@ -103,7 +109,9 @@ def _rule_tables(numbers: Numbers) -> list[Table]:
         groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.selection]
         for task in tasks_of(groups):
             columns = tuple(
-                Column(f"k = {k}", title, task, f"{k} {rule}") for k in SHOWN_K for rule, title in RULE_TITLES.items()
+                Column(f"k = {k}", title, task, f"{k} {rule}")
+                for k in _shown(groups)
+                for rule, title in RULE_TITLES.items()
             )
             lines = grouped([one for one in groups if one[1].task == task], columns, _by_rule)
             title = f"Ways to pick one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
