@@ -157,6 +157,7 @@ class Live:
         """Count the stage; where it failed, say so above the bars."""
         self._left.ended(stage, outcome, seconds)
         self._bars.advance(self._all)
+        self._bars.refresh()  # a short stage may end between two of the display's own refreshes
         self._bars.update(self._one, visible=False)
         if outcome == "failed":
             self._bars.console.print(_ending(stage, outcome, seconds), markup=False)
