@@ -164,7 +164,6 @@ def _facts(results: Results, numbers: Numbers) -> list[tuple[str, str]]:
         ("ECE", f"{numbers.bins} bins of equal width, {numbers.resamples:,} resamples"),
         ("Commit", results.commit or ""),
         ("Recipe", f"{results.name} ({results.recipe_hash})"),
-        ("Command", str(getattr(results, "command", None) or "")),
         ("Versions", ", ".join(f"{name} {version}" for name, version in results.versions.items())),
     ]
     return [(name, text) for name, text in found if text]

@@ -43,6 +43,5 @@ class Results(Record):
     recipe_hash: str
     versions: dict[str, str]
     commit: str | None = None
-    command: str | None = None
     cells: tuple[Cell, ...]
     questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one a seed
