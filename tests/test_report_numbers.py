@@ -13,10 +13,11 @@ from catto.evaluation.metrics import METRICS
 from catto.evaluation.statistics import bootstrap, null_band
 from catto.records import DataError, Prediction, Question, read_records, write_records
 from catto.report import numbers as store
-from catto.report.build import terminal_table
+from catto.report.build import build
 from catto.report.loading import answered, predictions_of
 from catto.report.measure import blocks, measure, steps
 from catto.report.results import Cell
+from catto.report.tables import score_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
 
@@ -114,7 +115,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
     assert (world.true_error, world.regret, world.bayes_accuracy) == pytest.approx((0.6, 0.4, 1.0), abs=1e-12)
     assert found.budgets == (None,)
     assert found.groups[0].versus == {}
-    assert terminal_table(results, tmp_path)
+    assert score_tables(found, "in")
 
 
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:
@@ -164,11 +165,11 @@ def test_a_prediction_of_another_task_or_an_unknown_question_is_named(tmp_path: 
     lines = path.read_text().split("\n")
     path.write_text(lines[0].replace('"task":"snli"', '"task":"anli"') + "\n")
     with pytest.raises(DataError, match=r"row 1: task: expected 'snli', got 'anli'"):
-        terminal_table(results, tmp_path)
+        build(results, tmp_path, tmp_path / "out")
     first = json.loads(lines[0])
     path.write_text(json.dumps(first | {"question": "nobody"}) + "\n")
     with pytest.raises(DataError, match=r"row 1: question: 'nobody' is not among"):
-        terminal_table(results, tmp_path)
+        build(results, tmp_path, tmp_path / "out")
     path.write_text(lines[0] + "\n" + lines[0] + "\n")
     with pytest.raises(DataError, match=r"row 2: question: .* is answered twice"):
-        terminal_table(results, tmp_path)
+        build(results, tmp_path, tmp_path / "out")

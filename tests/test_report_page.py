@@ -79,6 +79,11 @@ def test_build_writes_page_tables_figures_and_numbers(built: Path) -> None:
     assert not [name for name in names if name.endswith(".part")]
 
 
+def test_seeds_are_compared_where_there_are_several(built: Path, plain: str) -> None:
+    assert 'id="seeds"' in plain
+    assert "#seeds" not in (built / "out" / "report.html").read_text()
+
+
 def test_figures_hold_plain_words_and_no_date(built: Path) -> None:
     for path in (built / "out" / "figures").glob("*.svg"):
         text = path.read_text()

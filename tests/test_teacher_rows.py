@@ -97,8 +97,8 @@ def test_outcome_rows_are_all_responses_and_an_unparsed_one_stays_open() -> None
     assert rows[2].completion[0].content.endswith("<answer>\n")
 
 
-def test_answer_first_rows_have_no_reasoning() -> None:
-    (row,) = sft_rows([answered("ABBB")], TeacherSettings(reasoning=False))
+def test_answer_first_rows_have_no_reasoning_and_none_stands_twice() -> None:
+    (row,) = sft_rows([answered("BAAB")], TeacherSettings(reasoning=False))
     assert row.completion[0].content == completion(None, "A")
     assert row.prompt == messages(answered("A").question, reasoning=False)
 

@@ -112,7 +112,7 @@ def run(
     read = _read(recipe, sets, seeds)
     root, goal = folder(read, out), Graph(read).report()
     go(read, root, [goal])
-    _show_results(place(root, goal), root)
+    _show_results(place(root, goal))
     page = _published(place(root, goal) / "report.html", root)
     if page is not None:
         say(f"Report: {page}")
@@ -129,11 +129,13 @@ def _published(page: Path, root: Path) -> Path | None:
     return root / page.name
 
 
-def _show_results(report: Path, root: Path) -> None:
+def _show_results(report: Path) -> None:
     """Print the score tables from the numbers of the report."""
-    from catto.report.build import terminal_table
-    from catto.report.results import Results
+    from catto.report import numbers as store
+    from catto.report.render import terminal
+    from catto.report.tables import score_tables
 
-    results = Results.model_validate_json((report / "results.json").read_text(encoding="utf-8"))
-    for made in terminal_table(results, root, report):
-        print_table(made)
+    numbers = store.read(report / "numbers.json")
+    if numbers is not None:  # None: they were deleted, the page still stands
+        for made in (*score_tables(numbers, "in"), *score_tables(numbers, "out")):
+            print_table(terminal(made))

@@ -9,6 +9,7 @@ from catto.experiment.stages import Stage
 from catto.methods import METHODS, Budget, Effort, Method
 from catto.recipe import Recipe, StageSettings
 from catto.records import Split
+from catto.report.results import VERSION
 
 
 @dataclass(frozen=True)
@@ -244,5 +245,9 @@ class Graph:
                 needs[f"candidates {number}"] = cell.candidates
             needs[f"held_out {cell.task} {cell.seed}"] = self.held_out(cell.task, cell.seed, "test")
         names = {"bins", "resamples", "unparsed", "k"}
-        settings = {"name": self.recipe.name, **self.recipe.evaluation.model_dump(mode="json", include=names)}
+        settings = {
+            "version": VERSION,
+            "name": self.recipe.name,
+            **self.recipe.evaluation.model_dump(mode="json", include=names),
+        }
         return Stage("report", "report", settings, needs)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from catto.records import DataError, Question, content_hash, library_versions, replacing
 from catto.report import numbers as store
@@ -16,15 +15,12 @@ from catto.report.measure import Tick, measure
 from catto.report.numbers import Numbers
 from catto.report.page import Drawn, page
 from catto.report.plotting import Picture, svg
-from catto.report.render import csv_text, latex, markdown, terminal
+from catto.report.render import csv_text, latex, markdown
 from catto.report.results import Results
-from catto.report.tables import Table, score_tables
+from catto.report.tables import Table
 from catto.report.tables_more import all_tables
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-__all__ = ["build", "terminal_table"]
+__all__ = ["build"]
 
 # Raised when a figure is drawn differently: figures of another version are drawn again.
 DRAWING = 1
@@ -55,14 +51,6 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     with replacing(path) as file:
         file.write(page(results, numbers, tables, drawn, read.browser))
     return path
-
-
-def terminal_table(results: Results, folder: Path, out: Path | None = None) -> list[RichTable]:
-    """The score tables for the terminal. `out`: where a report was built; its numbers are taken over."""
-    read = _read(results, folder)
-    known = None if out is None else store.read(out / "numbers.json")
-    numbers = measure(results, folder, read.cells, read.questions, known)
-    return [terminal(table) for table in (*score_tables(numbers, "in"), *score_tables(numbers, "out"))]
 
 
 def _read(results: Results, folder: Path) -> _Read:

@@ -17,7 +17,6 @@ from catto.methods import METHODS, Budget
 from catto.records import DataError, Question, content_hash
 from catto.report.loading import Answered, Protocol, file_hash
 from catto.report.numbers import (
-    VERSION,
     Band,
     CellNumbers,
     GroupNumbers,
@@ -28,7 +27,7 @@ from catto.report.numbers import (
     World,
     finite,
 )
-from catto.report.results import Cell, Results
+from catto.report.results import VERSION, Cell, Results
 from catto.report.seeds import Name, Scored, mean_difference, mean_interval, mean_null, scored
 from catto.report.selected import selection_of
 

@@ -10,11 +10,9 @@ from pydantic import ValidationError
 from catto.evaluation.statistics import Comparison, Interval, NullBand
 from catto.methods import METHODS, Budget
 from catto.records import DataError, Record, first_problem, replacing
+from catto.report.results import VERSION
 
 __all__ = ["Band", "CellNumbers", "GroupNumbers", "Number", "Numbers", "Spread", "Versus", "World"]
-
-# Raised when a number changes its meaning: cached numbers of another version are measured again.
-VERSION = 1
 
 
 def finite(value: float) -> float | None:

@@ -96,6 +96,7 @@ def page(results: Results, numbers: Numbers, tables: Sequence[Table], drawn: Seq
             definitions=DEFINITIONS,
             browser=browser,
             limits=_limits(numbers),
+            several_seeds=len({cell.seed for cell in numbers.cells}) > 1,
             data=Markup(script_json(_data(numbers, browser))),
         )
     )

@@ -44,6 +44,9 @@ COLOURS = {
     "dpo+outcome": (INK, "X"),
 }
 WHITE = "#ffffff"
+XLINK = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+# On a phone a picture narrower than this (pixels) shrinks to the screen; several panels would be unreadable and scroll.
+ONE_PANEL = 600
 # On the page these follow the reader's light or dark theme; in the files they stay as drawn.
 THEMED = {
     INK: "var(--fg)",
@@ -161,5 +164,6 @@ def _opened(head: str) -> str:
     if box is None or width is None:
         raise ValueError(f"not an SVG that matplotlib wrote: {head[:80]}")
     # Nine-point text of a figure is read at the size of the page's small print.
-    style = f"width:{1.25 * float(width[1]):.0f}px"
-    return f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {box[0]} style="{style}" aria-hidden="true">'
+    pixels = 1.25 * float(width[1])
+    kind = "one" if pixels < ONE_PANEL else "many"
+    return f'<svg class="{kind}" {XLINK} {box[0]} style="width:{pixels:.0f}px" aria-hidden="true">'

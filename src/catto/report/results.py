@@ -7,6 +7,9 @@ from typing import Any
 from catto.methods import Budget
 from catto.records import Record
 
+# Raised when a number changes its meaning or the page its make: a report of another version is made again.
+VERSION = 1
+
 
 class Training(Record):
     """How the model of a cell came to be. Seconds and tokens are those of its own stage, not of its start's."""

@@ -47,9 +47,9 @@ def grouped(questions: Iterable[Question], responses: Iterable[Response]) -> Ite
 
 
 def sft_rows(answered: Iterable[Answered], settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield the correct responses."""
+    """Yield the correct responses; answer first, the first one: the others of a question have the same text."""
     for group in answered:
-        yield from _sft_rows(group, group.right, settings)
+        yield from _sft_rows(group, group.right if settings.reasoning else group.right[:1], settings)
 
 
 def outcome_rows(answered: Iterable[Answered], settings: TeacherSettings) -> Iterator[SftRow]:
