@@ -140,7 +140,7 @@ def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
         bins=_bins(work, tokenizer) if of.rcft_weight else None,
         rcft_weight=of.rcft_weight,
     )
-    return trainer, sum(len(e.row.prompt) + len(e.row.completion) for e in found), len(found)
+    return trainer, _tokens(found), len(found)
 
 
 def _bins(work: Work, tokenizer: Any) -> RcftBins:
@@ -199,7 +199,13 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
         outcome_examples=stream,
     )
     tokens = sum(2 * len(c["prompt_ids"]) + len(c["chosen_ids"]) + len(c["rejected_ids"]) for c in columns)
+    if outcome is not None:  # so many rows of the stream beside every pair
+        tokens += round(outcome["rows_per_pair"] * len(rows) * _tokens(stream) / len(stream))
     return trainer, tokens, len(rows)
+
+
+def _tokens(found: Sequence[Example]) -> int:
+    return sum(len(one.row.prompt) + len(one.row.completion) for one in found)
 
 
 def _examples(work: Work, tokenizer: Any, rows: Any) -> list[Example]:

@@ -23,7 +23,7 @@ from catto.report.tables_more import all_tables
 __all__ = ["build"]
 
 # Raised when a figure is drawn differently: figures of another version are drawn again.
-DRAWING = 1
+DRAWING = 2
 
 
 @dataclass(frozen=True)

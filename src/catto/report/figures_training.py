@@ -43,7 +43,7 @@ def training_pictures(results: Results, numbers: Numbers) -> list[Picture]:
             name, draw = f"learning-rates-{task}", partial(_rates, mine)
             found.append(Picture(name, title, caption, draw, _inputs(mine), "rates", None, (task,)))
     if any(training.seconds for _, training in trained):
-        caption = "Each method's own stage, mean over seeds; note the logarithmic axis."
+        caption = "Each method's own stage, mean over seeds."
         tasks = tuple(sorted({cell.trained_on for cell, _ in trained}, key=task_order))
         draw = partial(_minutes, trained, tasks)
         found.append(Picture("training", "Training time", caption, draw, _inputs(trained), "training", None, tasks))
@@ -121,8 +121,10 @@ def _minutes(trained: Trained, tasks: Sequence[str]) -> Figure:
                     if (cell.trained_on, cell.method, cell.budget) == (task, method, budget) and training.seconds
                 ]
                 if seconds:
-                    panel.barh(line, float(np.mean(seconds)) / 60, 0.62, color=colour(method))
-            _log_axis(panel)
+                    minutes = float(np.mean(seconds)) / 60
+                    panel.barh(line, minutes, 0.62, color=colour(method))
+                    panel.annotate(f"{minutes:.3g}", (minutes, line), (3, 0), textcoords="offset points", va="center")
+            panel.margins(x=0.15)  # room for the numbers
             tidy(panel, "Minutes", title=task_title(task))
         _row_axis(axes[0], rows)
     return figure
