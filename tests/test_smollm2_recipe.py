@@ -38,5 +38,5 @@ def test_the_recipes_own_lines_give_it_enough_rows_and_pairs(tmp_path: Path) -> 
             name: json.loads((folder / f"{name}.manifest.json").read_text())["counts"]
             for name in ("sft", "preferences")
         }
-        assert counts["sft"]["rows"] >= 300
+        assert counts["sft"]["rows"] >= 1600
         assert counts["preferences"]["rows"] >= 60
