@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from catto.cli.display import Left, Lines, duration
+from catto.cli.display import Left, Lines, Pace, duration
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, ordered
 from catto.methods import METHODS
@@ -189,7 +190,7 @@ def stages(tmp_path: Path) -> tuple[Stage, ...]:
 
 
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
-    """Events at 0, 1, ..., 25 s after the start: told at 10 and at 20."""
+    """Events at 0, 1, ..., 25 s after the start: told at 10 and 20, which are 16 and 6 s before the end."""
     now, stream, (questions, teacher) = [100.0], io.StringIO(), stages(tmp_path)
     lines = Lines(stream, Left(tmp_path, [teacher]), clock=lambda: now[0])
     lines.started(questions, 1, 2)
@@ -199,10 +200,35 @@ def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
     lines.ended(questions, "done", 26.0)
     assert stream.getvalue().splitlines() == [
         "[1/2] questions witnesses",
-        "[1/2] questions witnesses: 10/26, loss 0.5",
-        "[1/2] questions witnesses: 20/26, loss 0.5",
+        "[1/2] questions witnesses: 10/26, loss 0.5, 16 s left",
+        "[1/2] questions witnesses: 20/26, loss 0.5, 6.0 s left",
         "questions witnesses: done in 26 s",
     ]
+
+
+def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
+    """An hour of events every second. Lines at 10, 20, ..., 200 s, then each a twentieth later than the last."""
+    now, stream, (questions, teacher) = [0.0], io.StringIO(), stages(tmp_path)
+    lines = Lines(stream, Left(tmp_path, [teacher]), clock=lambda: now[0])
+    lines.started(questions, 1, 2)
+    for second in range(3601):
+        now[0] = float(second)
+        lines.progress(second, 3600, "")
+    told = [int(line.split(": ")[1].split("/")[0]) for line in stream.getvalue().splitlines()[1:]]
+    assert told[:20] == list(range(10, 210, 10))
+    later = list(itertools.pairwise(told))[20:]
+    assert len(later) > 40
+    # At a line the silence has lasted a twentieth of the stage; a second before, it had not.
+    assert all(line - last >= line / 20 and line - 1 - last < (line - 1) / 20 for last, line in later)
+
+
+def test_a_resumed_stage_is_paced_from_where_it_went_on() -> None:
+    """80 of 100 were there; 5 more in 20 s: 15 more take 60 s."""
+    pace = Pace()
+    assert pace.told(80, 100, "loss 1", 5.0) == "loss 1"
+    assert pace.told(85, 100, "loss 1", 25.0) == "loss 1, 60 s left"
+    assert pace.told(85, 100, "", 25.0) == "60 s left"
+    assert pace.told(100, 100, "", 85.0) == ""
 
 
 def trainings(method: str, count: int) -> list[Stage]:

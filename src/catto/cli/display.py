@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Left", "Lines", "Live", "duration", "shown"]
 
-# Seconds between two lines of progress where there is no terminal.
-QUIET = 10.0
+# Where there is no terminal, a line of progress every ten seconds at first, then every twentieth of the stage's time:
+# a stage of a minute has five lines, one of a day about 140.
+QUIET, QUIET_SHARE = 10.0, 0.05
 # Seconds of which it is not worth saying that there are more.
 LITTLE = 10.0
 
@@ -98,23 +99,41 @@ def _sorts(stage: Stage) -> tuple[str, ...]:
     return f"{stage.kind} {stage.settings.get('method', '')}", stage.kind
 
 
+class Pace:
+    """How long the running stage has left at its own pace, since it was first heard of: a resumed one begins midway."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def told(self, finished: int, total: int, note: str, now: float) -> str:
+        """The note with the time left, once ten seconds have shown the pace."""
+        first, then = self._first = self._first or (finished, now)
+        if now - then < QUIET or not first < finished < total:
+            return note
+        left = (now - then) * (total - finished) / (finished - first)
+        return ", ".join(part for part in (note, f"{duration(left)} left") if part)
+
+
 class Lines:
-    """One line as a stage starts and as it ends, and at most one every ten seconds between."""
+    """One line as a stage starts and as it ends, and some between."""
 
     def __init__(self, stream: TextIO, left: Left, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._left, self._clock = stream, left, clock
-        self._place, self._last = "", 0.0
+        self._place, self._began, self._last, self._pace = "", 0.0, 0.0, Pace()
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Say that a stage began."""
-        self._place, self._last = f"[{number}/{total}] {stage.name}", self._clock()
+        self._place, self._pace = f"[{number}/{total}] {stage.name}", Pace()
+        self._began = self._last = self._clock()
         self._say(self._place)
 
     def progress(self, finished: int, total: int, note: str) -> None:
         """Say how far the stage is, if the last line is old enough."""
-        if self._clock() - self._last >= QUIET:
-            self._last = self._clock()
-            self._say(f"{self._place}: {finished}/{total}{f', {note}' if note else ''}")
+        now = self._clock()
+        told = self._pace.told(finished, total, note, now)
+        if now - self._last >= max(QUIET, QUIET_SHARE * (now - self._began)):
+            self._last = now
+            self._say(f"{self._place}: {finished}/{total}{f', {told}' if told else ''}")
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Say how a stage ended; those that something failed for are counted at the end of the run."""
@@ -139,19 +158,20 @@ class Live:
         self._all: Any = bars.add_task("stages", total=None, note="")
         self._one: Any = bars.add_task("", total=None, visible=False, note="")
         self._stage: Stage | None = None
-        self._began = 0.0
+        self._began, self._pace = 0.0, Pace()
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show a new stage."""
-        self._stage, self._began = stage, time.monotonic()
+        self._stage, self._began, self._pace = stage, time.monotonic(), Pace()
         self._bars.update(self._all, total=total, completed=number - 1, note=self._left.text())
         self._bars.remove_task(self._one)  # a task that was given a total cannot be made to forget it
         self._one = self._bars.add_task(stage.name, total=None, note="")
 
     def progress(self, finished: int, total: int, note: str) -> None:
         """Move the running stage's bar."""
-        self._bars.update(self._one, total=total, completed=finished, note=note)
-        self._bars.update(self._all, note=self._left.text(self._stage, time.monotonic() - self._began))
+        now = time.monotonic()
+        self._bars.update(self._one, total=total, completed=finished, note=self._pace.told(finished, total, note, now))
+        self._bars.update(self._all, note=self._left.text(self._stage, now - self._began))
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Count the stage; where it failed, say so above the bars."""
