@@ -29,7 +29,12 @@ def headline(numbers: Numbers) -> Headline:
     """Say what the in-distribution numbers show; out of distribution where there are no others."""
     setting: Setting = "in" if any(group.task == group.trained_on for group in numbers.groups) else "out"
     blocks = {budget: [group for _, group in of_setting(numbers, setting, budget)] for budget in numbers.budgets}
-    points = [sentence for budget, groups in blocks.items() for sentence in _against(budget_title(budget), groups)]
+    said: dict[str, list[str]] = {}  # budgets of which the same is to be said share a sentence
+    for budget, groups in blocks.items():
+        if any(group.versus for group in groups):
+            said.setdefault(_against(groups), []).append(budget_title(budget))
+    places = {text: titles[0] if len(titles) == 1 else "Both budgets" for text, titles in said.items()}
+    points = (f"{place}, against DPO on the same questions: {text}." for text, place in places.items())
     return Headline(_lead(blocks[numbers.budgets[0]], numbers), tuple(points))
 
 
@@ -73,18 +78,16 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _against(title: str, groups: Sequence[GroupNumbers]) -> list[str]:
+def _against(groups: Sequence[GroupNumbers]) -> str:
     """How the methods compare with DPO in one budget: ECE first, then accuracy."""
     compared = [group for group in groups if group.versus]
-    if not compared:
-        return []
     tasks = {group.task for group in groups}
     parts = []
     for metric, name, better, words in CLAUSES:
         good = [group for group in compared if marked(group.versus[metric], better) == "*"]
         bad = [group for group in compared if marked(group.versus[metric], better) == "†"]
         parts.append(_clause(name, words, good, bad, tasks))
-    return [f"{title}, against DPO on the same questions: {'; '.join(parts)}."]
+    return "; ".join(parts)
 
 
 def _clause(
