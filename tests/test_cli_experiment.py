@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -164,6 +165,25 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_the_methods_are_named_where_one_is_asked_for(capsys: Capture) -> None:
     shown = " ".join(run(capsys, "train", "--help").out.replace("│", " ").split())
     assert all(name in shown for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("catto me", {"measure"}),
+        ("catto run q", {"quickstart"}),
+        ("catto recipe show s", {"smollm2"}),
+        ("catto train quickstart --method dpo+c", {"dpo+catto"}),
+        ("catto data com", {"commonsense_qa"}),
+        ("catto eval m --task sn", {"snli"}),
+        ("catto run mine.y", set()),  # nothing of ours: the shell goes on with files
+    ],
+)
+def test_the_shell_completes_commands_recipes_methods_and_tasks(words: str, offered: set[str]) -> None:
+    asked = {"_CATTO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    program = Path(sys.executable).with_name("catto")
+    told = subprocess.run([program], env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    assert set(told.stdout.split()) == offered
 
 
 # ---- the display ------------------------------------------------------------------------------------------------

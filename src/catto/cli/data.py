@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from catto.cli import completing
 from catto.cli.console import print_json, print_table, refuse, say, table
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ LEAK = "content_in_"
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="A task's name; with --file, a name of your own.")],
+    task: Annotated[
+        str,
+        typer.Argument(help="A task's name; with --file, a name of your own.", autocompletion=completing.tasks),
+    ],
     data_dir: Annotated[Path | None, typer.Option(help="Folder of local copies.", show_default="the hub")] = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions are shown.")] = "train",
     seed: Annotated[int, typer.Option(help="Seed of the splits.")] = 0,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from catto.cli import completing
 from catto.cli.console import refuse, say
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ EngineName = Literal["transformers", "server", "vllm"]
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or the server's name for its model.")],
-    task: Annotated[str, typer.Option(help="Task whose questions are asked.")],
+    task: Annotated[str, typer.Option(help="Task whose questions are asked.", autocompletion=completing.tasks)],
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
     n: Annotated[int | None, typer.Option(min=1, help="How many questions.", show_default="all of the task's")] = None,
     k: Annotated[int, typer.Option(min=1, help="Samples a question; above 1 give a temperature.")] = 1,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from catto.cli import completing
 from catto.cli.console import refuse, warn
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OutOption", "RecipeArgument", "SetOption", "folder", "go", "one_task", "opened"]
 
-RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=completing.recipes)
+]
 OutOption = Annotated[Path | None, typer.Option(help="The experiment's folder.", show_default="runs/<name>")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a setting: evaluation.bins=15. May stand several times.")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from catto.cli import completing
 from catto.cli.console import refuse, say
 
 __all__ = ["app"]
@@ -25,7 +26,10 @@ EXAMPLES = """
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.", epilog=EXAMPLES)
 
-NameArgument = Annotated[str, typer.Argument(help="The recipe's name, as `catto recipe list` gives it.")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(help="The recipe's name, as `catto recipe list` gives it.", autocompletion=completing.recipes),
+]
 
 
 @app.command("list", epilog="[bold]Example[/bold]\n\n  catto recipe list")

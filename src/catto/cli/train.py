@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from catto.cli import completing
 from catto.cli.console import refuse, say
 from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
 from catto.methods import METHODS
@@ -31,7 +32,7 @@ app = typer.Typer(
 
 def train(
     recipe: RecipeArgument,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")],
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.", autocompletion=completing.methods)],
     task: Annotated[str | None, typer.Option(help="The task to train on.", show_default="the only one")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed.", show_default="the recipe's first")] = None,
     budget: Annotated[
