@@ -268,12 +268,19 @@ def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
     assert left.text() == ""
 
 
-def test_another_method_is_guessed_by_all_trainings(tmp_path: Path) -> None:
-    """Trainings of 60 s and 20 s: one of their methods as itself, an unseen one at the mean of 40 s: 60 + 40 s."""
-    dpo, sft, rcft = trainings("dpo", 2), trainings("sft", 1), trainings("rcft", 1)
-    left = Left(tmp_path, [*dpo, *sft, *rcft])
+def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> None:
+    """dpo took 60 s, dpo+bce 20 s: a second dpo 60 s, an unseen preference method the mean of 40 s, rcft nobody knows."""
+    dpo, bce, catto, rcft = (
+        trainings("dpo", 2),
+        trainings("dpo+bce", 1),
+        trainings("dpo+catto", 1),
+        trainings("rcft", 1),
+    )
+    left = Left(tmp_path, [*dpo, *bce, *catto, *rcft])
     left.ended(dpo[0], "done", 60.0)
-    left.ended(sft[0], "done", 20.0)
+    left.ended(bce[0], "done", 20.0)
+    assert left.text() == f"more than {duration(100.0)} left"
+    left.ended(rcft[0], "done", 500.0)
     assert left.text() == f"about {duration(100.0)} left"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from catto.experiment.runner import Display, seconds_of
 from catto.experiment.stages import Stage, done, ordered
+from catto.methods import METHODS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -95,8 +96,11 @@ class Left:
 
 
 def _sorts(stage: Stage) -> tuple[str, ...]:
-    """What a stage is like, the closest first."""
-    return f"{stage.kind} {stage.settings.get('method', '')}", stage.kind
+    """What a stage is like, the closest first. Of a preference training's length a supervised one says nothing."""
+    method = stage.settings.get("method")
+    if stage.kind == "train" and method in METHODS:
+        return f"train {method}", f"train {METHODS[method].stage}"
+    return f"{stage.kind} {method or ''}", stage.kind
 
 
 class Pace:
