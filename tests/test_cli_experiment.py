@@ -269,7 +269,7 @@ def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
 
 
 def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> None:
-    """dpo took 60 s, dpo+bce 20 s: a second dpo 60 s, an unseen preference method the mean of 40 s, rcft nobody knows."""
+    """dpo took 60 s, dpo+bce 20 s: another dpo 60 s, an unseen preference method the mean, 40 s; rcft nobody knows."""
     dpo, bce, catto, rcft = (
         trainings("dpo", 2),
         trainings("dpo+bce", 1),
