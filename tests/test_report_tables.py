@@ -109,7 +109,9 @@ def test_the_papers_number_stands_beside_models_of_its_own_budget_only(tables: T
 def test_marks_say_better_or_worse_only_where_significant(
     difference: float, p_value: float, better: Better, mark: str
 ) -> None:
-    assert marked(Versus(difference=difference, low=0, high=0, p_value=p_value), better) == mark
+    low, high = sorted((difference / 2, 2 * difference))
+    assert marked(Versus(difference=difference, low=low, high=high, p_value=p_value), better) == mark
+    assert marked(Versus(difference=difference, low=-0.9, high=0.9, p_value=p_value), better) == ""
 
 
 def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:
@@ -194,7 +196,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
     numbers = measured(SMALL).numbers
-    far, near = (Versus(difference=-0.1, low=-0.2, high=0, p_value=p) for p in (0.001, 0.9))
+    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p) for p in (0.001, 0.9))
 
     def points(*budgets: str) -> tuple[str, ...]:
         groups = [

@@ -48,7 +48,8 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
     "versus": (
         "Difference to DPO",
         "Paired on the same questions of the same seeds and budget. The p-value is from a swap test: how often a "
-        "difference this large arises if each question's two answers change places at random.",
+        "difference this large arises if each question's two answers change places at random. A mark asks for "
+        "p < 0.05 and an interval of the difference that excludes 0.",
     ),
     "fallback_rate": ("Fallback rate", "Share of responses in which no answer could be read."),
     "accuracy_unparsed_wrong": ("Accuracy, unreadable = wrong", "Accuracy if those responses count as wrong."),
