@@ -22,6 +22,10 @@ from catto.report.tables_training import trained_cells, trained_rows
 __all__ = ["training_pictures"]
 
 Trained = Sequence[tuple[Cell, Training]]
+HISTORY = (
+    "Mean over seeds at every checkpoint; each method's own stage starts at step 0. Read after given reasoning, the "
+    "teacher's for SFT and the starting model's for the others: a model whose own reasoning broke can look well here."
+)
 
 
 def training_pictures(results: Results, numbers: Numbers) -> list[Picture]:
@@ -33,7 +37,7 @@ def training_pictures(results: Results, numbers: Numbers) -> list[Picture]:
             shown = [one for one in mine if one[0].budget in (None, budget) and one[1].history]
             if shown:
                 title = f"Validation over training: {task_title(task)}, {budget_title(budget).lower()}"
-                caption = "Mean over seeds at every checkpoint; each method's own stage starts at step 0."
+                caption = HISTORY
                 name = stem(f"history-{task}", budget)
                 draw, inputs = partial(_history, shown), _inputs(shown)
                 found.append(Picture(name, title, caption, draw, inputs, "history", budget, (task,)))
