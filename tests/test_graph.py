@@ -13,6 +13,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, ordered
 from catto.recipe import Recipe
 from catto.recipe_file import load
+from catto.report.results import VERSION
 
 TASKS = ("witnesses", "snli")
 BASE: dict[str, Any] = {
@@ -123,6 +124,14 @@ KNOBS: list[tuple[str, set[str]]] = [
 def test_a_changed_knob_reruns_exactly_what_depends_on_it(tmp_path: Path, override: str, expected: set[str]) -> None:
     found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, override))
     assert {short(stage) for stage in found} == expected
+
+
+def test_a_report_that_is_made_differently_is_made_again_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {stage.folder for stage in stages(recipe_of(tmp_path))}
+    monkeypatch.setattr("catto.experiment.graph.VERSION", VERSION + 1)
+    assert [stage.name for stage in stages(recipe_of(tmp_path)) if stage.folder not in known] == ["report"]
 
 
 def test_a_task_of_its_own_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_marks_say_better_or_worse_only_where_significant(
     low, high = sorted((difference / 2, 2 * difference))
     assert marked(Versus(difference=difference, low=low, high=high, p_value=p_value), better) == mark
     assert marked(Versus(difference=difference, low=-0.9, high=0.9, p_value=p_value), better) == ""
+    assert marked(Versus(difference=-difference, low=low, high=high, p_value=p_value), better) == ""
 
 
 def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:

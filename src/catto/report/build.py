@@ -16,14 +16,11 @@ from catto.report.numbers import Numbers
 from catto.report.page import Drawn, page
 from catto.report.plotting import Picture, svg
 from catto.report.render import csv_text, latex, markdown
-from catto.report.results import Results
+from catto.report.results import VERSION, Results
 from catto.report.tables import Table
 from catto.report.tables_more import all_tables
 
 __all__ = ["build"]
-
-# Raised when a figure is drawn differently: figures of another version are drawn again.
-DRAWING = 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def _draw(pictures: Sequence[Picture], folder: Path) -> list[Drawn]:
     """Draw what is not there yet; `inputs.json` says from which numbers each file was drawn."""
     place = folder / "inputs.json"
     known = _known_inputs(place)
-    version = [DRAWING, library_versions("matplotlib").get("matplotlib")]
+    version = [VERSION, library_versions("matplotlib").get("matplotlib")]
     inputs = {one.name: content_hash([version, one.title, one.inputs]) for one in pictures}
     drawn = []
     for picture in pictures:

@@ -27,7 +27,7 @@ from catto.report.names import (
 from catto.report.numbers import GroupNumbers, Numbers
 from catto.report.plotting import Picture, inlined, themed
 from catto.report.results import Results
-from catto.report.tables import LEGEND, Table
+from catto.report.tables import ALPHA, LEGEND, Table
 from catto.report.tables_training import budget_note
 
 __all__ = ["DEFINITIONS", "Drawn", "page"]
@@ -49,7 +49,7 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
         "Difference to DPO",
         "Paired on the same questions of the same seeds and budget. The p-value is from a swap test: how often a "
         "difference this large arises if each question's two answers change places at random. A mark asks for "
-        "p < 0.05 and an interval of the difference that excludes 0.",
+        f"p < {ALPHA} and an interval of the difference that lies on its side of 0.",
     ),
     "fallback_rate": ("Fallback rate", "Share of responses in which no answer could be read."),
     "accuracy_unparsed_wrong": ("Accuracy, unreadable = wrong", "Accuracy if those responses count as wrong."),
@@ -191,7 +191,7 @@ def _limits(numbers: Numbers) -> dict[str, Any]:
         "n_low": min(cell.n for cell in numbers.cells),
         "n_high": max(cell.n for cell in numbers.cells),
         "comparisons": comparisons,
-        "by_chance": 0.05 * comparisons,
+        "by_chance": ALPHA * comparisons,
         "fallback": highest,
         "budgets": [budget for budget in numbers.budgets if budget is not None],
     }

@@ -165,5 +165,5 @@ def _opened(head: str) -> str:
         raise ValueError(f"not an SVG that matplotlib wrote: {head[:80]}")
     # Nine-point text of a figure is read at the size of the page's small print.
     pixels = 1.25 * float(width[1])
-    kind = "one" if pixels < ONE_PANEL else "many"
-    return f'<svg class="{kind}" {XLINK} {box[0]} style="width:{pixels:.0f}px" aria-hidden="true">'
+    kind = "" if pixels < ONE_PANEL else ' class="many"'
+    return f'<svg{kind} {XLINK} {box[0]} style="width:{pixels:.0f}px" aria-hidden="true">'

@@ -8,7 +8,7 @@ from catto.methods import Budget
 from catto.records import Record
 
 # Raised when a number changes its meaning or the page its make: a report of another version is made again.
-VERSION = 2
+VERSION = 3
 
 
 class Training(Record):

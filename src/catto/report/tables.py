@@ -15,13 +15,13 @@ __all__ = ["LEGEND", "Column", "Entry", "Line", "Table", "grouped", "marked", "o
 
 Setting = Literal["in", "out"]
 Better = Literal["higher", "lower"] | None
-# Below this, and with an interval that excludes 0, a difference to DPO gets its mark.
+# Below this, and with an interval on its side of 0, a difference to DPO gets its mark.
 ALPHA = 0.05
 LEGEND = (
     "Mean over seeds, in per cent. [a, b]: 95 % bootstrap interval over questions. null a to b: where the ECE of a "
     "perfectly calibrated model with the same confidences falls 95 % of the time. "
     f"* better and † worse than DPO of the same budget on the same questions (swap test, p < {ALPHA}, and the 95 % "
-    "interval of the difference excludes 0; not corrected for the number of comparisons). "
+    "interval of the difference lies on the same side of 0; not corrected for the number of comparisons). "
     "paper: the number printed in the paper."
 )
 
@@ -109,11 +109,15 @@ def marked(versus: Versus | None, better: str | None) -> str:
     """`*` where significantly better than DPO, a dagger where significantly worse.
 
     Both tests have to agree. Of two nearly equal models the swap test notices a shift of every confidence by 0.001,
-    whatever that does to ECE in another draw of questions; the interval asks for that.
+    whatever that does to ECE in another draw of questions; the interval asks for that. It has to lie on the side of
+    the difference: ECE grows under resampling, so an interval of a small difference can lie on the other one.
     """
-    if versus is None or better is None or versus.p_value >= ALPHA or versus.low <= 0 <= versus.high:
+    if versus is None or better is None or versus.p_value >= ALPHA:
         return ""
-    return "*" if (versus.difference > 0) == (better == "higher") else "†"
+    more = versus.difference > 0
+    if not (versus.low > 0 if more else versus.high < 0):
+        return ""
+    return "*" if more == (better == "higher") else "†"
 
 
 def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
