@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from catto.experiment.runner import locked
-from catto.records import Prediction, read_records
+from catto.records import Prediction, SftRow, read_records
+from catto.training.rows import examples
 from command import run
 from experiment_world import ENVIRONMENT, RECIPE, catto, write_recipe
 
@@ -63,6 +65,19 @@ def test_every_training_moved_its_model(finished: Finished) -> None:
         told = json.loads(path.read_text())
         assert told["steps"] > 0
         assert [entry["step"] for entry in told["history"]][-1] == told["steps"]
+
+
+def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
+    told = {}
+    for method in ("dpo", "dpo+outcome"):
+        (path,) = finished.stages(f"{method}-*/training.json")
+        told[method] = json.loads(path.read_text())
+    (folder,), (stream,) = finished.stages("dpo-*/model"), finished.stages("stream-*/outcome.jsonl")
+    rows = examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
+    mean = sum(len(one.row.prompt) + len(one.row.completion) for one in rows) / len(rows)
+    assert told["dpo"]["rows"] == told["dpo+outcome"]["rows"] == RECIPE["small_pairs"]
+    beside = round(2 * RECIPE["small_pairs"] * mean)  # two rows of the stream a pair
+    assert told["dpo+outcome"]["tokens"] - told["dpo"]["tokens"] == told["dpo"]["epochs"] * beside
 
 
 def test_without_a_terminal_lines_are_plain(finished: Finished) -> None:
