@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from catto.cli.evaluate import evaluate as command
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.evaluation.confidence import confidence_at, evaluate, evaluate_model, is_correct
 from catto.evaluation.fallback import Closed, close, closed_ids
 from catto.labels import decoded, opening
-from catto.prompts import completion, messages, parse, parse_answer
+from catto.prompts import completion, parse, parse_answer
 from catto.records import DataError, Prediction, Question, manifest_path, read_manifest, read_records
-from catto.tasks import load
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"max_tokens": 24}
 SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed": 4}
@@ -267,29 +263,6 @@ def test_labels_are_checked_before_anything_is_generated() -> None:
     odd: list[Question] = questions(1, ("A", "Zebra"))
     with pytest.raises(ValueError, match="does not read label 'Zebra' back"):
         evaluate(Deaf(model(), tokenizer()), odd)
-
-
-def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> None:
-    asked = list(load("witnesses", "test", limit=12))
-    words = tiny_tokenizer([message.content for question in asked for message in messages(question)])
-    network = tiny_model(1, vocab_size=len(words))
-    network.save_pretrained(tmp_path / "model")
-    words.save_pretrained(tmp_path / "model")
-    app = typer.Typer()
-    app.command()(command)
-    options = ["--task", "witnesses", "--n", "12", "--max-tokens", "8", "--out", str(tmp_path / "eval")]
-    shown = CliRunner().invoke(app, [str(tmp_path / "model"), *options], env={"COLUMNS": "120"})
-    assert shown.exit_code == 0, shown.output
-    assert "ECE" in shown.output
-    assert "fallback 100.0 %" in shown.output
-    assert "12/12, accuracy" in shown.stderr
-    found = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
-    assert [one.question for one in found] == [question.id for question in asked]
-    again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--k", "2"])
-    assert again.exit_code == 2
-    assert "k is 2 at temperature 0" in again.stderr
-    again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--engine", "server"])
-    assert "--engine server needs --base-url" in again.stderr
 
 
 def test_predictions_are_plain_json(tmp_path: Path) -> None:

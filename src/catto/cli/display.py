@@ -18,7 +18,7 @@ from catto.methods import METHODS
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["Left", "Lines", "Live", "duration", "shown"]
+__all__ = ["Left", "Lines", "Live", "Pace", "duration", "shown"]
 
 # Where there is no terminal, a line of progress every ten seconds at first, then every twentieth of the stage's time:
 # a stage of a minute has five lines, one of a day about 140.
@@ -111,7 +111,8 @@ class Pace:
 
     def told(self, finished: int, total: int, note: str, now: float) -> str:
         """The note with the time left, once ten seconds have shown the pace."""
-        first, then = self._first = self._first or (finished, now)
+        self._first = self._first or (finished, now)
+        first, then = self._first
         if now - then < QUIET or not first < finished < total:
             return note
         left = (now - then) * (total - finished) / (finished - first)

@@ -1,0 +1,37 @@
+"""`catto eval`: the files it writes, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
+
+from catto.cli.evaluate import evaluate as command
+from catto.prompts import messages
+from catto.records import Prediction, read_records
+from catto.tasks import load
+from tiny import tiny_model, tiny_tokenizer
+
+
+def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> None:
+    asked = list(load("witnesses", "test", limit=12))
+    words = tiny_tokenizer([message.content for question in asked for message in messages(question)])
+    network = tiny_model(1, vocab_size=len(words))
+    network.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    app = typer.Typer()
+    app.command()(command)
+    options = ["--task", "witnesses", "--n", "12", "--max-tokens", "8", "--out", str(tmp_path / "eval")]
+    shown = CliRunner().invoke(app, [str(tmp_path / "model"), *options], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "ECE" in shown.output
+    assert "fallback 100.0 %" in shown.output
+    assert "12/12, accuracy" in shown.stderr
+    found = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
+    assert [one.question for one in found] == [question.id for question in asked]
+    again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--k", "2"])
+    assert again.exit_code == 2
+    assert "k is 2 at temperature 0" in again.stderr
+    again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--engine", "server"])
+    assert "--engine server needs --base-url" in again.stderr
