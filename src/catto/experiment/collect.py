@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from catto.experiment.graph import CellPlan, Graph
-from catto.experiment.measure import PREDICTIONS
-from catto.experiment.stages import Stage, Work, place
+from catto.experiment.measure import PREDICTIONS, SCALED
+from catto.experiment.stages import Work
 from catto.records import content_hash, library_versions
 from catto.report.results import Cell, Results, Training
 
@@ -29,44 +29,38 @@ def run_report(work: Work) -> None:
 
 def collect(work: Work) -> Results:
     """Every cell's files and how its model was trained."""
-    graph = Graph(work.recipe)
-    recipe = work.recipe.model_dump(mode="json")
+    plans, recipe = Graph(work.recipe).cells(), work.recipe.model_dump(mode="json")
     return Results(
         name=work.recipe.name,
         recipe=recipe,
         recipe_hash=content_hash(recipe),
         versions=library_versions(*LIBRARIES),
         commit=commit(),
-        cells=tuple(_cell(work.root, plan) for plan in graph.cells()),
+        cells=tuple(_cell(work, plan, number) for number, plan in enumerate(plans)),
         questions={
-            plan.task: tuple(
-                f"{_at(work.root, graph.held_out(plan.task, seed, 'test'))}/test.jsonl" for seed in work.recipe.seeds
-            )
-            for plan in graph.cells()
+            task: tuple(work.relative(f"held_out {task} {seed}", "test.jsonl") for seed in work.recipe.seeds)
+            for task in dict.fromkeys(plan.task for plan in plans)
         },
     )
 
 
-def _cell(root: Path, plan: CellPlan) -> Cell:
-    choice = json.loads((place(root, plan.chosen) / "choice.json").read_text(encoding="utf-8"))
-    training = json.loads((root / choice["training"]).read_text(encoding="utf-8"))
-    scaled = plan.predictions.kind == "scaled"
-    rescaled = plan.predictions if scaled else plan.candidates
+def _cell(work: Work, plan: CellPlan, number: int) -> Cell:
+    """A cell from the stages that the report needs, which are those that were run, whatever a plan of now would say."""
+    choice = work.read(f"chosen {number}", "choice.json")
+    training = json.loads((work.root / choice["training"]).read_text(encoding="utf-8"))
+    scaled, sampled = plan.predictions.kind == "scaled", plan.candidates is not None
+    rescaled = f"predictions {number}" if scaled else f"candidates {number}"
     return Cell(
         task=plan.task,
         trained_on=plan.trained_on,
         method=plan.method,
         budget=plan.budget,
         seed=plan.seed,
-        predictions=f"{_at(root, plan.predictions)}/{'scaled.jsonl' if scaled else PREDICTIONS}",
-        candidates=None if plan.candidates is None else f"{_at(root, plan.candidates)}/scaled.jsonl",
-        tau=None if rescaled is None else json.loads((place(root, rescaled) / "tau.json").read_text())["tau"],
+        predictions=work.relative(f"predictions {number}", SCALED if scaled else PREDICTIONS),
+        candidates=work.relative(f"candidates {number}", SCALED) if sampled else None,
+        tau=work.read(rescaled, "tau.json")["tau"] if scaled or sampled else None,
         training=None if scaled else Training.model_validate(training),
     )
-
-
-def _at(root: Path, stage: Stage) -> str:
-    return place(root, stage).relative_to(root).as_posix()
 
 
 def commit() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from catto.experiment.stages import Work
 from catto.recipe import TeacherSettings
 from catto.records import Manifest, Question, Split, library_versions, read_records, write_records
-from catto.tasks import Task, from_file, load
+from catto.tasks import TASKS, Task, from_file, load
 from catto.tasks.witnesses import generate
 from catto.teacher import teach
 
@@ -22,13 +22,16 @@ def questions_of(settings: Mapping[str, Any], split: Split, seed: int) -> tuple[
     knobs = {key: settings[key] for key in ("options", "witnesses", "reliabilities") if settings.get(key) is not None}
     if name == "witnesses":
         return list(generate(split, limit or WITNESS_SIZES[split], seed=seed, **knobs)), {}
-    task: str | Task = name if settings.get("path") is None else _own(name, settings)
+    task = task_of(name, settings)
     loaded = load(task, split, seed=seed, data_dir=settings.get("data_dir"), files=settings.get("files"), limit=limit)
     found = list(loaded)
     return found, {"read": loaded.report.read, "kept": loaded.report.kept, "gold": dict(loaded.report.gold)}
 
 
-def _own(name: str, settings: Mapping[str, Any]) -> Task:
+def task_of(name: str, settings: Mapping[str, Any]) -> Task:
+    """The task of a recipe's block: one of the table's, or the user's own file."""
+    if settings.get("path") is None:
+        return TASKS[name]
     named = {key: settings[key] for key in ("answer", "labels") if settings.get(key) is not None}
     return from_file(settings["path"], fields=settings["fields"] or {}, name=name, **named)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from catto.experiment.contents import contents, task_contents
 from catto.experiment.stages import Stage
 from catto.methods import METHODS, Budget, Effort, Method
 from catto.recipe import Recipe, StageSettings
@@ -26,11 +27,19 @@ class CellPlan:
     chosen: Stage
 
 
+def _held(contents: str | None) -> dict[str, Any]:
+    """What local files hold, as a setting; without files a key is as if there were no such setting."""
+    return {} if contents is None else {"contents": contents}
+
+
 class Graph:
     """All stages of a recipe. Methods of this class build stages; equal stages are one by their key."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self._tasks = {name: task_contents(name, block) for name, block in recipe.tasks.items()}
+        self._model = contents(recipe.model.path)
+        self._teacher = contents(recipe.teacher.responses or recipe.teacher.model)
         self._chosen: dict[tuple[str, int, str, Budget], Stage] = {}  # asked for again and again, by what starts there
 
     # ---- data -------------------------------------------------------------------------------------------------
@@ -48,16 +57,17 @@ class Graph:
     def _task(self, task: str, *counts: str) -> dict[str, Any]:
         everything = self.recipe.tasks[task].model_dump(mode="json")
         sizes = {"train", "validation", "test"} - set(counts)
-        return {name: value for name, value in everything.items() if name not in sizes}
+        settings = {name: value for name, value in everything.items() if name not in sizes}
+        return settings | _held(self._tasks[task])
 
     def teacher(self, task: str) -> Stage:
         """Responses to the training questions and the rows made of them."""
-        settings = {**self.recipe.teacher.asked(), **self.recipe.teacher.picked()}
+        settings = {**self.recipe.teacher.asked(), **self.recipe.teacher.picked(), **_held(self._teacher)}
         return Stage("teacher", f"teacher {task}", settings, {"questions": self.questions(task)})
 
     def traces(self, task: str, seed: int) -> Stage:
         """One teacher response to every validation question: what SFT is watched on."""
-        settings = {**self.recipe.teacher.asked(), "n": 1}
+        settings = {**self.recipe.teacher.asked(), "n": 1, **_held(self._teacher)}
         return Stage(
             "traces", f"traces {task} seed {seed}", settings, {"held_out": self.held_out(task, seed, "validation")}
         )
@@ -83,6 +93,7 @@ class Graph:
         }
         needs = {"teacher": self.teacher(task)}
         if of.stage == "sft":
+            settings |= _held(self._model)
             # Stored responses are to training questions: SFT then keeps its last checkpoint.
             needs |= {} if self.recipe.teacher.source == "responses" else {"traces": self.traces(task, seed)}
         else:

@@ -10,10 +10,10 @@ from catto.evaluation.confidence import evaluate, is_correct
 from catto.evaluation.metrics import ece
 from catto.evaluation.scaling import fit_tau, rescaled
 from catto.experiment.data import read_questions
-from catto.experiment.stages import Work, place
+from catto.experiment.stages import Work
 from catto.records import Prediction, read_records, write_records
 
-PREDICTIONS = "predictions.jsonl"
+PREDICTIONS, SCALED = "predictions.jsonl", "scaled.jsonl"
 
 
 def engine_of(work: Work, role: str = "model") -> Any:
@@ -72,9 +72,9 @@ def run_chosen(work: Work) -> None:
         "choice.json",
         {
             "learning_rate": rates[best],
-            "model": _relative(work, f"model {seat}") + "/model",
-            "training": _relative(work, f"model {seat}") + "/training.json",
-            "validation": f"{_relative(work, f'validation {seat}')}/{PREDICTIONS}" if scores else None,
+            "model": work.relative(f"model {seat}", "model"),
+            "training": work.relative(f"model {seat}", "training.json"),
+            "validation": work.relative(f"validation {seat}", PREDICTIONS) if scores else None,
             "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
         },
     )
@@ -84,10 +84,6 @@ def _mean_ece(work: Work, number: int) -> float:
     """Mean validation ECE of one learning rate over the seeds that the choice looks at."""
     roles = [f"validation {number} seed {seed}" for seed in work.settings["seeds"]]
     return fmean(validation_ece(work.input(role) / PREDICTIONS) for role in roles)
-
-
-def _relative(work: Work, role: str) -> str:
-    return place(work.root, work.stage.needs[role]).relative_to(work.root).as_posix()
 
 
 def best_tau(work: Work) -> float:
@@ -118,4 +114,4 @@ def run_candidates(work: Work) -> None:
 def rescale(work: Work, predictions: list[Prediction], tau: float) -> None:
     """Write the predictions with their confidence at tau."""
     work.write("tau.json", {"tau": tau})
-    write_records(work.out / "scaled.jsonl", rescaled(predictions, tau))
+    write_records(work.out / SCALED, rescaled(predictions, tau))

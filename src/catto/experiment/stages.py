@@ -71,6 +71,10 @@ class Work:
         """The folder of what it needs."""
         return place(self.root, self.stage.needs[role])
 
+    def relative(self, role: str, file: str) -> str:
+        """A file of what it needs, as seen from the experiment's root: such paths may be written down."""
+        return (self.input(role) / file).relative_to(self.root).as_posix()
+
     def model(self, role: str = "model") -> Path:
         """The folder of a model: a training's own, or the one that was chosen."""
         if self.stage.needs[role].kind == "chosen":
