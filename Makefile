@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test lint format install quickstart clean help
+.PHONY: test lint wheel format install quickstart clean help
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,17 @@ lint: install ## ruff and mypy, as the gate runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+
+# In an environment of its own and in another folder, so that nothing but the wheel can be found.
+wheel: ## build the wheel and try it in a clean environment, without torch
+	rm -rf build/wheel && mkdir -p build/wheel/try
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/pip install --quiet --constraint constraints.txt build/wheel/*.whl
+	printf '{"confidence": 0.9, "correct": %s}\n' true false true > build/wheel/try/answers.jsonl
+	cd build/wheel/try && ../venv/bin/catto run quickstart --help
+	cd build/wheel/try && ../venv/bin/catto plan quickstart
+	cd build/wheel/try && ../venv/bin/catto measure answers.jsonl --figure reliability.svg
 
 format: install ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
