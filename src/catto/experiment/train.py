@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 import time
@@ -29,6 +30,8 @@ from catto.training.preference import CATTOTrainer
 from catto.training.rows import Example, examples, preference_columns
 from catto.training.scratch import scratch_model, word_tokenizer
 from catto.training.supervised import RcftBins, SupervisedTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def run_train(work: Work) -> None:
@@ -115,7 +118,7 @@ def _common(work: Work, *, watched: bool = True) -> dict[str, Any]:
         "dataloader_pin_memory": accelerated,
         "report_to": "none",
         "disable_tqdm": True,
-        "logging_steps": 10,
+        "logging_steps": min(10, of["checkpoint_steps"]),  # a training of few steps is logged too
         **(keeping(of["keep"], of["checkpoint_steps"]) if watched else saving(of["checkpoint_steps"])),
         **of["trl"],
     }
@@ -254,7 +257,7 @@ def reward_accuracy(logs: Sequence[dict[str, Any]]) -> float | None:
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Counts the seconds of training over all runs of a stage, and tells progress."""
+    """Counts the seconds of training over all runs of a stage, tells progress and writes the stage's log."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.began, self.file = work, time.monotonic(), work.out / "seconds.json"
@@ -270,8 +273,9 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         self.work.progress(state.global_step, state.max_steps, self.note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Keep the newest loss and validation numbers for the display."""
+        """Write down what the trainer logs; keep the newest loss and validation numbers for the display."""
         logs = logs or {}
+        logger.info("step %d of %d: %s", state.global_step, state.max_steps, json.dumps(logs, default=str))
         if "loss" in logs:
             self.note = f"loss {logs['loss']:.3f}"
         if "eval_val_ece" in logs:
