@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def test_build_writes_page_tables_figures_and_numbers(built: Path) -> None:
 def test_seeds_are_compared_where_there_are_several(built: Path, plain: str) -> None:
     assert 'id="seeds"' in plain
     assert "#seeds" not in (built / "out" / "report.html").read_text()
+
+
+def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
+    world = measured(replace(TINY, methods=("sft",)))
+    alone = page(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    assert "Learning rates" in plain
+    assert "Learning rates" not in alone
+    assert "All metrics as tables" in alone
 
 
 def test_figures_hold_plain_words_and_no_date(built: Path) -> None:

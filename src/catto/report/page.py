@@ -155,14 +155,14 @@ def _facts(results: Results, numbers: Numbers) -> list[tuple[str, str]]:
     tasks = sorted({group.task for group in numbers.groups}, key=task_order)
     sizes = {task: max(cell.n for cell in numbers.cells if cell.task == task) for task in tasks}
     sources = sorted({cell.trained_on for cell in numbers.cells}, key=task_order)
-    seeds = sorted({cell.seed for cell in numbers.cells})
+    seeds, runs = sorted({cell.seed for cell in numbers.cells}), len(numbers.cells)
     found = [
         ("Model", _model(results, numbers)),
         ("Tasks", ", ".join(f"{task_title(task)} (N = {sizes[task]:,})" for task in tasks)),
         ("Trained on", ", ".join(map(task_title, sources))),
         ("Methods", str(len({cell.method for cell in numbers.cells}))),
         ("Seeds", ", ".join(map(str, seeds))),
-        ("Predictions", f"{sum(cell.n for cell in numbers.cells):,} in {len(numbers.cells)} runs"),
+        ("Predictions", f"{sum(cell.n for cell in numbers.cells):,} in {runs} {'run' if runs == 1 else 'runs'}"),
         ("ECE", f"{numbers.bins} bins of equal width, {numbers.resamples:,} resamples"),
         ("Commit", results.commit or ""),
         ("Recipe", f"{results.name} ({results.recipe_hash})"),
