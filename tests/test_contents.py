@@ -12,6 +12,7 @@ import yaml
 
 from catto.experiment import contents as module
 from catto.experiment.contents import contents
+from catto.experiment.data import questions_of
 from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
 from catto.recipe_file import load
@@ -102,6 +103,13 @@ def test_what_is_not_there_yet_is_no_error_in_a_plan(world: Path) -> None:
     before = folders()
     shutil.rmtree(world / "snli")
     assert rerun(before) == about("snli", before)
+
+
+def test_a_task_that_nobody_knows_is_told_by_the_stage_that_reads_it(world: Path) -> None:
+    recipe = load("recipe.yaml", ["tasks.snly={}"])
+    assert ordered([Graph(recipe).report()])
+    with pytest.raises(ValueError, match=r"tasks\.snly: neither one of .*witnesses.* nor given a path"):
+        questions_of({"task": "snly", **recipe.tasks["snly"].model_dump()}, "train", 0)
 
 
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(

@@ -31,6 +31,8 @@ def questions_of(settings: Mapping[str, Any], split: Split, seed: int) -> tuple[
 def task_of(name: str, settings: Mapping[str, Any]) -> Task:
     """The task of a recipe's block: one of the table's, or the user's own file."""
     if settings.get("path") is None:
+        if name not in TASKS:
+            raise ValueError(f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path")
         return TASKS[name]
     named = {key: settings[key] for key in ("answer", "labels") if settings.get(key) is not None}
     return from_file(settings["path"], fields=settings["fields"] or {}, name=name, **named)
