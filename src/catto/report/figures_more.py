@@ -29,8 +29,8 @@ from catto.report.tables import of_setting, stem, tasks_of
 
 __all__ = ["answer_pictures", "selection_pictures"]
 
-# The four panels of the paper's figure.
-PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto")
+# The four panels of the paper's figure, and ours beside them.
+PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")
 
 
 def answer_pictures(numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:
@@ -56,14 +56,14 @@ def _of_answers(numbers: Numbers, shown: Sequence[Answered], budget: Budget | No
     tag = cell.task if cell.task == cell.trained_on else f"{cell.task}-from-{cell.trained_on}"
     where = f"{setting_title(cell.trained_on, cell.task)}, {budget_title(budget).lower()}, seed {cell.seed}"
     records = {one.cell.method: _record(one.cell, numbers) for one in shown}
-    paper_form = [one for one in shown if one.cell.method in PAPER_PANELS] or shown[:4]
-    paper_form = sorted(paper_form, key=lambda one: (*PAPER_PANELS, one.cell.method).index(one.cell.method))
+    panels = [one for one in shown if one.cell.method in PANELS] or shown[: len(PANELS)]
+    panels = sorted(panels, key=lambda one: (*PANELS, one.cell.method).index(one.cell.method))
     inputs = content_hash([numbers.bins, [record.input for record in records.values()]])
     told = "Bars: accuracy by confidence; red: the gap to the mean confidence. Below: how often each confidence occurs."
     common = (budget, (cell.task,))
     found = [
         Picture(stem(f"reliability-{tag}", budget), f"Reliability: {where}", told,
-                partial(_reliability, paper_form, numbers), inputs, "reliability", *common),
+                partial(_reliability, panels, numbers), inputs, "reliability", *common),
         Picture(stem(f"histogram-{tag}", budget), f"Confidence of right and wrong answers: {where}",
                 "A well ordered model has its wrong answers (red) on the left.",
                 partial(_histograms, shown, numbers.bins), inputs, "histogram", *common),
