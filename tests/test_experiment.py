@@ -184,7 +184,9 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: Capt
 
 def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tasks={"witnesses": {"train": 3000}})
-    command = [sys.executable, "-m", "catto", "teach", str(recipe), "--out", "out"]
+    # Started in a shell's background, this suite and its children would ignore Ctrl-C.
+    heard = "import signal, catto.cli; signal.signal(signal.SIGINT, signal.default_int_handler); catto.cli.main()"
+    command = [sys.executable, "-c", heard, "teach", str(recipe), "--out", "out"]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     parts = tmp_path / "out/stages"
     deadline = time.monotonic() + 60
