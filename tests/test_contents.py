@@ -22,7 +22,7 @@ METHODS = ["sft", "dpo", "dpo+catto"]
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with SNLI files, a file of questions of one's own, a model and stored responses; no recipe reads it."""
+    """SNLI files, a file of questions of one's own, a model and stored responses: a plan only hashes them."""
     monkeypatch.chdir(tmp_path)
     for folder in ("snli", "model"):
         (tmp_path / folder).mkdir()
