@@ -190,7 +190,7 @@ def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     parts = tmp_path / "out/stages"
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 10_000 for path in parts.glob("teacher-*.part/responses.part.jsonl")):
+    while not any(path.stat().st_size > 10_000 for path in parts.glob("teacher-*.part/generations.part.jsonl")):
         assert process.poll() is None, "it ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.01)

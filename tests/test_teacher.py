@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
-from catto.prompts import messages, parse
+from catto.prompts import Parsed, messages, parse, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import (
     DataError,
     PreferenceRow,
+    Question,
     Response,
+    SftRow,
     read_manifest,
     read_records,
 )
@@ -102,7 +105,7 @@ def test_a_finished_folder_asks_nothing_and_changes_nothing(tmp_path: Path) -> N
     again = teach(questions(4), None, server_settings("http://127.0.0.1:9/v1", concurrency=2), tmp_path)
     assert again == first
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.json*")} == before
-    assert len(before) == 8
+    assert len(before) == 10
 
 
 def test_a_refusal_keeps_what_came_and_the_next_run_asks_for_the_rest(tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ def test_a_refusal_keeps_what_came_and_the_next_run_asks_for_the_rest(tmp_path: 
 
     with serve(respond) as server, pytest.raises(ServerError, match=r"question q2 sample \d: 400 in try 1"):
         teach(questions(4), None, server_settings(server.url, concurrency=2), tmp_path)
-    kept = len((tmp_path / "responses.part.jsonl").read_text().splitlines()) - 1
+    kept = len((tmp_path / "generations.part.jsonl").read_text().splitlines()) - 1
     assert kept >= 12
     with serve() as server:
         assert dry_run(questions(4), None, server_settings(server.url), tmp_path).requests == 24 - kept
@@ -157,7 +160,7 @@ def test_a_torn_last_line_is_cut_off_and_asked_again(tmp_path: Path) -> None:
     labels = ["ABCD", "BBBB"]
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(scripted(*labels).labels, fail_after=5), TeacherSettings(n=4), tmp_path)
-    part = tmp_path / "responses.part.jsonl"
+    part = tmp_path / "generations.part.jsonl"
     whole = part.read_bytes()
     assert whole.count(b"\n") == 6
     for cut in (1, 40, len(whole.splitlines()[-1])):
@@ -172,7 +175,7 @@ def test_a_torn_last_line_is_cut_off_and_asked_again(tmp_path: Path) -> None:
 
 def test_killed_again_after_a_long_torn_line_the_part_file_is_whole(tmp_path: Path) -> None:
     labels = scripted("ABCD", "BBBB").labels
-    part = tmp_path / "responses.part.jsonl"
+    part = tmp_path / "generations.part.jsonl"
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(labels, fail_after=2), TeacherSettings(n=4), tmp_path)
     with part.open("ab") as file:
@@ -184,20 +187,20 @@ def test_killed_again_after_a_long_torn_line_the_part_file_is_whole(tmp_path: Pa
     assert lines[-1] == b""
 
 
-@pytest.mark.parametrize("missing", ["responses.manifest.json", "sft.jsonl", "preferences.manifest.json"])
+@pytest.mark.parametrize("missing", ["generations.manifest.json", "responses.manifest.json", "sft.jsonl", "preferences.manifest.json"])
 def test_killed_between_the_files_it_writes_what_is_missing(tmp_path: Path, missing: str) -> None:
     """A part file that outlived its run is the state before the last step of the writing."""
     labels = ["ABCD", "BBBC"]
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(scripted(*labels).labels, fail_after=7), TeacherSettings(n=4), tmp_path)
-    part = (tmp_path / "responses.part.jsonl").read_bytes()
+    part = (tmp_path / "generations.part.jsonl").read_bytes()
     teach(questions(2), scripted(*labels), TeacherSettings(n=4), tmp_path)
     finished = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / missing).unlink()
-    (tmp_path / "responses.part.jsonl").write_bytes(part)
+    (tmp_path / "generations.part.jsonl").write_bytes(part)
     source = scripted(*labels)
     teach(questions(2), source, TeacherSettings(n=4), tmp_path)
-    assert source.asked == (1 if missing == "responses.manifest.json" else 0)
+    assert source.asked == (1 if missing == "generations.manifest.json" else 0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == finished
 
 
@@ -209,10 +212,10 @@ def test_other_settings_are_refused_before_and_after_the_end(tmp_path: Path, cha
     other = base.model_copy(update=change)
     with pytest.raises(ServerError):
         teach(questions(2), Scripted({}, fail_after=0), base, tmp_path)
-    with pytest.raises(DataError, match=r"responses\.part\.jsonl row 1: belongs to other settings"):
+    with pytest.raises(DataError, match=r"generations\.part\.jsonl row 1: belongs to other settings"):
         teach(questions(2), scripted("ABCD", "ABCD"), other, tmp_path)
     teach(questions(2), scripted("ABCD", "ABCD"), base, tmp_path)
-    with pytest.raises(DataError, match=r"responses\.jsonl: belongs to other settings"):
+    with pytest.raises(DataError, match=r"generations\.jsonl: belongs to other settings"):
         teach(questions(2), scripted("ABCD", "ABCD"), other, tmp_path)
 
 
@@ -230,13 +233,34 @@ def test_rows_alone_are_written_anew_when_only_their_settings_change(tmp_path: P
     assert len(list(read_records(tmp_path / "preferences.jsonl", PreferenceRow))) == 2
 
 
+def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser that finds an answer in 'I cannot say.': every file is read again, and nobody is asked."""
+    run(tmp_path, "ABB-", "BBAA", min_wrong=1)
+    kept = (tmp_path / "generations.jsonl").read_bytes()
+
+    def generous(text: str, question: Question) -> Parsed:
+        return parse_answer(text, question) if "<answer>" in text else Parsed("r", "C", (0, 1))
+
+    monkeypatch.setattr("catto.teacher.collect.parse_answer", generous)
+    nobody, settings = Scripted({}), TeacherSettings(n=4, min_wrong=1)
+    teach(questions(2), nobody, settings, tmp_path)
+    assert [r.label for r in read_records(tmp_path / "responses.jsonl", Response)][:4] == ["A", "B", "B", None]
+    monkeypatch.setattr("catto.teacher.collect.VERSION", VERSION + 1)
+    told = teach(questions(2), nobody, settings, tmp_path)
+    assert nobody.asked == 0
+    assert [r.label for r in read_records(tmp_path / "responses.jsonl", Response)][:4] == ["A", "B", "B", "C"]
+    assert [row.label for row in read_records(tmp_path / "outcome.jsonl", SftRow)][:4] == ["A", "B", "B", "C"]
+    assert told.unparsed == 0
+    assert (tmp_path / "generations.jsonl").read_bytes() == kept
+
+
 def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(DataError, match="another run is writing here"):
         run(tmp_path, "AAAA")
     run(tmp_path, "AAAA")
 
 
-ROW = {"question": "q0", "sample": 0, "text": "t", "correct": False, "model": "m"}
+ROW = {"question": "q0", "sample": 0, "text": "t", "model": "m"}
 BAD_ROWS = {
     "text: Field required": json.dumps({k: v for k, v in ROW.items() if k != "text"}).encode(),
     "stored twice": json.dumps({**ROW, "sample": 1}).encode(),
@@ -252,10 +276,10 @@ BAD_ROWS = {
 def test_a_bad_row_in_the_part_file_is_one_line_and_leaves_the_file_alone(tmp_path: Path, message: str) -> None:
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(scripted("AAAA", "BBBB").labels, fail_after=3), TeacherSettings(n=4), tmp_path)
-    part = tmp_path / "responses.part.jsonl"
+    part = tmp_path / "generations.part.jsonl"
     broken = part.read_bytes() + BAD_ROWS[message] + b"\n"
     part.write_bytes(broken)
-    with pytest.raises(DataError, match=rf"responses\.part\.jsonl row 5: .*{message}") as caught:
+    with pytest.raises(DataError, match=rf"generations\.part\.jsonl row 5: .*{message}") as caught:
         run(tmp_path, "AAAA", "BBBB")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400

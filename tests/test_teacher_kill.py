@@ -54,7 +54,7 @@ def without_times(path: Path) -> list[dict[str, object]]:
 def test_killed_five_times_it_loses_nothing_and_ends_the_same(tmp_path: Path) -> None:
     chance = random.Random(20)
     goals = sorted(chance.sample(range(5, TOTAL - 60), KILLS))
-    out, part = tmp_path / "killed", tmp_path / "killed" / "responses.part.jsonl"
+    out, part = tmp_path / "killed", tmp_path / "killed" / "generations.part.jsonl"
     before: dict[Key, str] = {}
     with serve(stormy) as server:
         for turn, goal in enumerate(goals):
@@ -78,9 +78,9 @@ def test_killed_five_times_it_loses_nothing_and_ends_the_same(tmp_path: Path) ->
         teach(questions(QUESTIONS), None, server_settings(server.url), tmp_path / "calm")
     names = sorted(path.name for path in (tmp_path / "calm").iterdir())
     assert names == sorted(path.name for path in out.iterdir())
-    assert "responses.jsonl" in names
+    assert {"generations.jsonl", "responses.jsonl"} <= set(names)
     for name in names:
-        if name == "responses.jsonl":
+        if name in ("generations.jsonl", "responses.jsonl"):
             assert without_times(out / name) == without_times(tmp_path / "calm" / name)
         else:
             assert (out / name).read_bytes() == (tmp_path / "calm" / name).read_bytes(), name

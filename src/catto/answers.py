@@ -17,6 +17,8 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
+# Raised when a response may be read differently: whatever was read by another version is read again.
+VERSION = 2
 Span = tuple[int, int]
 
 _LEADS = """a an answer be best boxed choice choose correct final go going hence here i is it label letter likely mathbf

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from catto.methods import BUDGETS, METHODS, Budget
+from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method
 from catto.records import Split
 
 
 class Settings(BaseModel):
-    """A closed, immutable block of settings."""
+    """A closed, immutable block of settings; a number is finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Rate = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0)]
+# Where the teacher stands and how fast it is asked: no response depends on it.
+REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "retries"})
+PICKING = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
 
 
 class ResponseFields(Settings):
@@ -76,16 +83,15 @@ class TeacherSettings(Settings):
         return self
 
     def asked(self) -> dict[str, Any]:
-        """What determines a response; where the server stands and how rows are picked do not."""
-        names = {"source", "model", "extra_body", "responses", "fields"}
-        names |= {"n", "temperature", "max_tokens", "reasoning", "seed"}
+        """What determines a response: all settings but those of `REACHING` and `PICKING`."""
+        excluded = REACHING | PICKING
         if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
-            names.add("concurrency")
-        return self.model_dump(mode="json", include=names)
+            excluded -= {"concurrency"}
+        return self.model_dump(mode="json", exclude=set(excluded))
 
     def picked(self) -> dict[str, Any]:
-        """What, beyond the responses, determines the rows."""
-        return self.model_dump(mode="json", include={"seed", "pairs_per_question", "min_correct", "min_wrong"})
+        """What determines the rows, beside the parser: all settings but those of `REACHING`."""
+        return self.model_dump(mode="json", exclude=set(REACHING))
 
 
 class ScratchModel(Settings):
@@ -134,7 +140,7 @@ class TaskSettings(Settings):
 class StageSettings(Settings):
     """How a kind of training runs. None: what METHODS says (the paper's value). `trl` goes to the trainer as it is."""
 
-    learning_rates: tuple[float, ...] | None = Field(default=None, min_length=1)
+    learning_rates: tuple[Rate, ...] | None = Field(default=None, min_length=1)
     epochs: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     checkpoint_steps: int = Field(default=500, ge=1)
@@ -161,6 +167,7 @@ class EvaluationSettings(Settings):
     resamples: int = Field(default=1000, ge=10)
     unparsed: Literal["fallback", "wrong"] = "fallback"
     decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
+    sampling: Literal["validation", "fitted"] = "validation"  # temperature of Confidence@k's samples
     k: tuple[int, ...] = (4, 8)  # Confidence@k; empty: none
 
     @field_validator("k")
@@ -178,10 +185,10 @@ class Recipe(Settings):
     tasks: dict[str, TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
-    methods: tuple[str, ...] = tuple(METHODS)
-    budgets: tuple[Budget, ...] = BUDGETS
+    methods: tuple[str, ...] = Field(default=tuple(METHODS), min_length=1)
+    budgets: tuple[Budget, ...] = Field(default=BUDGETS, min_length=1)
     small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     lr_choice: Literal["seed", "mean"] = "seed"
     keep: Literal["val_accuracy", "val_ece", "val_nll"] = "val_accuracy"
     context: int = Field(default=2048, ge=16)
@@ -205,18 +212,21 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if unknown := [name for name in self.methods if name not in METHODS]:
+        if unknown := [name for name in self.methods if not known(name)]:
+            names = [*METHODS, *(name + SCALED for name in METHODS)]
             raise ValueError(
-                f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}{suggestion(unknown[0], METHODS)}"
+                f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}, nor one of them with {SCALED}"
+                f"{suggestion(unknown[0], names)}"
             )
-        for name in ("methods", "budgets", "seeds"):
-            given = getattr(self, name)
-            if len(set(given)) < len(given):
+        rates = {f"{name}.learning_rates": getattr(self, name).learning_rates for name in ("sft", "preference", "rcft")}
+        lists = {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}
+        for name, given in lists.items():
+            if given is not None and len(set(given)) < len(given):
                 raise ValueError(f"{name}: one stands twice in {', '.join(map(str, given))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         for name in self.methods:
-            start = METHODS[name].start
+            start = method(name).start
             if start != "base" and start not in self.methods:
                 raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
         return self

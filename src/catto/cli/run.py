@@ -73,7 +73,7 @@ def _waits_for_all_seeds(recipe: Recipe) -> bool:
     from catto.methods import METHODS
 
     graph = Graph(recipe)
-    several = [name for name in recipe.methods if METHODS[name].stage != "scaling" and len(graph.rates("", name)) > 1]
+    several = [name for name in recipe.methods if name in METHODS and len(graph.rates(name)) > 1]
     return recipe.lr_choice == "mean" and len(recipe.seeds) > 1 and bool(several)
 
 

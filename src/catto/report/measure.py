@@ -13,7 +13,7 @@ from catto.evaluation.metrics import METRICS, auroc, brier, ece, nll
 from catto.evaluation.metrics import accuracy as share_right
 from catto.evaluation.resampling import MetricFunction
 from catto.evaluation.statistics import bootstrap_table, null_band, over_seeds
-from catto.methods import METHODS, Budget
+from catto.methods import Budget, order
 from catto.records import DataError, Question, content_hash
 from catto.report.loading import Answered, Protocol, file_hash
 from catto.report.numbers import (
@@ -155,9 +155,8 @@ def _world(one: Answered, questions: Mapping[str, Question], source: Path) -> Wo
 def _places(results: Results) -> list[tuple[Budget | None, str, str, str]]:
     """Every (budget, trained_on, task, method) that has cells, in the order of the tables."""
     found: dict[tuple[Budget | None, str, str, str], None] = {}
-    order = {name: place for place, name in enumerate(METHODS)}
     for budget in blocks(results.cells):
-        for cell in sorted(results.cells, key=lambda cell: order.get(cell.method, len(order))):
+        for cell in sorted(results.cells, key=lambda cell: order(cell.method)):
             if cell.budget in (None, budget):
                 found[budget, cell.trained_on, cell.task, cell.method] = None
     return list(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from catto.evaluation.statistics import Comparison, Interval, NullBand
-from catto.methods import METHODS, Budget
+from catto.methods import Budget, known, method
 from catto.records import DataError, Record, first_problem, replacing
 from catto.report.results import VERSION
 
@@ -126,7 +126,7 @@ class GroupNumbers(Record):
     @property
     def title(self) -> str:
         """The method as tables print it."""
-        return METHODS[self.method].title if self.method in METHODS else self.method
+        return method(self.method).title if known(self.method) else self.method
 
 
 class Numbers(Record):

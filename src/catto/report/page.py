@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from catto.evaluation.metrics import METRICS
-from catto.methods import METHODS, Budget
+from catto.methods import Budget, known, method
 from catto.report.browser import Browser, script_json
 from catto.report.headline import headline
 from catto.report.names import (
@@ -209,7 +209,7 @@ def _data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
         "methods": {name: method_title(name) for name in sorted(methods, key=method_order)},
         "tasks": {name: task_title(name) for name in sorted(tasks, key=task_order)},
         "budgets": {str(budget): title for budget, title in titles.items()},
-        "shared": [name for name in methods if name in METHODS and not METHODS[name].budgeted],
+        "shared": [name for name in methods if known(name) and not method(name).budgeted],
         "browser": browser.data(),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from catto.teacher.collect import dry_run, teach
+from catto.teacher.collect import ask, dry_run, teach, write_rows
 from catto.teacher.rows import Answered, grouped, outcome_rows, preference_rows, sft_rows
 from catto.teacher.sources import StoredResponses, WitnessTeacher, open_source
 from catto.teacher.summary import Estimate, Yield
@@ -13,6 +13,7 @@ __all__ = [
     "StoredResponses",
     "WitnessTeacher",
     "Yield",
+    "ask",
     "dry_run",
     "grouped",
     "open_source",
@@ -20,4 +21,5 @@ __all__ = [
     "preference_rows",
     "sft_rows",
     "teach",
+    "write_rows",
 ]

@@ -1,4 +1,8 @@
-"""Ask the teacher for every response, keep each as it arrives, then write the rows."""
+"""Ask the teacher for every response, keep each as it arrives; then read them and write the rows.
+
+Asking costs money and time, reading nothing. So what came is kept as it came, in `generations.jsonl`, and another parser
+or another way to pick pairs reads that file again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
+from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.prompts import messages, parse_answer
 from catto.recipe import TeacherSettings
@@ -31,8 +37,9 @@ from catto.teacher.store import OTHER_RECIPE, PartFile, index, locked
 from catto.teacher.summary import Estimate, Yield, estimate, summarise
 
 Progress = Callable[[int, int], None]
-RESPONSES, PART = "responses.jsonl", "responses.part.jsonl"
-ROWS: dict[str, Callable[[Iterable[Answered], TeacherSettings], Iterator[Record]]] = {
+GENERATIONS, PART, RESPONSES = "generations.jsonl", "generations.part.jsonl", "responses.jsonl"
+Kind = Literal["sft", "preferences", "outcome"]
+ROWS: dict[Kind, Callable[[Iterable[Answered], TeacherSettings], Iterator[Record]]] = {
     "sft": sft_rows,
     "preferences": preference_rows,
     "outcome": outcome_rows,
@@ -46,29 +53,62 @@ def teach(
     out: Path,
     progress: Progress | None = None,
 ) -> Yield:
-    """Collect n responses to every training question into `out` and write the rows made of them.
+    """Ask for n responses to every training question and write the rows made of them, all in `out`.
 
-    Writes responses.jsonl, sft.jsonl, preferences.jsonl and outcome.jsonl, each with its manifest. A killed run goes
-    on from responses.part.jsonl and asks only for what is missing; a finished one asks nothing. `source` None: the one
-    that the settings name, opened only if something is to be asked. `progress(done, total)` counts responses.
+    `ask`, then `write_rows`. `progress(done, total)` counts responses.
+    """
+    training = training_questions(questions)
+    ask(training, source, settings, out, progress)
+    return write_rows(training, settings, out / GENERATIONS, out)
+
+
+def ask(
+    questions: Iterable[Question],
+    source: Source | None,
+    settings: TeacherSettings,
+    out: Path,
+    progress: Progress | None = None,
+) -> None:
+    """Collect n responses to every training question, unread, into `out`/generations.jsonl with its manifest.
+
+    A killed run goes on from generations.part.jsonl and asks only for what is missing; a finished one asks nothing.
+    `source` None: the one that the settings name, opened only if something is to be asked.
     """
     training = training_questions(questions)
     with locked(out):
         recipe = recipe_hash(training, source, settings)
-        if not _finished(out / RESPONSES, recipe):
+        if not _finished(out / GENERATIONS, recipe):
             _collect(training, source or open_source(settings, training), settings, out, recipe, progress)
         (out / PART).unlink(missing_ok=True)
-        rows = {kind: _write_rows(kind, training, settings, out, recipe) for kind in ROWS}
-        return summarise(training, _answered(training, out), settings, rows)
+
+
+def write_rows(
+    questions: Iterable[Question],
+    settings: TeacherSettings,
+    generations: Path,
+    out: Path,
+    kinds: Iterable[Kind] = tuple(ROWS),
+) -> Yield:
+    """Read the file that `ask` wrote and write responses.jsonl and, of each kind, the rows: sft.jsonl and so on.
+
+    Each file has its manifest, and one that stands already and was made of the same by the same parser is left alone.
+    """
+    training = training_questions(questions)
+    with locked(out):
+        recipe = content_hash([read_manifest(generations).recipe_hash, VERSION])
+        if not _same(out / RESPONSES, recipe):
+            _write_responses(training, settings, generations, out / RESPONSES, recipe)
+        rows = {kind: _write_rows(kind, training, settings, out, recipe) for kind in kinds}
+        return summarise(training, _answered(training, out), settings, dict(rows))
 
 
 def dry_run(
     questions: Iterable[Question], source: Source | None, settings: TeacherSettings, out: Path | None = None
 ) -> Estimate:
-    """Count what `teach` would still ask, without asking or writing."""
+    """Count what `ask` would still ask, without asking or writing."""
     training = training_questions(questions)
     recipe = recipe_hash(training, source, settings)
-    if out is not None and _finished(out / RESPONSES, recipe):
+    if out is not None and _finished(out / GENERATIONS, recipe):
         keys: Iterable[Key] = _keys(training, settings)
     elif out is not None and (out / PART).exists():
         keys, _ = index(out / PART, recipe, set(_keys(training, settings)))
@@ -95,7 +135,9 @@ def recipe_hash(training: Sequence[Question], source: Source | None, settings: T
         digest.update(question.model_dump_json().encode())
         digest.update(repr(messages(question, reasoning=settings.reasoning)).encode())
     model = settings.model or (source.model if source is not None else settings.source)
-    return content_hash([settings.asked(), model, digest.hexdigest()])
+    # Stored responses are read with their given labels when they are taken in: that needs no teacher.
+    parser = VERSION if settings.source == "responses" else None
+    return content_hash([settings.asked(), model, digest.hexdigest(), parser])
 
 
 def draw(settings: TeacherSettings, question: str, sample: int) -> tuple[float, int]:
@@ -151,6 +193,11 @@ def _finished(path: Path, recipe: str) -> bool:
     return True
 
 
+def _same(path: Path, recipe: str) -> bool:
+    """Whether the records stand and were made of the same."""
+    return path.exists() and manifest_path(path).exists() and read_manifest(path).recipe_hash == recipe
+
+
 def _collect(
     training: Sequence[Question],
     source: Source,
@@ -159,23 +206,31 @@ def _collect(
     recipe: str,
     progress: Progress | None,
 ) -> None:
-    by_id = {question.id: question for question in training}
-    requests = Requests(training, settings)
+    requests, counts = Requests(training, settings), Counter[str](generations=0, temperature_ignored=0)
     with PartFile(out / PART, recipe, set(_keys(training, settings))) as part:
         for generation in source.generate(requests, frozenset(part.places)):
-            part.append(_response(by_id[generation.question], generation, source, settings))
+            part.append(generation)
             if progress is not None:
                 progress(len(part.places), len(requests))
         if len(part.places) < len(requests) and not isinstance(source, StoredResponses):
             raise RuntimeError(f"{source.name}: {len(requests) - len(part.places)} requests were never answered")
-        _write_responses(part.responses(_keys(training, settings)), source, settings, out / RESPONSES, recipe)
+
+        def counted() -> Iterator[Generation]:
+            for generation in part.generations(_keys(training, settings)):
+                counts["generations"] += 1
+                counts["temperature_ignored"] += not generation.temperature_acts
+                yield generation
+
+        write_records(out / GENERATIONS, counted())
+    # Whether temperature and seed of each response are those that were drawn for it.
+    notes = {"source": source.name, "drawn": not isinstance(source, StoredResponses), **getattr(source, "notes", {})}
+    _manifest(out / GENERATIONS, "generations", dict(counts), settings, recipe, notes)
 
 
-def _response(question: Question, generation: Generation, source: Source, settings: TeacherSettings) -> Response:
+def _response(question: Question, generation: Generation, settings: TeacherSettings, drawn: bool) -> Response:
     """Read a generation's reasoning and label. Reasoning in the text goes before what the server returned apart."""
     parsed = parse_answer(generation.text, question)
-    drawn = draw(settings, question.id, generation.sample)
-    temperature, seed = drawn if not isinstance(source, StoredResponses) else (None, None)
+    temperature, seed = draw(settings, question.id, generation.sample) if drawn else (None, None)
     return Response(
         question=question.id,
         sample=generation.sample,
@@ -197,12 +252,15 @@ def _response(question: Question, generation: Generation, source: Source, settin
 
 
 def _write_responses(
-    responses: Iterable[Response], source: Source, settings: TeacherSettings, path: Path, recipe: str
+    training: Sequence[Question], settings: TeacherSettings, generations: Path, path: Path, recipe: str
 ) -> None:
+    by_id = {question.id: question for question in training}
+    notes = read_manifest(generations).notes
     counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0)
 
     def counted() -> Iterator[Response]:
-        for response in responses:
+        for generation in read_records(generations, Generation):
+            response = _response(by_id[generation.question], generation, settings, notes["drawn"])
             counts["responses"] += 1
             counts["correct"] += response.correct
             counts["unparsed"] += response.label is None
@@ -210,8 +268,7 @@ def _write_responses(
             yield response
 
     write_records(path, counted())
-    notes = {"source": source.name, **getattr(source, "notes", {})}
-    _manifest(path, "responses", dict(counts), settings, recipe, notes)
+    _manifest(path, "responses", dict(counts), settings, recipe, {**notes, "parser": VERSION})
 
 
 def _manifest(
@@ -228,11 +285,11 @@ def _answered(training: Sequence[Question], out: Path) -> Iterator[Answered]:
     return grouped(training, read_records(out / RESPONSES, Response))
 
 
-def _write_rows(kind: str, training: Sequence[Question], settings: TeacherSettings, out: Path, recipe: str) -> int:
+def _write_rows(kind: Kind, training: Sequence[Question], settings: TeacherSettings, out: Path, recipe: str) -> int:
     """Write one file of rows unless it stands already; return how many rows it has."""
     path, recipe = out / f"{kind}.jsonl", content_hash([recipe, settings.picked()])
-    if path.exists() and manifest_path(path).exists() and (old := read_manifest(path)).recipe_hash == recipe:
-        return old.counts["rows"]
+    if _same(path, recipe):
+        return read_manifest(path).counts["rows"]
     count = write_records(path, ROWS[kind](_answered(training, out), settings))
     _manifest(path, kind, {"rows": count, "questions": len(training)}, settings, recipe, settings.picked())
     return count

@@ -1,4 +1,4 @@
-"""Where responses are kept while they arrive: a line each, written at once, below a header that names the recipe."""
+"""Where generations are kept while they arrive: a line each, written at once, below a header that names the recipe."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import IO, Self
 
 from pydantic import ValidationError
 
-from catto.engines import Key
-from catto.records import MAX_LINE_BYTES, SCHEMA_VERSION, DataError, Response, first_problem
+from catto.engines import Generation, Key
+from catto.records import MAX_LINE_BYTES, SCHEMA_VERSION, DataError, first_problem
 
 OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new folder"
 Places = dict[Key, tuple[int, int]]  # (question, sample) -> offset, length
@@ -31,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class PartFile:
-    """The responses so far, by key, in order of arrival. The first line is a header with the recipe's hash.
+    """The generations so far, by key, in order of arrival. The first line is a header with the recipe's hash.
 
     Only the places of the lines are held in memory. A last line without its newline was being written when the run
     was killed: it is cut off, its response was never stored.
@@ -53,23 +53,23 @@ class PartFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def append(self, response: Response) -> None:
-        """Store a response; once this returns, killing the process does not lose it."""
-        key = response.question, response.sample
+    def append(self, generation: Generation) -> None:
+        """Store a generation; once this returns, killing the process does not lose it."""
+        key = generation.key
         if key in self.places:
-            raise ValueError(f"question {response.question} sample {response.sample} is stored already")
+            raise ValueError(f"question {generation.question} sample {generation.sample} is stored already")
         start = self._end
-        self._write(response.model_dump_json())
+        self._write(generation.model_dump_json())
         self.places[key] = start, self._end - start
 
-    def responses(self, order: Iterable[Key]) -> Iterator[Response]:
-        """Yield the stored responses in the given order; keys that were never stored are left out."""
+    def generations(self, order: Iterable[Key]) -> Iterator[Generation]:
+        """Yield the stored generations in the given order; keys that were never stored are left out."""
         with self.path.open("rb") as file:
             for key in order:
                 if key in self.places:
                     offset, length = self.places[key]
                     file.seek(offset)
-                    yield Response.model_validate_json(file.read(length))
+                    yield Generation.model_validate_json(file.read(length))
 
     def _write(self, text: str) -> None:
         line = text.encode() + b"\n"
@@ -80,7 +80,7 @@ class PartFile:
 
 
 def _header(recipe_hash: str) -> dict[str, object]:
-    return {"kind": "responses", "schema_version": SCHEMA_VERSION, "recipe_hash": recipe_hash}
+    return {"kind": "generations", "schema_version": SCHEMA_VERSION, "recipe_hash": recipe_hash}
 
 
 def index(path: Path, recipe_hash: str, expected: Container[Key]) -> tuple[Places, int]:
@@ -107,10 +107,9 @@ def _check_header(path: Path, line: bytes, recipe_hash: str) -> None:
 
 def _checked_key(path: Path, row: int, line: bytes, places: Places, expected: Container[Key]) -> Key:
     try:
-        response = Response.model_validate_json(line)
+        key = Generation.model_validate_json(line).key
     except ValidationError as error:
         raise DataError(path, row, first_problem(error)) from None
-    key = response.question, response.sample
     if key in places:
         raise DataError(path, row, f"question {key[0]} sample {key[1]} is stored twice")
     if key not in expected:
