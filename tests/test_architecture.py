@@ -17,6 +17,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # An import goes to the same level or down: from the command line towards the records.
 LEVELS = {
     "records": 0,
+    "keywords": 1,
     "recipe": 1,
     "recipe_file": 1,
     "methods": 1,

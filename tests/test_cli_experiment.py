@@ -146,6 +146,19 @@ TWO = {"witnesses": None, "snli": None}
             ["train", "quickstart", "--method", "dpo", "--set", f"tasks={TWO}".replace("None", "null")],
             "--task: the recipe has several, name one of witnesses, snli",
         ),
+        (["plan", "quickstart", "--set", "preference.trl.betta=1"], "trl.betta: not a keyword of CATTOConfig"),
+        (["run", "quickstart", "--set", "preference.trl.betta=1"], "did you mean beta?"),
+        (["plan", "quickstart", "--set", "sft.learning_rates=[.nan]"], "sft.learning_rates.0: Input should be"),
+        (["plan", "quickstart", "--seed", "-1"], "seeds.0: Input should be greater than or equal to 0"),
+        (["plan", "quickstart", "--seed", "1", "--seed", "1"], "seeds: one stands twice in 1, 1"),
+        (["plan", "quickstart", "--set", "tasks={snli: null}", "--seed", "7"], "7 is not one of snli's split seeds 0,"),
+        (["plan", "quickstart", "--set", "methods=[]"], "methods: Tuple should have at least 1 item"),
+        (["plan", "quickstart", "--set", "budgets=[]"], "budgets: Tuple should have at least 1 item"),
+        (["plan", "quickstart", "--out", __file__], "test_cli_experiment.py is a file, give a folder"),
+        (["run", "quickstart", "--out", f"{__file__}/below"], "test_cli_experiment.py is a file, give a folder"),
+        (["teach", "quickstart", "--out", __file__], "test_cli_experiment.py is a file, give a folder"),
+        (["eval", "m", "--task", "witnesses", "--out", __file__], "test_cli_experiment.py is a file, give a folder"),
+        (["train", "quickstart", "--method", "dpo+catto+ts"], "dpo+catto+ts only rescales the confidence of dpo+catto"),
         (["recipe", "show", "quickstar"], "did you mean quickstart?"),
         (["model", "import-gguf", "no-such-package", "out"], "package no-such-package is not installed"),
     ],
@@ -206,7 +219,7 @@ def test_lengths_of_time_are_short(seconds: float, text: str) -> None:
 
 
 def stages(tmp_path: Path) -> tuple[Stage, ...]:
-    return tuple(ordered([Graph(load(str(write_recipe(tmp_path)))).teacher("witnesses")]))
+    return tuple(ordered([Graph(load(str(write_recipe(tmp_path)))).responses("witnesses")]))
 
 
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:

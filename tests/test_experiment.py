@@ -127,7 +127,7 @@ def test_plan_tells_what_a_change_costs(finished: Finished, capsys: Capture) -> 
     assert [stage["name"] for stage in changed if stage["standing"] != "done"] == ["report"]
     changed = run(capsys, *arguments, "rcft.rows=12").json
     assert {s["kind"] for s in changed if s["standing"] != "done"} == {
-        "train", "chosen", "predicted", "candidates", "report"
+        "train", "chosen", "generated", "predicted", "tau", "sampling", "scaled", "report"
     }  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_a_failed_stage_stops_only_what_depends_on_it(tmp_path: Path, capsys: Ca
     named = re.search(r"catto: questions mine: DataError: .*none.jsonl: no such file; its log: (.*)", told.err)
     assert named is not None
     assert "DataError" in Path(named[1]).read_text()
-    assert told.err.splitlines()[-1] == "catto: not run, since they need what failed: 1 stages"
+    assert told.err.splitlines()[-1] == "catto: not run, since they need what failed: 2 stages"
     assert list((tmp_path / "out/stages").glob("teacher-witnesses-*/done.json"))
     assert not list((tmp_path / "out/stages").glob("teacher-mine-*"))
 
@@ -167,9 +167,9 @@ def test_what_failed_is_run_once_it_can_be(tmp_path: Path, capsys: Capture) -> N
         "".join(json.dumps({"q": f"q{i}", "o": ["x", "y"], "a": "A"}) + "\n" for i in range(60))
     )
     told = run(capsys, "teach", recipe, "--out", tmp_path / "out")
-    assert re.findall(r"^\[\d/\d\] (.*)$", told.err, re.MULTILINE) == ["questions mine", "teacher mine"]
+    assert re.findall(r"^\[\d/\d\] (.*)$", told.err, re.MULTILINE) == ["questions mine", "responses mine"]
     # The embedded world's teacher cannot answer questions that name no witness, and says so.
-    assert "teacher mine: ValueError: question " in told.err
+    assert "responses mine: ValueError: question " in told.err
     assert list((tmp_path / "out/stages").glob("questions-mine-*/done.json"))
 
 
@@ -190,7 +190,7 @@ def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     parts = tmp_path / "out/stages"
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 10_000 for path in parts.glob("teacher-*.part/generations.part.jsonl")):
+    while not any(path.stat().st_size > 10_000 for path in parts.glob("responses-*.part/generations.part.jsonl")):
         assert process.poll() is None, "it ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -223,6 +223,6 @@ def test_in_a_terminal_there_is_one_display(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert "400 responses to 40 of 40 questions" in out
     assert b"stages" in shown
-    assert b"2/2" in shown
+    assert b"3/3" in shown
     assert b"400/400" in shown
-    assert b"[1/2]" not in shown
+    assert b"[1/3]" not in shown

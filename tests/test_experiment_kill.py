@@ -86,7 +86,7 @@ def stripped(value: Any) -> Any:
 
 def content(path: Path) -> Any:
     """A file's bytes; of JSON that holds times, what is left without them."""
-    if path.name == "responses.jsonl":
+    if path.name in ("generations.jsonl", "responses.jsonl"):
         return [stripped(json.loads(line)) for line in path.read_bytes().splitlines()]
     if path.name in ("training.json", "results.json"):
         return stripped(json.loads(path.read_bytes()))

@@ -48,8 +48,29 @@ def fresh(before: Recipe, after: Recipe) -> list[Stage]:
     return [stage for stage in stages(after) if stage.folder not in known]
 
 
+def read_twice(what: str, *methods: str, reading: str = "read ") -> set[str]:
+    """Generated text and its reading."""
+    return {f"{stage}{what} {method}" for method in methods for stage in ("generated ", reading)}
+
+
+def validated(*methods: str) -> set[str]:
+    return read_twice("validation", *methods, reading="")
+
+
+def sampled(*methods: str) -> set[str]:
+    return read_twice("sampling", *methods) | {f"sampling {method}" for method in methods}
+
+
+def candidates(*methods: str) -> set[str]:
+    return read_twice("candidates", *methods) | {f"candidates {method}" for method in methods}
+
+
+def on_test(*methods: str) -> set[str]:
+    return read_twice("test", *methods, reading="") | candidates(*methods)
+
+
 def measured(*methods: str) -> set[str]:
-    return {f"{what} {method}" for method in methods for what in ("validation", "test", "candidates")}
+    return validated(*methods) | on_test(*methods) | sampled(*methods) | {f"tau {method}" for method in methods}
 
 
 def model(*methods: str) -> set[str]:
@@ -58,11 +79,13 @@ def model(*methods: str) -> set[str]:
 
 PREFERENCE = ("dpo", "dpo+catto", "dpo+outcome")
 MODELS = ("sft", "sft+ls", *PREFERENCE, "rcft")
-WATCHED = {"reasoning sft", "reasoning dpo", "stream sft"}
-AFTER_SFT = model(*PREFERENCE, "rcft") | {"reasoning dpo", "report"}
+WATCHED = {f"{stage}{what}" for what in ("reasoning sft", "reasoning dpo", "stream sft") for stage in ("sampled ", "")}
+AFTER_SFT = model(*PREFERENCE, "rcft") | {"sampled reasoning dpo", "reasoning dpo", "report"}
 TRAINED = model(*MODELS) | WATCHED | {"scaled sft+ts", "report"}
 GENERATED = TRAINED - {"sft", "sft+ls", "chosen sft", "chosen sft+ls"}
-TESTED = {f"{what} {method}" for method in MODELS for what in ("test", "candidates")}
+TESTED = on_test(*MODELS)
+ASKED, TRACED = {"responses", "teacher"}, {"responses traces", "traces"}
+STREAM = {"sampled stream sft", "stream sft"}
 
 KNOBS: list[tuple[str, set[str]]] = [
     ("name=other", {"report"}),
@@ -70,15 +93,15 @@ KNOBS: list[tuple[str, set[str]]] = [
     ("evaluation.resamples=50", {"report"}),
     ("evaluation.unparsed=wrong", {"report"}),
     ("evaluation.k=[2, 4]", {"report"}),
-    ("evaluation.k=[8]", {f"candidates {method}" for method in MODELS} | {"report"}),
-    ("evaluation.decode=sample", {"scaled sft+ts", "report"}),
+    ("evaluation.k=[8]", candidates(*MODELS) | sampled(*MODELS) | {"report"}),
+    ("evaluation.sampling=fitted", candidates(*MODELS) | {"report"}),
+    ("evaluation.decode=sample", read_twice("scaled", "sft+ts") | {"scaled sft+ts", "report"}),
     ("evaluation.max_tokens=99", GENERATED),
     ("evaluation.batch_size=3", GENERATED),
-    ("evaluation.engine=vllm", GENERATED),
     ("outcome.score=log", model("dpo+outcome") | {"report"}),
     ("outcome.rows_per_pair=3", model("dpo+outcome") | {"report"}),
-    ("outcome.temperature=0.5", model("dpo+outcome") | {"stream sft", "report"}),
-    ("outcome.questions=9", model("dpo+outcome") | {"stream sft", "report"}),
+    ("outcome.temperature=0.5", model("dpo+outcome") | STREAM | {"report"}),
+    ("outcome.questions=9", model("dpo+outcome") | STREAM | {"report"}),
     ("rcft.epochs=2", model("rcft") | {"report"}),
     ("rcft.rows=7", model("rcft") | {"report"}),
     ("preference.trl={beta: 0.2}", AFTER_SFT),
@@ -91,23 +114,25 @@ KNOBS: list[tuple[str, set[str]]] = [
     ("context=99", TRAINED),
     ("model.path=another/model", TRAINED),
     ("model.peft={r: 4}", TRAINED),
-    ("teacher.n=5", TRAINED | {"teacher"}),
+    ("teacher.n=5", TRAINED | ASKED),
     ("teacher.min_wrong=1", TRAINED | {"teacher"}),
     ("teacher.pairs_per_question=2", TRAINED | {"teacher"}),
-    ("teacher.model=other", TRAINED | {"teacher", "traces"}),
-    ("teacher.max_tokens=77", TRAINED | {"teacher", "traces"}),
-    ("tasks.witnesses.train=50", TRAINED | {"questions", "teacher"}),
+    ("teacher.model=other", TRAINED | ASKED | TRACED),
+    ("teacher.max_tokens=77", TRAINED | ASKED | TRACED),
+    ("tasks.witnesses.train=50", TRAINED | ASKED | {"questions"}),
     ("tasks.witnesses.test=50", TESTED | {"test questions", "scaled sft+ts", "report"}),
-    ("tasks.witnesses.validation=50", TRAINED | {"validation questions", "traces"}),
+    ("tasks.witnesses.validation=50", TRAINED | TRACED | {"validation questions"}),
     (
         "tasks.snli.data_dir=elsewhere",
-        TRAINED | {"questions", "teacher", "traces"} | {"test questions", "validation questions"},
+        TRAINED | ASKED | TRACED | {"questions", "test questions", "validation questions"},
     ),
     (
         "lr_choice=mean",
         {f"chosen {m}" for m in PREFERENCE}
-        | {f"{w} {m}" for m in PREFERENCE for w in ("test", "candidates")}
-        | {"reasoning dpo"}
+        | on_test(*PREFERENCE)
+        | sampled(*PREFERENCE)
+        | {f"tau {m}" for m in PREFERENCE}
+        | {"sampled reasoning dpo", "reasoning dpo"}
         | model("rcft")
         | {"report"},
     ),
@@ -144,6 +169,16 @@ def test_an_added_method_costs_its_own_stages(tmp_path: Path) -> None:
     assert {short(stage) for stage in found} == model("dpo+bce") | {"scaled dpo+ts", "report"}
 
 
+def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> None:
+    scaled = [f"{name}+ts" for name in (*PREFERENCE, "rcft", "sft+ls")]
+    found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, methods=[*BASE["methods"], *scaled]))
+    assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | {"report"}
+    cells = {
+        (cell.method, cell.budget) for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).cells()
+    }
+    assert {("rcft+ts", "paper"), ("rcft+ts", "matched"), ("dpo+catto+ts", None)} <= cells
+
+
 def test_an_added_learning_rate_leaves_the_old_trainings(tmp_path: Path) -> None:
     one = recipe_of(tmp_path, "preference.learning_rates=[1e-4]")
     found = fresh(one, recipe_of(tmp_path, "preference.learning_rates=[1e-4, 1e-5]"))
@@ -163,7 +198,7 @@ def test_an_added_seed_costs_its_own_stages(tmp_path: Path) -> None:
 def test_seeds_share_questions_and_teacher_and_nothing_else(tmp_path: Path) -> None:
     first, second = ({s.key: s for s in stages(recipe_of(tmp_path, f"seeds=[{seed}]"))} for seed in (0, 1))
     shared = {first[key].name for key in first.keys() & second.keys()}
-    assert shared == {f"{what} {task}" for what in ("questions", "teacher") for task in TASKS}
+    assert shared == {f"{what} {task}" for what in ("questions", "responses", "teacher") for task in TASKS}
 
 
 def test_budgets_share_what_trains_equally_in_both(tmp_path: Path) -> None:
@@ -203,8 +238,8 @@ def test_out_of_distribution_trains_on_one_task_at_the_first_rate(tmp_path: Path
     trained = [stage for stage in found if stage.kind == "train"]
     assert {stage.settings["learning_rate"] for stage in trained if stage.settings["method"] == "dpo"} == {5e-6}
     assert all("snli" in stage.name for stage in trained)
-    tested = [stage for stage in found if stage.kind == "predicted" and stage.settings["split"] == "test"]
-    assert {short(stage) for stage in tested} == {f"test {method}" for method in MODELS}
+    tested = [stage for stage in found if stage.kind == "generated" and stage.settings["split"] == "test"]
+    assert {short(stage) for stage in tested} == {f"generated {w} {m}" for m in MODELS for w in ("test", "candidates")}
     assert all("witnesses" in stage.name for stage in tested)
 
 
@@ -223,5 +258,5 @@ def test_folders_are_as_distinct_as_keys(tmp_path: Path) -> None:
 
 def test_stored_responses_are_to_training_questions_so_sft_is_not_watched(tmp_path: Path) -> None:
     teacher = {"source": "responses", "responses": "somewhere.jsonl"}
-    assert not [stage for stage in stages(recipe_of(tmp_path, teacher=teacher)) if stage.kind == "traces"]
-    assert [stage for stage in stages(recipe_of(tmp_path)) if stage.kind == "traces"]
+    assert not [stage for stage in stages(recipe_of(tmp_path, teacher=teacher)) if "traces" in stage.name]
+    assert [stage for stage in stages(recipe_of(tmp_path)) if "traces" in stage.name]

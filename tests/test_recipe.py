@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from catto.cli.experiment import opened
 from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
+from catto.keywords import CONFIGS, keywords
 from catto.methods import METHODS
 from catto.recipe import Recipe
 from catto.recipe_file import load, shipped
@@ -62,7 +64,34 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"evaluation": {"bins": 0}}, "evaluation.bins: Input should be greater than or equal to 1, got 0"),
     ({"evaluation": {"k": [0]}}, "evaluation.k: expected whole numbers of at least 1"),
     ({"sft": {"learning_rates": []}}, "sft.learning_rates: Tuple should have at least 1 item"),
+    ({"sft": {"learning_rates": [0]}}, "sft.learning_rates.0: Input should be greater than 0, got 0"),
+    ({"rcft": {"learning_rates": [-1e-4]}}, "rcft.learning_rates.0: Input should be greater than 0"),
+    ({"preference": {"learning_rates": [1e-4, float("nan")]}}, "preference.learning_rates.1: Input should be"),
+    ({"preference": {"learning_rates": [float("inf")]}}, "preference.learning_rates.0: Input should be a finite"),
+    ({"preference": {"learning_rates": [1e-4, 1e-4]}}, "preference.learning_rates: one stands twice"),
+    ({"outcome": {"temperature": float("inf")}}, "outcome.temperature: Input should be a finite number"),
     ({"seeds": []}, "seeds: Tuple should have at least 1 item"),
+    ({"seeds": [0, -1]}, "seeds.1: Input should be greater than or equal to 0, got -1"),
+    ({"methods": []}, "methods: Tuple should have at least 1 item"),
+    ({"budgets": []}, "budgets: Tuple should have at least 1 item"),
+    ({"preference": {"trl": {"betta": 0.1}}}, "preference.trl.betta: not a keyword of CATTOConfig; did you mean beta?"),
+    ({"sft": {"trl": {"beta": 0.1}}}, "sft.trl.beta: not a keyword of TrainingArguments"),
+    ({"rcft": {"trl": {"warmup_step": 5}}}, "rcft.trl.warmup_step: not a keyword of TrainingArguments; did you mean"),
+    ({"model": {"path": "x", "peft": {"lora_alfa": 4}}}, "model.peft.lora_alfa: not a keyword of LoraConfig; did you"),
+    ({"model": {"path": "x", "peft": {"task_type": "X"}}}, "model.peft.task_type: is always CAUSAL_LM"),
+    ({"preference": {"trl": {"beta": "1e-1"}}}, "preference.trl.beta: '1e-1' is text in YAML; write 1.0e-01"),
+    ({"preference": {"trl": {"beta": float("nan")}}}, "preference.trl.beta: expected a finite number, got nan"),
+    ({"sft": {"trl": {"learning_rate": -1}}}, "sft.trl.learning_rate: expected a number above 0, got -1"),
+    ({"sft": {"trl": {"seed": -1}}}, "sft.trl.seed: expected a number of at least 0, got -1"),
+    (
+        {"evaluation": {"engine": "vllm"}},
+        "evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted",
+    ),
+    ({"evaluation": {"engine": "vllm", "k": []}, "methods": ["sft", "sft+ts"]}, "leave sft+ts out of the methods"),
+    ({"evaluation": {"sampling": "fited"}}, "evaluation.sampling: Input should be 'validation' or 'fitted'"),
+    ({"methods": ["sft", "dpo+cato+ts"]}, "did you mean dpo+catto+ts?"),
+    ({"methods": ["sft", "sft+ts+ts"]}, "methods: 'sft+ts+ts' is not one of sft,"),
+    ({"methods": ["sft", "dpo", "dpo+catto+ts"]}, "dpo+catto+ts starts from dpo+catto, which is not among the methods"),
     ({"tasks": {}}, "tasks: Dictionary should have at least 1 item"),
     ({"name": "a/b"}, "name: String should match pattern"),
     ({"budgets": ["papr"]}, "budgets.0: Input should be 'paper' or 'matched', got 'papr'"),
@@ -148,3 +177,23 @@ def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
     recipe = load(write(tmp_path))
     assert recipe.methods == tuple(METHODS)
     assert isinstance(recipe, Recipe)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
+    from peft import LoraConfig
+    from transformers import TrainingArguments
+
+    from catto import CATTOConfig
+
+    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, TrainingArguments, CATTOConfig)}
+    assert keywords(config) == {one.name for one in fields(classes[config])}
+
+
+def test_keywords_of_a_library_that_is_not_there_are_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("catto.keywords.find_spec", lambda name: None)
+    keywords.cache_clear()
+    assert load(write(tmp_path, preference={"trl": {"betta": 1}})).preference.trl == {"betta": 1}
+    keywords.cache_clear()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from catto.cli.select import select as command
 from catto.evaluation.metrics import ece
-from catto.evaluation.selection import MOST_SUBSETS, Candidates, Selected, candidates, select, subsets
+from catto.evaluation.selection import MOST_SUBSETS, Candidates, Selected, candidates, choose_sampling, select, subsets
 from catto.records import Prediction, write_records
 from catto.tasks import load
 
@@ -202,13 +202,37 @@ def test_many_subsets_are_drawn_without_repeats() -> None:
     assert len(subsets(8, 4)[0]) == 70
 
 
-def test_confidence_is_taken_at_the_temperature_of_the_samples() -> None:
+def test_samples_are_ranked_at_tau_and_not_at_the_temperature_they_were_sampled_at() -> None:
     """Two tokens with logits 0 and -1, at tau 2: p = 1 / (1 + e^-0.5) = 0.6225; at 1: 0.7311."""
     grid = {str(tau): float(np.log(1 + np.exp(-1 / tau))) for tau in (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)}
     grid |= {str(tau): float(np.log(1 + np.exp(-1 / tau))) for tau in (1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)}
-    one = prediction("q", 0, "A", 1 / (1 + np.exp(-1)), temperature=2.0, logsumexp=grid)
-    assert candidates([one]).confidence[0, 0] == pytest.approx(0.6224593312018546)
-    assert candidates([one], 1.0).confidence[0, 0] == pytest.approx(0.7310585786300049)
+    one = prediction("q", 0, "A", 1 / (1 + np.exp(-1)), temperature=0.3, logsumexp=grid)
+    assert candidates([one], 2.0).confidence[0, 0] == pytest.approx(0.6224593312018546)
+    assert candidates([one]).confidence[0, 0] == candidates([one], 1.0).confidence[0, 0]
+    assert candidates([one]).confidence[0, 0] == pytest.approx(0.7310585786300049)
+    calibrated = one.model_copy(update={"confidence": 0.5, "confidence_raw": one.confidence})
+    assert candidates([calibrated]).confidence[0, 0] == 0.5  # a calibrator's confidence ranks where one was applied
+
+
+def tried(temperature: float, *rows: str, confident: str = "A", fallbacks: int = 0) -> list[Prediction]:
+    """k answers a question at a temperature; `confident` is the label with confidence 0.9, all others have 0.5."""
+    found = [
+        prediction(f"q{q}", place, label, 0.9 if label == confident else 0.5, temperature=temperature)
+        for q, row in enumerate(rows)
+        for place, label in enumerate(row)
+    ]
+    return [one.model_copy(update={"source": "fallback"}) if n < fallbacks else one for n, one in enumerate(found)]
+
+
+def test_the_sampling_temperature_is_that_of_the_best_confidence_at_k_and_of_equals_the_lowest() -> None:
+    """Gold A. At 1.0 one of two picks is right (BB, AB), at 0.7 and 0.3 both, at 0.5 none: B is the confident one."""
+    rows = [*tried(1.0, "BB", "AB", fallbacks=3), *tried(0.7, "AB", "BA"), *tried(0.5, "AB", "BA", confident="B")]
+    found = choose_sampling([*rows, *tried(0.3, "AA", "AA", fallbacks=1)], 1.0)
+    assert found.temperature == 0.3
+    assert found.accuracy == {"0.3": 1.0, "0.5": 0.0, "0.7": 1.0, "1.0": 0.5}
+    assert found.fallback_rate == {"0.3": 0.25, "0.5": 0.0, "0.7": 0.0, "1.0": 0.75}
+    assert (found.k, found.questions, found.tau) == (2, 2, 1.0)
+    assert choose_sampling(rows, 1.0).temperature == 0.7
 
 
 def test_uneven_questions_are_refused() -> None:

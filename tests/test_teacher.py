@@ -187,7 +187,9 @@ def test_killed_again_after_a_long_torn_line_the_part_file_is_whole(tmp_path: Pa
     assert lines[-1] == b""
 
 
-@pytest.mark.parametrize("missing", ["generations.manifest.json", "responses.manifest.json", "sft.jsonl", "preferences.manifest.json"])
+@pytest.mark.parametrize(
+    "missing", ["generations.manifest.json", "responses.manifest.json", "sft.jsonl", "preferences.manifest.json"]
+)
 def test_killed_between_the_files_it_writes_what_is_missing(tmp_path: Path, missing: str) -> None:
     """A part file that outlived its run is the state before the last step of the writing."""
     labels = ["ABCD", "BBBC"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from catto.answers import Span, find_label
-from catto.records import Message, Question
+from catto.records import Message, Option, Question, content_hash
 
 
 class Wording(NamedTuple):
@@ -195,3 +195,49 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
 def _rendered(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
     turns = [message.model_dump() for message in chat]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+
+def fingerprint() -> str:
+    """Hash what this module renders for a fixed set of questions: another wording, form or tag gives another hash.
+
+    Every task of WORDING and one that is not there, with letters, lines and words as options, with and without
+    reasoning; the endings; and the prompt's text where a template has a system role and where it has none.
+    """
+    rendered: list[object] = [completion(reasoning, label) for reasoning in ("r", None) for label in ("A", None)]
+    for question in _probes():
+        for reasoning in (True, False):
+            chat = messages(question, reasoning=reasoning)
+            rendered += [[message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
+    rendered.append(prompt_text(chat, _Template(False)))
+    return content_hash(rendered)
+
+
+def _probes() -> list[Question]:
+    """One question of every form that is rendered in its own way, of every task."""
+    one = {"question": "q"}
+    two = {"premise": "p", "given_hypothesis": "h"}
+    forms = [(one, ("x", "y", "z", "w")), (two, ("x", "y\nz")), (one, ("", ""))]
+    return [
+        Question(
+            id="probe",
+            task=task,
+            split="test",
+            fields=fields,
+            options=tuple(Option(label="ABCD"[n], text=text) for n, text in enumerate(texts)),
+            gold="A",
+        )
+        for task in (*WORDING, "none of these")
+        for fields, texts in forms
+    ]
+
+
+class _Template:
+    """A tokenizer's chat template, with or without a system role, that opens a think block of its own."""
+
+    def __init__(self, system: bool) -> None:
+        self.system = system
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
+        """Join the turns; a system message is dropped where there is no such role."""
+        turns = [turn for turn in conversation if self.system or turn["role"] != "system"]
+        return "".join(f"[{turn['role']}]{turn['content']}" for turn in turns) + "[assistant]<think>\n"

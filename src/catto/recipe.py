@@ -22,6 +22,8 @@ Seed = Annotated[int, Field(ge=0)]
 # Where the teacher stands and how fast it is asked: no response depends on it.
 REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "retries"})
 PICKING = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
+# `sampling: validation` chooses among these temperatures, on so many validation questions at most.
+SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
 
 
 class ResponseFields(Settings):
@@ -225,6 +227,10 @@ class Recipe(Settings):
                 raise ValueError(f"{name}: one stands twice in {', '.join(map(str, given))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
+        scaled = [name for name in self.methods if method(name).stage == "scaling"]
+        if self.evaluation.engine == "vllm" and (self.evaluation.k or scaled):
+            what = f"leave {scaled[0]} out of the methods" if scaled else "set evaluation.k: []"
+            raise ValueError(f"evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted on: {what}")
         for name in self.methods:
             start = method(name).start
             if start != "base" and start not in self.methods:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from catto.keywords import keywords
 from catto.recipe import Recipe, suggestion
 from catto.records import DataError
 
@@ -44,9 +46,42 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _set(value, override)
     try:
-        return Recipe.model_validate(value)
+        recipe = Recipe.model_validate(value)
     except ValidationError as error:
         raise DataError(path, None, explain(error, Recipe)) from None
+    passed = {f"{name}.trl": ("TrainingArguments", getattr(recipe, name).trl) for name in ("sft", "rcft")}
+    passed["preference.trl"] = "CATTOConfig", recipe.preference.trl
+    passed["model.peft"] = "LoraConfig", recipe.model.peft or {}
+    for place, (config, given) in passed.items():
+        for name, one in given.items():
+            if (problem := _refused(config, name, one)) is not None:
+                raise DataError(path, None, f"{place}.{name}: {problem}")
+    return recipe
+
+
+def _refused(config: str, name: str, value: Any) -> str | None:
+    """Say what is wrong with a keyword that goes to a trainer as it is; None: nothing that can be told without it."""
+    known = keywords(config)
+    if known and name not in known:
+        return f"not a keyword of {config}{suggestion(name, known)}"
+    if (config, name) == ("LoraConfig", "task_type"):
+        return "is always CAUSAL_LM: leave it out"
+    if isinstance(value, str) and (number := _number(value)) is not None:
+        return f"{value!r} is text in YAML; write {number:.1e}"
+    if isinstance(value, float) and not isfinite(value):
+        return f"expected a finite number, got {value}"
+    if name == "learning_rate" and not (isinstance(value, int | float) and value > 0):
+        return f"expected a number above 0, got {value!r}"
+    if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
+        return f"expected a number of at least 0, got {value}"
+    return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _set(value: dict[str, Any], override: str) -> None:

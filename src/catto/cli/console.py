@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -14,13 +15,21 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["number", "print_json", "print_table", "progress", "refuse", "say", "span", "table", "warn"]
+__all__ = ["folder_for", "number", "print_json", "print_table", "progress", "refuse", "say", "span", "table", "warn"]
 
 
 def refuse(message: str) -> NoReturn:
     """Say in one line on stderr why nothing was done, and leave with exit code 2."""
     warn(message)
     sys.exit(2)
+
+
+def folder_for(path: Path) -> Path:
+    """Return where files are to be written; a file that stands in the way is refused."""
+    there = next(place for place in (path, *path.parents, Path()) if place.exists())
+    if not there.is_dir():
+        refuse(f"--out {path}: {there} is a file, give a folder")
+    return path
 
 
 def warn(message: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from catto.cli import completing
-from catto.cli.console import refuse, say
+from catto.cli.console import folder_for, refuse, say
 
 if TYPE_CHECKING:
     from catto.engines import Engine
@@ -60,6 +60,7 @@ def evaluate(
     from catto.engines.server import ServerError
     from catto.evaluation.confidence import evaluate as run
 
+    folder_for(out)
     questions = _questions(task, split, n, split_seed, data_dir)
     try:
         made = _engine(engine, model, base_url, api_key_env, batch_size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from catto.cli import completing
-from catto.cli.console import refuse, warn
+from catto.cli.console import folder_for, refuse, warn
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -39,22 +39,28 @@ QUIET = {
 
 
 def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
-    """Read a recipe with its overrides; a task that nobody knows is told before anything runs."""
+    """Read a recipe with its overrides; a task that nobody knows or a seed without splits is told at once."""
     from catto.recipe import suggestion
     from catto.recipe_file import load
     from catto.tasks import TASKS
+    from catto.tasks.rows import SEEDS
 
     recipe = load(source, overrides or ())
     for name, block in recipe.tasks.items():
         if name not in TASKS and block.path is None:
             known = ", ".join(TASKS)
             refuse(f"{source}: tasks.{name}: neither one of {known} nor given a path{suggestion(name, TASKS)}")
+        # The embedded world is made from any seed; other splits are fixed by theirs.
+        split_seeds = recipe.seeds if name == "witnesses" else TASKS[name].seeds if block.path is None else SEEDS
+        for seed in recipe.seeds:
+            if seed not in split_seeds:
+                refuse(f"{source}: seeds: {seed} is not one of {name}'s split seeds {', '.join(map(str, split_seeds))}")
     return recipe
 
 
 def folder(recipe: Recipe, out: Path | None) -> Path:
-    """Where the experiment lies."""
-    return Path("runs") / recipe.name if out is None else out
+    """Where the experiment lies; a file of that name is refused."""
+    return folder_for(Path("runs") / recipe.name if out is None else out)
 
 
 def one_task(recipe: Recipe, task: str | None) -> str:

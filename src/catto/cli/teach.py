@@ -42,7 +42,7 @@ def teach(
     root, graph, tasks = folder(read, out), Graph(read), _tasks(read, task)
     if dry_run:
         for name in tasks:
-            _estimate(read, root, name, graph.teacher(name))
+            _estimate(read, root, name, graph.responses(name))
         return
     go(read, root, [graph.teacher(name) for name in tasks])
     for name in tasks:
@@ -57,11 +57,10 @@ def _tasks(recipe: Recipe, task: str | None) -> list[str]:
 
 def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage) -> None:
     """Print what is still to be asked for one task."""
-    from catto.experiment.stages import done, place
+    from catto.experiment.stages import done, part, place
     from catto.teacher import dry_run
 
-    finished = place(root, stage)
-    stored = finished if done(root, stage) else finished.with_name(stage.folder + ".part")
+    stored = place(root, stage) if done(root, stage) else part(root, stage)
     for line in dry_run(_questions(root, stage.needs["questions"]), None, recipe.teacher, stored).lines():
         say(f"{task}: {line}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,16 +42,16 @@ def train(
 ) -> None:
     """Train one method and all that it starts from; where several learning rates are given, the best is chosen."""
     from catto.experiment.graph import Graph
-    from catto.experiment.stages import place
+    from catto.experiment.stages import chosen, place
 
     _check(method)
     read = opened(recipe, sets)
     root, name, number = folder(read, out), one_task(read, task), read.seeds[0] if seed is None else seed
     goal = Graph(read).chosen(name, number, method, budget or read.budgets[0])
     go(read, root, [goal])
-    choice = json.loads((place(root, goal) / "choice.json").read_text(encoding="utf-8"))
-    say(f"{method} on {name}, seed {number}, learning rate {choice['learning_rate']:g}")
-    say(str(root / choice["model"]))
+    trained = chosen(root, goal)
+    say(f"{method} on {name}, seed {number}, learning rate {trained.settings['learning_rate']:g}")
+    say(str(place(root, trained) / "model"))
 
 
 def _check(method: str) -> None:

@@ -62,7 +62,9 @@ def evaluate(
         for chunk in _cut(asked, run, skip):
             yield _read(reader, chunk, _generate(engine, chunk, run), run)
 
-    return _grown(chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run))))
+    return _grown(
+        chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run)))
+    )
 
 
 def generate(
@@ -115,7 +117,9 @@ def read(
         for number, chunk in enumerate(_cut(asked, run, skip), start=skip):
             yield _read(reader, chunk, generations[number * size : (number + 1) * size], run)
 
-    return _grown(chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run))))
+    return _grown(
+        chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run)))
+    )
 
 
 def evaluate_model(

@@ -64,7 +64,8 @@ class ChunkFile(Generic[R]):
     """
 
     def __init__(self, path: Path, kind: type[R], questions: Sequence[Question], run: Run) -> None:
-        self.path, self.kind, self.run, self.questions = path, kind, run, len(questions)
+        self.path, self.run, self.questions = path, run, len(questions)
+        self.kind: type[R] = kind
         self.part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
         self.keys = [(question.id, sample) for question in questions for sample in range(run.k)]
         self.hash = run.hash(questions, kind)
@@ -149,7 +150,9 @@ class ChunkFile(Generic[R]):
         if self._file is not None:
             self.part.replace(self.path)
         if not manifest_path(self.path).exists():
-            write_manifest(self.path, self._manifest({self._named: len(records), "questions": self.questions, **_counts(records)}))
+            write_manifest(
+                self.path, self._manifest({self._named: len(records), "questions": self.questions, **_counts(records)})
+            )
         manifest_path(self.part).unlink(missing_ok=True)
 
     @property

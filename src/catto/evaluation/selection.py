@@ -21,7 +21,16 @@ from catto.evaluation.metrics import ece
 from catto.evaluation.scaling import confidence_at
 from catto.records import Prediction
 
-__all__ = ["RULES", "Candidates", "Selected", "candidates", "select", "subsets"]
+__all__ = [
+    "RULES",
+    "Candidates",
+    "Sampling",
+    "Selected",
+    "candidates",
+    "choose_sampling",
+    "select",
+    "subsets",
+]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -65,9 +74,9 @@ class Selected:
 
 
 def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
-    """Gather predictions by question, with their confidence at tau.
+    """Gather predictions by question, with their confidence at tau, which ranks them; None: the one they state.
 
-    tau None is the temperature of the samples where `logsumexp` is stored, else 1.
+    The temperature at which they were sampled has no part in it.
     """
     groups: dict[str, list[Prediction]] = {}
     for one in predictions:
@@ -80,7 +89,10 @@ def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> C
     return Candidates(
         tuple(groups),
         np.array(label, dtype=np.int64),
-        np.array([[_confidence(one, tau) for one in row] for row in rows], dtype=np.float64),
+        np.array(
+            [[one.confidence if tau is None else confidence_at(one, tau) for one in row] for row in rows],
+            dtype=np.float64,
+        ),
         np.array(logprob, dtype=np.float64),
         np.array([[one.label is not None and one.label == one.gold for one in row] for row in rows]),
     )
@@ -99,10 +111,38 @@ def _check(rows: Sequence[Sequence[Prediction]]) -> None:
             raise ValueError(f"question {name} has two gold labels")
 
 
-def _confidence(prediction: Prediction, tau: float | None) -> float:
-    if tau is None:
-        tau = prediction.temperature if prediction.logsumexp is not None and prediction.temperature > 0 else 1.0
-    return confidence_at(prediction, tau)
+@dataclass(frozen=True)
+class Sampling:
+    """The temperature that was chosen and, for each that was tried, accuracy of Confidence@k and rate of fallbacks."""
+
+    temperature: float
+    tau: float
+    k: int
+    questions: int
+    accuracy: dict[str, float]
+    fallback_rate: dict[str, float]
+
+
+def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
+    """Choose among the temperatures of the predictions the one at which the most confident of k samples is best.
+
+    Every temperature has the same questions and k samples of each, ranked by their confidence at tau; of equals the
+    lowest temperature is chosen.
+    """
+    groups: dict[float, list[Prediction]] = {}
+    for one in sorted(predictions, key=lambda one: one.temperature):
+        groups.setdefault(one.temperature, []).append(one)
+    given = {temperature: candidates(group, tau) for temperature, group in groups.items()}
+    accuracy = {temperature: float(_most_confident(some)[1].mean()) for temperature, some in given.items()}
+    questions, k = next(iter(given.values())).label.shape
+    return Sampling(
+        max(accuracy, key=lambda temperature: accuracy[temperature]),
+        tau,
+        k,
+        questions,
+        {str(temperature): value for temperature, value in accuracy.items()},
+        {str(t): sum(one.source == "fallback" for one in group) / len(group) for t, group in groups.items()},
+    )
 
 
 Choice = tuple[Floats, Bools]  # confidence and correctness of the chosen answers, (Q,)

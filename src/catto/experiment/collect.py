@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 from pathlib import Path
 
 from catto.experiment.graph import CellPlan, Graph
-from catto.experiment.measure import PREDICTIONS, SCALED
-from catto.experiment.stages import Work
+from catto.experiment.measure import PREDICTIONS, SCALED, TAU
+from catto.experiment.stages import Work, chosen, place, read
 from catto.records import content_hash, library_versions
 from catto.report.results import Cell, Results, Training
 
@@ -46,10 +45,10 @@ def collect(work: Work) -> Results:
 
 def _cell(work: Work, plan: CellPlan, number: int) -> Cell:
     """A cell from the stages that the report needs, which are those that were run, whatever a plan of now would say."""
-    choice = work.read(f"chosen {number}", "choice.json")
-    training = json.loads((work.root / choice["training"]).read_text(encoding="utf-8"))
+    training = read(place(work.root, chosen(work.root, work.stage.needs[f"chosen {number}"])) / "training.json")
     scaled, sampled = plan.predictions.kind == "scaled", plan.candidates is not None
-    rescaled = f"predictions {number}" if scaled else f"candidates {number}"
+    rescaled = f"predictions {number}" if scaled else f"candidates {number}" if sampled else None
+    tau = None if rescaled is None else work.read(rescaled, TAU)
     return Cell(
         task=plan.task,
         trained_on=plan.trained_on,
@@ -58,7 +57,9 @@ def _cell(work: Work, plan: CellPlan, number: int) -> Cell:
         seed=plan.seed,
         predictions=work.relative(f"predictions {number}", SCALED if scaled else PREDICTIONS),
         candidates=work.relative(f"candidates {number}", SCALED) if sampled else None,
-        tau=work.read(rescaled, "tau.json")["tau"] if scaled or sampled else None,
+        tau=tau and tau["tau"],
+        sampling_temperature=tau["temperature"] if tau and sampled else None,
+        candidates_fallback_rate=tau["fallback_rate"] if tau and sampled else None,
         training=None if scaled else Training.model_validate(training),
     )
 

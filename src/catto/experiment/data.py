@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from catto.experiment.stages import Work
+from catto.experiment.stages import Stage, Work
 from catto.recipe import TeacherSettings
 from catto.records import Manifest, Question, Split, library_versions, read_records, write_records
 from catto.tasks import TASKS, Task, from_file, load
 from catto.tasks.witnesses import generate
-from catto.teacher import teach
+from catto.teacher import ask, write_rows
+from catto.teacher.collect import GENERATIONS
 
 WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
 
@@ -64,31 +65,41 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     return list(read_records(path, Question))[:limit]
 
 
-def run_teacher(work: Work) -> None:
-    """The teacher's responses to the training questions, and the rows."""
-    found = read_questions(work.input("questions") / "train.jsonl")
-    summary = teach(found, None, work.recipe.teacher, work.out, lambda n, total: work.progress(n, total, "responses"))
-    work.write("yield.json", summary.model_dump(mode="json"))
-
-
-def run_traces(work: Work) -> None:
-    """One response of the teacher to every validation question."""
-    settings = work.recipe.teacher.model_copy(update={"n": 1})
-    found = as_training(read_questions(work.input("held_out") / "validation.jsonl"))
-    teach(found, None, settings, work.out, lambda n, total: work.progress(n, total, "responses"))
+def run_responses(work: Work) -> None:
+    """Ask the teacher; what it answers is kept unread."""
+    ask(_asked(work, work.stage), None, _settings(work, work.stage), work.out, _counting(work, "responses"))
 
 
 def run_sampled(work: Work) -> None:
-    """One sampled response of a model to every question, right or wrong; the rows are `outcome.jsonl`."""
-    from catto.experiment.measure import engine_of
+    """Sample one response of a model to every question; it is kept unread."""
+    from catto.experiment.engine import engine_of
 
-    of = work.settings
-    file = (
-        work.input("held_out") / "validation.jsonl"
-        if of["split"] == "validation"
-        else work.input("questions") / "train.jsonl"
-    )
-    settings = TeacherSettings(
+    settings = _settings(work, work.stage)
+    ask(_asked(work, work.stage), engine_of(work), settings, work.out, _counting(work, "samples"))
+
+
+def run_rows(work: Work) -> None:
+    """Read responses and write the rows made of them."""
+    responses = work.stage.needs["responses"]
+    file, kinds = work.input("responses") / GENERATIONS, work.settings["rows"]
+    summary = write_rows(_asked(work, responses), _settings(work, responses), file, work.out, kinds)
+    work.write("yield.json", summary.model_dump(mode="json"))
+
+
+def _asked(work: Work, responses: Stage) -> list[Question]:
+    """The questions that a stage of responses puts; their rows need the same file."""
+    if "questions" in responses.needs:
+        return read_questions(work.input("questions") / "train.jsonl", responses.settings.get("limit"))
+    found = read_questions(work.input("held_out") / "validation.jsonl")
+    return [question.model_copy(update={"split": "train"}) for question in found]  # the split that is asked
+
+
+def _settings(work: Work, responses: Stage) -> TeacherSettings:
+    """How a stage of responses asks: the recipe's teacher, or a trained model as one."""
+    of = responses.settings
+    if responses.kind == "responses":
+        return work.recipe.teacher.model_copy(update={"n": of["n"]})
+    return TeacherSettings(
         n=1,
         temperature=(of["temperature"], of["temperature"]),
         max_tokens=of["max_tokens"],
@@ -96,10 +107,7 @@ def run_sampled(work: Work) -> None:
         seed=of["seed"],
         concurrency=of["batch_size"],
     )
-    found = as_training(read_questions(file, of.get("limit")))
-    teach(found, engine_of(work), settings, work.out, lambda n, total: work.progress(n, total, "samples"))
 
 
-def as_training(questions: Iterable[Question]) -> list[Question]:
-    """The same questions under the split that a teacher answers."""
-    return [question.model_copy(update={"split": "train"}) for question in questions]
+def _counting(work: Work, what: str) -> Callable[[int, int], None]:
+    return lambda n, total: work.progress(n, total, what)

@@ -1,54 +1,67 @@
-"""The stages that measure: predictions, the choice of a learning rate, temperature scaling, candidates."""
+"""The stages that measure: generated text and its reading, the choice of a learning rate, temperatures, candidates."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from catto.evaluation.confidence import evaluate, is_correct
+from catto.engines import Generation
+from catto.evaluation.confidence import generate, is_correct, read
 from catto.evaluation.metrics import ece
 from catto.evaluation.scaling import fit_tau, rescaled
+from catto.evaluation.selection import choose_sampling
 from catto.experiment.data import read_questions
-from catto.experiment.stages import Work
-from catto.records import Prediction, read_records, write_records
+from catto.experiment.engine import engine_of
+from catto.experiment.stages import Stage, Work, chosen, place
+from catto.records import Prediction, Question, read_records, write_records
 
-PREDICTIONS, SCALED = "predictions.jsonl", "scaled.jsonl"
+GENERATIONS, PREDICTIONS, SCALED = "generations.jsonl", "predictions.jsonl", "scaled.jsonl"
+TEMPERATURE, TEMPERATURES, TAU = "temperature.json", "temperatures.json", "tau.json"
 
 
-def engine_of(work: Work, role: str = "model") -> Any:
-    """The engine that a stage generates with, on the model that it needs."""
-    if work.settings["engine"] == "vllm":
-        from catto.engines.vllm import VLLMEngine
-
-        return VLLMEngine(str(work.model(role)), batch_size=work.settings["batch_size"])
-    from catto.engines.transformers import TransformersEngine
-
-    engine = TransformersEngine.load(work.model(role), batch_size=work.settings["batch_size"])
-    engine.model = work.stage.needs[role].name  # predictions name the model, not the folder it happens to be in
-    return engine
+def run_generated(work: Work) -> None:
+    """Generate responses to the questions of a split: text and token ids, unread."""
+    work.write(TEMPERATURES, _temperatures(work))
+    generate(
+        engine_of(work),
+        _questions(work, work.stage),
+        **_asked(work.stage, _temperatures(work)),
+        out=work.out / GENERATIONS,
+        progress=lambda n, total: work.progress(n, total, ""),
+    )
 
 
 def run_predicted(work: Work) -> None:
-    """Answer the questions of a split."""
-    predict(work, temperature=work.settings["temperature"], k=work.settings["k"])
-
-
-def predict(work: Work, *, temperature: float, k: int) -> list[Prediction]:
-    """Predictions of the needed model on the split's questions, resumable."""
-    of = work.settings
-    questions = read_questions(work.input("held_out") / f"{of.get('split', 'test')}.jsonl")
-    return evaluate(
+    """Read generated responses: their labels, and by the model that wrote them how probable those are."""
+    text = work.stage.needs["generated"]
+    read(
         engine_of(work),
-        questions,
-        k=k,
-        temperature=temperature,
-        seed=of["seed"],
-        max_tokens=of["max_tokens"],
-        reasoning=of["reasoning"],
+        _questions(work, text),
+        list(read_records(work.input("generated") / GENERATIONS, Generation)),
+        **_asked(text, work.read("generated", TEMPERATURES)),
         out=work.out / PREDICTIONS,
         progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),
     )
+
+
+def _temperatures(work: Work) -> list[float]:
+    """One temperature a sample: the settings', or the one that another stage found."""
+    if "temperature" in work.stage.needs:
+        return [work.read("temperature", TEMPERATURE)["temperature"]] * int(work.settings["k"])
+    return list(work.settings["temperatures"])
+
+
+def _questions(work: Work, text: Stage) -> list[Question]:
+    """The questions that a stage of generated text answers; its reading needs the same file."""
+    return read_questions(work.input("held_out") / f"{text.settings['split']}.jsonl", text.settings.get("limit"))
+
+
+def _asked(text: Stage, temperatures: list[float]) -> dict[str, Any]:
+    """How a stage of generated text asks."""
+    names = ("seed", "max_tokens", "reasoning")
+    return {**{name: text.settings[name] for name in names}, "k": len(temperatures), "temperature": temperatures}
 
 
 def read_predictions(path: Path) -> list[Prediction]:
@@ -72,9 +85,8 @@ def run_chosen(work: Work) -> None:
         "choice.json",
         {
             "learning_rate": rates[best],
-            "model": work.relative(f"model {seat}", "model"),
-            "training": work.relative(f"model {seat}", "training.json"),
-            "validation": work.relative(f"validation {seat}", PREDICTIONS) if scores else None,
+            "model": f"model {seat}",
+            "validation": f"validation {seat}" if scores else None,
             "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
         },
     )
@@ -86,32 +98,24 @@ def _mean_ece(work: Work, number: int) -> float:
     return fmean(validation_ece(work.input(role) / PREDICTIONS) for role in roles)
 
 
-def best_tau(work: Work) -> float:
-    """The temperature of the lowest validation NLL of the chosen model."""
-    if "validation" in work.stage.needs:
-        path = work.input("validation") / PREDICTIONS
-    else:
-        path = work.root / work.read("model", "choice.json")["validation"]
-    return fit_tau(read_predictions(path)).tau
+def run_tau(work: Work) -> None:
+    """Fit the temperature of the label token on the chosen model's greedy validation predictions."""
+    needs = work.stage.needs
+    found = needs["validation"] if "validation" in needs else chosen(work.root, needs["model"], "validation")
+    scaling = fit_tau(read_predictions(place(work.root, found) / PREDICTIONS))
+    work.write(TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
+
+
+def run_sampling(work: Work) -> None:
+    """Choose the temperature at which candidates are sampled, by Confidence@k on validation questions."""
+    tau = work.read("tau", TEMPERATURE)["temperature"]
+    work.write(TEMPERATURE, asdict(choose_sampling(read_predictions(work.input("predicted") / PREDICTIONS), tau)))
 
 
 def run_scaled(work: Work) -> None:
-    """Temperature scaling: keep the greedy answers and rescale their confidence, or sample at tau."""
-    tau = best_tau(work)
-    if work.settings["decode"] == "sample":
-        found = predict(work, temperature=tau, k=1)
-    else:
-        found = read_predictions(work.input("tested") / PREDICTIONS)
-    rescale(work, found, tau)
-
-
-def run_candidates(work: Work) -> None:
-    """k samples a question at tau, ranked by their confidence at tau."""
-    tau = best_tau(work)
-    rescale(work, predict(work, temperature=tau, k=work.settings["k"]), tau)
-
-
-def rescale(work: Work, predictions: list[Prediction], tau: float) -> None:
-    """Write the predictions with their confidence at tau."""
-    work.write("tau.json", {"tau": tau})
+    """Rescale the confidence of predictions by tau: greedy answers, or samples, which it ranks."""
+    tau = work.read("tau", TEMPERATURE)["temperature"]
+    predictions = read_predictions(work.input("predicted") / PREDICTIONS)
+    fallback = fmean(one.source == "fallback" for one in predictions)
+    work.write(TAU, {"tau": tau, "temperature": predictions[0].temperature, "fallback_rate": fallback})
     write_records(work.out / SCALED, rescaled(predictions, tau))

@@ -17,7 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from catto.experiment.stages import Stage, Work, done, ordered, place
+from catto.experiment import engine
+from catto.experiment.stages import (
+    DONE,
+    LOG,
+    Stage,
+    Work,
+    content,
+    done,
+    finish,
+    finished,
+    ordered,
+    part,
+    place,
+    take_over,
+)
 from catto.recipe import Recipe
 from catto.records import DataError, library_versions
 
@@ -25,16 +39,20 @@ from catto.records import DataError, library_versions
 RUN = {
     "questions": ("data", "run_questions"),
     "held_out": ("data", "run_held_out"),
-    "teacher": ("data", "run_teacher"),
-    "traces": ("data", "run_traces"),
+    "responses": ("data", "run_responses"),
     "sampled": ("data", "run_sampled"),
+    "rows": ("data", "run_rows"),
     "train": ("train", "run_train"),
     "chosen": ("measure", "run_chosen"),
+    "generated": ("measure", "run_generated"),
     "predicted": ("measure", "run_predicted"),
+    "tau": ("measure", "run_tau"),
+    "sampling": ("measure", "run_sampling"),
     "scaled": ("measure", "run_scaled"),
-    "candidates": ("measure", "run_candidates"),
     "report": ("collect", "run_report"),
 }
+# These load a model of their own: the one that was generated with last is let go before.
+LOADING = {"responses", "train"}
 
 
 class Display(Protocol):
@@ -47,7 +65,7 @@ class Display(Protocol):
         """Tell how far the running stage is."""
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Tell that a stage ended: done, failed or blocked."""
+        """Tell that a stage ended: done, unchanged, failed or blocked."""
 
 
 @dataclass
@@ -69,6 +87,7 @@ def run(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) ->
     outcome = Outcome()
     with locked(root):
         missing = [stage for stage in ordered(list(goals)) if not done(root, stage)]
+        known = finished(root)
         stopped: set[str] = set()
         for number, stage in enumerate(missing, start=1):
             if any(need.key in stopped for need in stage.needs.values()):
@@ -77,15 +96,22 @@ def run(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) ->
                 display.ended(stage, "blocked", 0.0)
                 continue
             display.started(stage, number, len(missing))
-            if not _run_stage(recipe, root, stage, display, outcome):
+            began, found = time.monotonic(), content(root, stage)
+            if found in known and take_over(root, stage, known[found]):
+                outcome.finished.append(stage)
+                display.ended(stage, "unchanged", time.monotonic() - began)
+            elif not _run_stage(recipe, root, stage, display, outcome):
                 stopped.add(stage.key)
+    engine.release()
     return outcome
 
 
 def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outcome: Outcome) -> bool:
     work = Work(stage, root, recipe, display.progress)
     work.out.mkdir(parents=True, exist_ok=True)
-    log, began = work.out / "log.txt", time.monotonic()
+    log, began = work.out / LOG, time.monotonic()
+    if stage.kind in LOADING:
+        engine.release()
     try:
         with _logging_to(log):
             module, function = RUN[stage.kind]
@@ -97,10 +123,7 @@ def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outco
         display.ended(stage, "failed", time.monotonic() - began)
         return False
     seconds = time.monotonic() - began
-    for left in work.out.rglob(".*.part"):  # what a killed run was writing when it was killed
-        left.unlink()
-    work.write("done.json", {"name": stage.name, "key": stage.key, "seconds": seconds, "versions": library_versions()})
-    work.out.rename(place(root, stage))
+    finish(root, stage, {"seconds": seconds, "versions": library_versions()})
     outcome.finished.append(stage)
     display.ended(stage, "done", seconds)
     return True
@@ -165,10 +188,10 @@ def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
 def _standing(root: Path, stage: Stage) -> str:
     if done(root, stage):
         return "done"
-    return "begun" if place(root, stage).with_name(stage.folder + ".part").exists() else "to do"
+    return "begun" if part(root, stage).exists() else "to do"
 
 
 def seconds_of(root: Path, stage: Stage) -> float | None:
     """How long a finished stage took."""
-    path = place(root, stage) / "done.json"
+    path = place(root, stage) / DONE
     return float(json.loads(path.read_text(encoding="utf-8"))["seconds"]) if path.exists() else None

@@ -34,7 +34,9 @@ class Cell(Record):
     seed: int
     predictions: str  # one line a test question
     candidates: str | None = None  # k sampled lines a test question
-    tau: float | None = None  # the temperature of scaling, or of the candidates
+    tau: float | None = None  # the fitted temperature of the label token: of scaling, and of the candidates' ranking
+    sampling_temperature: float | None = None  # at which the candidates were sampled
+    candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
     training: Training | None = None
 
 

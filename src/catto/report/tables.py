@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from catto.methods import Budget, known, method
+from catto import methods
+from catto.methods import Budget
 from catto.report import paper
 from catto.report.names import budget_title, method_group, method_order, method_title, task_order, task_title
 from catto.report.numbers import GroupNumbers, Numbers, Spread, Versus
@@ -171,7 +172,7 @@ def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
 
 def paper_applies(group: GroupNumbers) -> bool:
     """The paper's models are those of its own budget; a method that both budgets share is the same model in both."""
-    return group.budget != "matched" or not known(group.method) or not method(group.method).budgeted
+    return group.budget != "matched" or not methods.known(group.method) or not methods.method(group.method).budgeted
 
 
 def printed(value: float | None) -> str:

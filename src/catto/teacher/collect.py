@@ -1,7 +1,7 @@
 """Ask the teacher for every response, keep each as it arrives; then read them and write the rows.
 
-Asking costs money and time, reading nothing. So what came is kept as it came, in `generations.jsonl`, and another parser
-or another way to pick pairs reads that file again.
+Asking costs money and time, reading nothing. So what came is kept as it came, in `generations.jsonl`, and another
+parser or another way to pick pairs reads that file again.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def write_rows(
         recipe = content_hash([read_manifest(generations).recipe_hash, VERSION])
         if not _same(out / RESPONSES, recipe):
             _write_responses(training, settings, generations, out / RESPONSES, recipe)
-        rows = {kind: _write_rows(kind, training, settings, out, recipe) for kind in kinds}
-        return summarise(training, _answered(training, out), settings, dict(rows))
+        rows: dict[str, int] = {kind: _write_rows(kind, training, settings, out, recipe) for kind in kinds}
+        return summarise(training, _answered(training, out), settings, rows)
 
 
 def dry_run(
