@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from catto.answers import VERSION
 from catto.experiment.runner import locked
+from catto.experiment.stages import Stage
 from catto.records import Prediction, SftRow, read_records
 from catto.training.rows import examples
 from command import run
@@ -226,3 +228,67 @@ def test_in_a_terminal_there_is_one_display(tmp_path: Path) -> None:
     assert b"3/3" in shown
     assert b"400/400" in shown
     assert b"[1/3]" not in shown
+
+
+# ---- another parser, another wording: what is run again ---------------------------------------------------------
+
+SMALL: dict[str, Any] = {"methods": ["sft", "sft+ts"], "evaluation": {**RECIPE["evaluation"], "batch_size": 16}}
+
+
+def again(recipe: Path, root: Path) -> dict[str, str]:
+    """Run all but the report in this process; stage -> how it ended."""
+    from catto.experiment import runner
+    from catto.experiment.graph import Graph
+    from catto.recipe_file import load
+
+    ends: dict[str, str] = {}
+
+    class Ends:
+        def started(self, stage: Stage, number: int, total: int) -> None:
+            pass
+
+        def progress(self, finished: int, total: int, note: str) -> None:
+            pass
+
+        def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
+            ends[stage.name] = outcome
+
+    read = load(str(recipe))
+    goals = [goal for cell in Graph(read).cells() for goal in (cell.predictions, cell.candidates) if goal is not None]
+    assert runner.run(read, root, goals, Ends()).ok
+    return ends
+
+
+def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows come out the same, so the training and all that its model wrote are taken over as they are."""
+    recipe, root = write_recipe(tmp_path, **SMALL), tmp_path / "run"
+    train = "sft witnesses seed 0 lr 0.001"
+
+    def parser(version: int) -> None:
+        for module in ("catto.answers", "catto.teacher.collect", "catto.evaluation.predictions"):
+            monkeypatch.setattr(f"{module}.VERSION", version)
+
+    assert set(again(recipe, root).values()) == {"done"}
+    assert again(recipe, root) == {}
+    parser(VERSION + 1)
+    second = again(recipe, root)
+    kinds = {name: name.split()[0] for name in second}
+    assert "responses" not in kinds.values()  # their keys are the same
+    assert {second[name] for name in second if kinds[name] == "generated" or name == train} == {"unchanged"}
+    assert {kinds[name] for name in second if second[name] == "done"} == {
+        "teacher",
+        "traces",
+        "validation",
+        "test",
+        "read",
+    }
+    for kind in ("test-sft-*/predictions.jsonl", "candidates-*/scaled.jsonl", "sft-*/model/model.safetensors"):
+        old, new = (root / "stages").glob(kind)
+        assert old.read_bytes() == new.read_bytes()
+    # A model that was cut short is no model: it is trained again.
+    for weights in (root / "stages").glob("sft-*/model/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    parser(VERSION + 2)
+    assert again(recipe, root)[train] == "done"

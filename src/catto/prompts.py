@@ -207,7 +207,7 @@ def fingerprint() -> str:
     for question in _probes():
         for reasoning in (True, False):
             chat = messages(question, reasoning=reasoning)
-            rendered += [[message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
+            rendered += [question.task, [message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
     rendered.append(prompt_text(chat, _Template(False)))
     return content_hash(rendered)
 

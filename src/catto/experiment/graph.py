@@ -21,7 +21,7 @@ from catto.report.results import VERSION
 # Of the recipe, what no training reads as it is: it is in the needs, in the blocks, or in what follows from them.
 NOT_TRAINING = frozenset(
     {"name", "tasks", "train_on", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "teacher"}
-    | {"sft", "preference", "rcft", "outcome", "evaluation"}
+    | {"model", "sft", "preference", "rcft", "outcome", "evaluation"}
 )
 NOT_SFT = NOT_TRAINING | {"prefix_sharing"}
 # Of a method and of its block, what enters a training as it is resolved from both, or is its title or its start.
@@ -122,6 +122,7 @@ class Graph:
             **{knob: value for knob, value in vars(of).items() if knob not in RESOLVED},
             **block.model_dump(mode="json", exclude=set(RESOLVED)),
             **shared,
+            "model": self.recipe.model.model_dump(mode="json"),
             "method": name,
             "seed": seed,
             "learning_rate": rate,
