@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from catto.cli.select import select as command
+from catto.engines import TAU_GRID
 from catto.evaluation.metrics import ece
+from catto.evaluation.scaling import fit_tau
 from catto.evaluation.selection import MOST_SUBSETS, Candidates, Selected, candidates, choose_sampling, select, subsets
 from catto.records import Prediction, write_records
 from catto.tasks import load
@@ -257,3 +259,29 @@ def test_the_command_prints_every_rule(tmp_path: Path) -> None:
     assert "N = 12 questions, 4 samples each, fallback 0.0 %." in shown.output
     rows = json.loads(CliRunner().invoke(app, [str(path), "--k", "2", "--json"]).output)
     assert {row["rule"] for row in rows} >= {"oracle", "most confident"}
+
+
+def test_the_command_ranks_at_a_tau_that_is_given_or_fitted(tmp_path: Path) -> None:
+    """Validation at p = 0.731 and half right: tau is as large as the grid goes; ranked so, ECE is another."""
+    grid = {str(tau): float(np.log(1 + np.exp(-1 / tau))) for tau in TAU_GRID}
+    sure = {"logsumexp": grid, "label_logprobs": {"A": float(-np.log(1 + np.exp(-1))), "B": float(-np.log(1 + np.e))}}
+    stated = 1 / (1 + np.exp(-1))
+    rows = [prediction(f"q{n}", s, "A", stated, temperature=0.3, **sure) for n in range(4) for s in range(2)]
+    fit = [prediction(f"v{n}", 0, "A", stated, gold="AB"[n % 2], temperature=0.0, **sure) for n in range(4)]
+    write_records(tmp_path / "samples.jsonl", rows)
+    write_records(tmp_path / "validation.jsonl", fit)
+    app = typer.Typer()
+    app.command()(command)
+
+    def told(*more: str) -> str:
+        return CliRunner().invoke(app, [str(tmp_path / "samples.jsonl"), "--k", "2", *more]).output
+
+    assert "Sampled at temperature 0.3, ranked by the stated confidence." in told()
+    assert "ranked by the confidence at tau 2." in told("--tau", "2")
+    assert f"ranked by the confidence at tau {fit_tau(fit).tau:.3g}." in told(
+        "--fit-tau", str(tmp_path / "validation.jsonl")
+    )
+    eces = [json.loads(told("--json", *more))[0]["ece"] for more in ((), ("--tau", "2"))]
+    assert eces == pytest.approx([1 - stated, 1 - 0.6224593312018546])
+    both = CliRunner().invoke(app, [str(tmp_path / "samples.jsonl"), "--k", "2", "--tau", "2", "--fit-tau", "x"])
+    assert both.exit_code == 2

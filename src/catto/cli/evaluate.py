@@ -41,7 +41,7 @@ def evaluate(
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
     n: Annotated[int | None, typer.Option(min=1, help="How many questions.", show_default="all of the task's")] = None,
     k: Annotated[int, typer.Option(min=1, help="Samples a question; above 1 give a temperature.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the samples; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 512,
     reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,

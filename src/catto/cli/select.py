@@ -19,7 +19,9 @@ EXAMPLES = """
 
   catto select predictions.jsonl --k 4 8
 
-  catto select predictions.jsonl --k 4 --tau 1 --json
+  catto select predictions.jsonl --k 4 --fit-tau validation.jsonl
+
+  catto select predictions.jsonl --k 4 --tau 1.3 --json
 """
 
 
@@ -28,18 +30,30 @@ def select(
     k: Annotated[list[int], typer.Option(min=1, help="How many samples to choose from: `--k 4 8`.")],
     more: Annotated[list[int] | None, typer.Argument(min=1, metavar="", hidden=True)] = None,
     tau: Annotated[
-        float | None, typer.Option(help="Temperature of the confidence.", show_default="that of the samples")
+        float | None,
+        typer.Option(help="Rank by the label's confidence at this temperature.", show_default="as the file states it"),
+    ] = None,
+    fit_tau: Annotated[
+        Path | None, typer.Option(help="Fit the ranking's tau on these greedy validation predictions.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the intervals' resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
-    """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle."""
+    """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.
+
+    Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
+    """
+    from catto.evaluation.scaling import fit_tau as fitted
     from catto.evaluation.selection import candidates
     from catto.evaluation.selection import select as selected
     from catto.records import Prediction, read_records
 
+    if tau is not None and fit_tau is not None:
+        refuse("--tau and --fit-tau: give one of the two")
     predictions = list(read_records(file, Prediction))
     try:
+        if fit_tau is not None:
+            tau = fitted(list(read_records(fit_tau, Prediction))).tau
         given = candidates(predictions, tau)
         found = [row for size in (*k, *(more or ())) for row in selected(given, size, seed=seed)]
     except ValueError as error:
@@ -50,6 +64,9 @@ def select(
     _show(file, found)
     fallback = sum(one.source == "fallback" for one in predictions) / len(predictions)
     say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, fallback {100 * fallback:.1f} %.")
+    drawn = ", ".join(f"{temperature:g}" for temperature in sorted({one.temperature for one in predictions}))
+    ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
+    say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
 
 
 def _document(row: Selected) -> dict[str, object]:

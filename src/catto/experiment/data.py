@@ -83,7 +83,8 @@ def run_rows(work: Work) -> None:
     responses = work.stage.needs["responses"]
     file, kinds = work.input("responses") / GENERATIONS, work.settings["rows"]
     summary = write_rows(_asked(work, responses), _settings(work, responses), file, work.out, kinds)
-    work.write("yield.json", summary.model_dump(mode="json"))
+    if "preferences" in kinds:  # the teacher's, which `catto teach` prints
+        work.write("yield.json", summary.model_dump(mode="json"))
 
 
 def _asked(work: Work, responses: Stage) -> list[Question]:
