@@ -34,11 +34,13 @@ def select(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
     """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle."""
+    from catto.evaluation.predictions import refusals_of
     from catto.evaluation.selection import candidates
     from catto.evaluation.selection import select as selected
     from catto.records import Prediction, read_records
 
-    predictions = list(read_records(file, Prediction))
+    refused = {refusal.question for refusal in refusals_of(file)}
+    predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
     try:
         given = candidates(predictions, tau)
         found = [row for size in (*k, *(more or ())) for row in selected(given, size, seed=seed)]
@@ -48,6 +50,8 @@ def select(
         print_json([_document(row) for row in found])
         return
     _show(file, found)
+    if refused:
+        say(f"Left out: {len(refused):,} questions with refused requests.")
     fallback = sum(one.source == "fallback" for one in predictions) / len(predictions)
     say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, fallback {100 * fallback:.1f} %.")
 

@@ -30,25 +30,26 @@ class RefusalCap:
 
     def __init__(self, most: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
         self.most = most
-        self._answered = {question for question, _ in answered}
         self._refused = {question for question, _ in refused}
-        self._requests = 0
+        stored = {question for question, _ in answered}
+        self._asked, self._some, self._requests = self._refused | stored, bool(stored), 0
 
     def answered(self, key: Key) -> None:
         """Count an answer."""
-        self._answered.add(key[0])
+        self._asked.add(key[0])
+        self._some = True
 
     def refused(self, refusal: Refusal) -> None:
         """Count a refusal; raise ServerError where it is one too many."""
         self._refused.add(refusal.question)
+        self._asked.add(refusal.question)
         self._requests += 1
         if self.most >= 1:
             return
-        if not self._answered and self._requests >= ENOUGH:
+        if not self._some and self._requests >= ENOUGH:
             raise self._stop(f"all of the first {self._requests} requests were refused", refusal)
-        asked = len(self._answered | self._refused) if len(self._refused) > self.most * ENOUGH else 0
-        if asked >= ENOUGH and len(self._refused) > self.most * asked:
-            share = f"{len(self._refused)} of {asked} questions were refused, max_refused is {self.most:g}"
+        if len(self._asked) >= ENOUGH and len(self._refused) > self.most * len(self._asked):
+            share = f"{len(self._refused)} of {len(self._asked)} questions were refused, max_refused is {self.most:g}"
             raise self._stop(share, refusal)
 
     @staticmethod

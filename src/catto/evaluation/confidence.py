@@ -134,9 +134,7 @@ def _counted(
     return done
 
 
-def _chunks(
-    engine: Engine, questions: list[Question], run: Run, skip: int, cap: RefusalCap
-) -> Iterator[list[Outcome]]:
+def _chunks(engine: Engine, questions: list[Question], run: Run, skip: int, cap: RefusalCap) -> Iterator[list[Outcome]]:
     """The outcomes of each chunk of questions, without the first `skip` chunks."""
     starts = range(skip * run.chunk, len(questions), run.chunk)
     if not starts:

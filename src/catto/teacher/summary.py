@@ -93,7 +93,6 @@ class Yield(Record):
             *(line for response in self.examples for line in _example(response)),
         ]
 
-
     def _faults(self) -> Iterator[str]:
         if self.refused:
             yield f"refused and left out: {self.refused:,} requests ({self.reasons}); --retry-refused asks again"
