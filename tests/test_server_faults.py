@@ -214,7 +214,7 @@ def test_text_that_a_filter_has_cut_is_a_response() -> None:
 
 
 UNUSABLE = {
-    "half of a surrogate pair": (ok(json.dumps(chat("X")).replace("X", "\\ud800")), "surrogate"),
+    "half of a surrogate pair": (ok(json.dumps(chat("X")).replace("X", "\\ud800")), "hex escape"),
     "HTML": (Reply(payload=b"<!doctype html><title>Log in</title>", content_type="text/html"), "HTML"),
     "text": (Reply(payload=b"overloaded", content_type="text/plain"), "Invalid JSON"),
     "nothing": (Reply(), "Invalid JSON"),
