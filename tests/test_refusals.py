@@ -22,7 +22,11 @@ from catto.engines.refusals import RefusalCap, one_line, told
 from catto.engines.server import ServerEngine, ServerError
 from catto.evaluation.confidence import evaluate
 from catto.evaluation.predictions import refusals_of, refused_path
-from catto.recipe import TeacherSettings
+from catto.experiment.graph import Graph
+from catto.experiment.retry import refused_stages, retry
+from catto.experiment.runner import run as run_stages
+from catto.experiment.stages import Stage, done, place
+from catto.recipe import Recipe, TeacherSettings
 from catto.records import (
     MAX_LINE_BYTES,
     DataError,
@@ -312,7 +316,7 @@ def asked_questions(server: OpenAIServer, since: int = 0) -> list[int]:
     return [number(seen) for seen in server.seen[since:] if number(seen) >= 0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ["400", "a content filter", "half of a surrogate pair"])
 def test_a_refused_question_does_not_block_an_evaluation(tmp_path: Path, name: str) -> None:
     out = tmp_path / "predictions.jsonl"
     with serve(refusing(0, 5, answer=answering, reply=REFUSED[name])) as server:
@@ -552,3 +556,108 @@ def test_the_limit_counts_what_was_stored() -> None:
     with pytest.raises(ServerError, match="5 of 21 questions"):
         cap.refused(Refusal(refused="no", question="new", sample=0))
     RefusalCap(1.0, [], [(f"r{i}", 0) for i in range(40)]).refused(Refusal(refused="no", question="new", sample=0))
+
+
+# An experiment
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def started(self, stage: Stage, number: int, total: int) -> None: ...
+    def progress(self, finished: int, total: int, note: str) -> None: ...
+    def ended(self, stage: Stage, outcome: str, seconds: float) -> None: ...
+
+
+def world(url: str) -> tuple[Recipe, Stage]:
+    """A recipe whose teacher is a server, and the stage of its responses."""
+    teacher = {"source": "server", "model": "m", "base_url": url, "n": 2, "retries": 0, "concurrency": 2}
+    recipe = Recipe.model_validate(
+        {"name": "r", "tasks": {"witnesses": {"train": 6}}, "model": {"scratch": {}}, "teacher": teacher}
+    )
+    return recipe, Graph(recipe).teacher("witnesses")
+
+
+def finished(root: Path, name: str, *needs: str) -> Path:
+    """A finished stage of whatever recipe."""
+    folder = root / "stages" / name
+    folder.mkdir(parents=True)
+    told = {"key": name, "needs": {str(place): key for place, key in enumerate(needs)}}
+    (folder / "done.json").write_text(json.dumps(told))
+    return folder
+
+
+def first_prompt_refused() -> Callable[[Seen], Reply]:
+    """Refuse whichever question is asked first, for good."""
+    first: list[str] = []
+
+    def respond(seen: Seen) -> Reply:
+        prompt = json.dumps(seen.body["messages"])
+        first.extend([prompt] if not first else [])
+        return error(400, "flagged") if prompt == first[0] else ok(chat("<answer>\nA\n</answer>", model="m"))
+
+    return respond
+
+
+def test_a_retried_teacher_sets_aside_what_was_made_without_its_new_responses(tmp_path: Path) -> None:
+    with serve(first_prompt_refused()) as server:
+        recipe, stage = world(server.url)
+        assert run_stages(recipe, tmp_path, [stage], Silent()).ok
+    folder = place(tmp_path, stage)
+    assert [(one.name, len(refused)) for one, refused in refused_stages(tmp_path, [stage])] == [(stage.name, 2)]
+    made, trained = finished(tmp_path, "made", stage.key), finished(tmp_path, "trained", "made", "other")
+    other = finished(tmp_path, "other")
+    with serve(lambda _: ok(chat("<answer>\nA\n</answer>", model="m"))) as server:
+        recipe, stage = world(server.url)
+        assert retry(recipe, tmp_path, [stage], Silent()).ok
+        assert len(server.seen) == 2
+    assert done(tmp_path, stage)
+    assert len(list(read_records(folder / "responses.jsonl", Response))) == 12
+    assert refused_stages(tmp_path, [stage]) == []
+    assert [path.exists() for path in (made, trained, other)] == [False, False, True]
+    assert (tmp_path / "stages" / "trained.aside" / "done.json").exists()
+
+
+def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> None:
+    respond = first_prompt_refused()
+    with serve(respond) as server:
+        recipe, stage = world(server.url)
+        run_stages(recipe, tmp_path, [stage], Silent())
+        made = finished(tmp_path, "made", stage.key)
+        assert retry(recipe, tmp_path, [stage], Silent()).ok
+        assert len(server.seen) == 12 + 2
+    assert made.exists()
+    assert not list(tmp_path.glob("stages/*.aside"))
+    assert len(refused_stages(tmp_path, [stage])[0][1]) == 2
+
+
+def test_a_finished_stage_tells_what_it_was_made_of(tmp_path: Path) -> None:
+    with serve(lambda _: ok(chat("<answer>\nA\n</answer>"))) as server:
+        recipe, stage = world(server.url)
+        run_stages(recipe, tmp_path, [stage], Silent())
+    told = json.loads((place(tmp_path, stage) / "done.json").read_text())
+    assert told["needs"] == {role: need.key for role, need in stage.needs.items()}
+
+
+def test_catto_teach_says_what_was_refused_and_asks_again(tmp_path: Path) -> None:
+    import yaml
+
+    from catto.cli.teach import teach as command
+
+    file = tmp_path / "r.yaml"
+    options = [str(file), "--out", str(tmp_path / "run")]
+    with serve(first_prompt_refused()) as server:
+        file.write_text(yaml.safe_dump(world(server.url)[0].model_dump(mode="json")))
+        shown = invoked(command, *options)
+        assert shown.exit_code == 0, shown.output
+        assert "refused and left out: 2 requests (2 x 400 in try 1: flagged)" in shown.output
+        assert "2 requests were refused and are left out; --retry-refused asks again" in shown.stderr
+        dry = invoked(command, *options, "--dry-run", "--retry-refused")
+        assert "2 requests for 6 questions; 10 responses are stored" in dry.output
+    with serve(lambda _: ok(chat("<answer>\nA\n</answer>"))) as server:
+        file.write_text(yaml.safe_dump(world(server.url)[0].model_dump(mode="json")))
+        again = invoked(command, *options, "--retry-refused")
+        assert len(server.seen) == 2
+    assert again.exit_code == 0, again.output
+    assert "refused" not in again.output
+    assert "12 responses to 6 of 6 questions" in again.output
