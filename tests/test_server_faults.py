@@ -8,10 +8,11 @@ import logging
 import socket
 import time
 import traceback
+from email.utils import formatdate
 
 import pytest
 
-from catto.engines.server import ServerEngine, ServerError, back_off
+from catto.engines.server import ServerEngine, ServerError, back_off, wished_wait
 from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from server_cases import by_seed, engine, refused, request
@@ -403,3 +404,27 @@ def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(monkeypat
     with pytest.raises(ServerError, match="OPENAI_API_KEY") as caught:
         list(ServerEngine("http://127.0.0.1:9/v1", "m").generate([request()]))
     assert SENTINEL not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("headers", "low", "high"),
+    [
+        ({"retry-after": "1.5"}, 1.5, 1.5),
+        ({"retry-after-ms": "250", "retry-after": "9"}, 0.25, 0.25),
+        ({"retry-after": formatdate(time.time() + 600, usegmt=True)}, 300, 600),
+    ],
+)
+def test_a_wait_is_seconds_milliseconds_or_a_date(headers: dict[str, str], low: float, high: float) -> None:
+    wait = wished_wait(headers)
+    assert wait is not None
+    assert low <= wait <= high
+
+
+@pytest.mark.parametrize("given", ["0", "-5", "soon", "nan", "inf", "", "Thu, 01 Jan 1970 00:00:00 GMT"])
+def test_a_wait_that_is_none_leaves_the_usual_one(given: str) -> None:
+    assert wished_wait({"retry-after": given}) is None
+
+
+def test_an_address_is_told_with_its_port() -> None:
+    places = [ServerEngine(url, "m").place for url in ("https://a.b/v1", "http://a.b", "http://[::1]:8000/v1")]
+    assert places == ["https://a.b:443/v1", "http://a.b:80", "http://[::1]:8000/v1"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import math
 import os
 import random
 import re
@@ -33,7 +34,7 @@ try:  # what the client speaks through: httpx2 from openai 3 on
 except ImportError:  # pragma: no cover
     import httpx  # type: ignore[import-not-found,no-redef]
 
-__all__ = ["ServerEngine", "ServerError", "back_off", "parted"]
+__all__ = ["ServerEngine", "ServerError", "back_off", "parted", "wished_wait"]
 
 # A key-less local server gets this in place of a key: the client insists on one.
 NO_KEY = "none"
@@ -282,7 +283,8 @@ class ServerEngine:
             return _FaultError(
                 f"401: the key in environment variable {self.api_key_env} {what}", again=False, of_all=True
             )
-        wait, header = _wait(error), error.response.headers.get("retry-after")
+        headers = error.response.headers
+        wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
         of_all = (
             status in OF_ALL
@@ -291,7 +293,7 @@ class ServerEngine:
             # An unknown model; a 404 of one request does not name it.
             or (status == 404 and _MODEL.search(said) is not None)
         )
-        wish = error.response.headers.get("x-should-retry")
+        wish = headers.get("x-should-retry")
         again = wish == "true" or (wish != "false" and (status in AGAIN or status >= 500))
         reason = f"{status} in try {tries}{f', Retry-After {header}' if header else ''}: {said}"
         return _FaultError(reason, again=again and not too_long, of_all=of_all, wait=wait)
@@ -352,24 +354,22 @@ def _said(error: openai.APIStatusError) -> str:
     return error.message if not isinstance(said, str) else f"{said} ({code})" if isinstance(code, str) else said
 
 
-def _wait(error: openai.APIStatusError) -> float | None:
-    """Seconds after which the server wants to be asked again: a number or a date."""
-    headers = error.response.headers
+def wished_wait(headers: Mapping[str, str]) -> float | None:
+    """Seconds after which a server wants to be asked again, from its headers; None where they say nothing usable.
+
+    Example:
+        >>> wished_wait({"retry-after": "20"})
+        20.0
+    """
+    wait = 0.0
     with contextlib.suppress(ValueError):
-        return float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else _seconds(headers)
-    return None
-
-
-def _seconds(headers: Mapping[str, str]) -> float | None:
-    given = headers.get("retry-after")
-    if given is None:
-        return None
-    wait = float(given) if given.replace(".", "", 1).isdecimal() else _until(given)
-    return wait if wait > 0 else None
-
-
-def _until(date: str) -> float:
-    return parsedate_to_datetime(date).timestamp() - time.time()
+        if "retry-after-ms" in headers:
+            wait = float(headers["retry-after-ms"]) / 1000
+        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
+            wait = float(given)
+        else:
+            wait = parsedate_to_datetime(given).timestamp() - time.time()
+    return wait if 0 < wait < math.inf else None
 
 
 def back_off(retry: int) -> float:
