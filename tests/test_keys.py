@@ -77,6 +77,8 @@ EXCEPTIONS: dict[str, set[str]] = {
     "teacher.concurrency": set(),
     "teacher.timeout": set(),
     "teacher.retries": set(),
+    "teacher.deadline": set(),
+    "teacher.max_refused": set(),
     "teacher.pairs_per_question": {"rows"},
     "teacher.min_correct": {"rows"},
     "teacher.min_wrong": {"rows"},

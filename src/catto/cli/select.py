@@ -43,6 +43,7 @@ def select(
 
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
     """
+    from catto.evaluation.predictions import refusals_of
     from catto.evaluation.scaling import fit_tau as fitted
     from catto.evaluation.selection import candidates
     from catto.evaluation.selection import select as selected
@@ -50,7 +51,8 @@ def select(
 
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
-    predictions = list(read_records(file, Prediction))
+    refused = {refusal.question for refusal in refusals_of(file)}
+    predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
     try:
         if fit_tau is not None:
             tau = fitted(list(read_records(fit_tau, Prediction))).tau
@@ -62,6 +64,8 @@ def select(
         print_json([_document(row) for row in found])
         return
     _show(file, found)
+    if refused:
+        say(f"Left out: {len(refused):,} questions with refused requests.")
     fallback = sum(one.source == "fallback" for one in predictions) / len(predictions)
     say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, fallback {100 * fallback:.1f} %.")
     drawn = ", ".join(f"{temperature:g}" for temperature in sorted({one.temperature for one in predictions}))

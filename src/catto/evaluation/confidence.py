@@ -6,17 +6,19 @@ it was written. A response without an answer is closed and the most probable lab
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from catto.engines import Engine, Generation, Request
+from catto.engines import Engine, Generation, Key, Request
+from catto.engines.refusals import MOST_REFUSED, RefusalCap, told
 from catto.evaluation.answers import Answer, TokenReader
-from catto.evaluation.predictions import ChunkFile, R, Run
+from catto.evaluation.predictions import ChunkFile, R, Run, parted
 from catto.evaluation.scaling import confidence_at
 from catto.labels import check_labels
 from catto.prompts import messages
-from catto.records import Prediction, Question, content_hash
+from catto.records import Prediction, Question, Refusal, content_hash
 
 __all__ = [
     "Answer",
@@ -35,6 +37,8 @@ Unparsed = Literal["fallback", "wrong"]
 STOP = ("</answer>",)
 # So many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_A_CHUNK = 4
+UNWRITTEN = "the request was refused when it was generated"
+Asked = tuple[Question, int]  # a question and the number of a sample
 
 
 def evaluate(
@@ -48,23 +52,26 @@ def evaluate(
     reasoning: bool = True,
     out: Path | None = None,
     progress: Progress | None = None,
+    retry_refused: bool = False,
+    max_refused: float = MOST_REFUSED,
 ) -> list[Prediction]:
     """Answer every question k times; the predictions come in the order of the questions, then of the samples.
 
     `temperature` is one number for all k samples, or k numbers. `out` is the file of predictions, its manifest beside
     it. It grows as `<name>.part.jsonl` by whole chunks, cut by the questions alone: a run that was killed goes on and
     ends with the same file; a finished one is only read.
+
+    A request that a server refuses for good has no prediction; it stands in `<name>.refused.jsonl` with the reason, and
+    `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
     """
     asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
 
-    def chunks(skip: int) -> Iterator[list[Prediction]]:
+    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Prediction | Refusal]]:
         reader = _reader(engine, asked, run)
-        for chunk in _cut(asked, run, skip):
-            yield _read(reader, chunk, _generate(engine, chunk, run), run)
+        for chunk in keys:
+            yield _read(reader, chunk, _generate(engine, chunk, run, cap), run, cap)
 
-    return _grown(
-        chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run)))
-    )
+    return _grown(chunks, Prediction, asked, run, out, progress and _right(progress), max_refused, retry_refused)
 
 
 def generate(
@@ -78,22 +85,27 @@ def generate(
     reasoning: bool = True,
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    retry_refused: bool = False,
+    max_refused: float = MOST_REFUSED,
 ) -> list[Generation]:
     """Generate what `evaluate` with the same arguments reads: the expensive half of it, resumable in the same way."""
     asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
 
-    def chunks(skip: int) -> Iterator[list[Generation]]:
+    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Generation | Refusal]]:
         _check_labels(engine, asked)
-        return (_generate(engine, chunk, run) for chunk in _cut(asked, run, skip))
+        return (_generate(engine, chunk, run, cap) for chunk in keys)
 
-    total = len(asked) * run.k
-    return _grown(chunks, Generation, asked, run, out, progress and (lambda done: progress(len(done), total)))
+    def count(done: list[Generation], total: int) -> None:
+        if progress is not None:
+            progress(len(done), total)
+
+    return _grown(chunks, Generation, asked, run, out, count, max_refused, retry_refused)
 
 
 def read(
     engine: Engine,
     questions: Iterable[Question],
-    generations: Sequence[Generation],
+    generations: Iterable[Generation],
     *,
     k: int = 1,
     temperature: float | Sequence[float] = 0.0,
@@ -105,21 +117,23 @@ def read(
 ) -> list[Prediction]:
     """Read the labels of `generate`'s generations and score them with the model that wrote them; nothing is generated.
 
-    `read(engine, questions, generate(engine, questions, **how), **how)` is `evaluate(engine, questions, **how)`.
+    `read(engine, questions, generate(engine, questions, **how), **how)` is `evaluate(engine, questions, **how)`. What
+    has no generation was refused and has no prediction.
     """
     asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
-    expected = [(question.id, sample) for question in asked for sample in range(run.k)]
-    if [generation.key for generation in generations] != expected:
-        raise ValueError(f"{len(generations)} generations are not the {len(expected)} of these questions, in order")
+    written = {generation.key: generation for generation in generations}
+    if foreign := written.keys() - {(question.id, sample) for question in asked for sample in range(run.k)}:
+        raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
 
-    def chunks(skip: int) -> Iterator[list[Prediction]]:
-        reader, size = _reader(engine, asked, run), run.chunk * run.k
-        for number, chunk in enumerate(_cut(asked, run, skip), start=skip):
-            yield _read(reader, chunk, generations[number * size : (number + 1) * size], run)
+    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Prediction | Refusal]]:
+        reader = _reader(engine, asked, run)
+        for chunk in keys:
+            text = [
+                written.get((one.id, n)) or Refusal(refused=UNWRITTEN, question=one.id, sample=n) for one, n in chunk
+            ]
+            yield _read(reader, chunk, text, run, cap)
 
-    return _grown(
-        chunks, Prediction, asked, run, out, progress and (lambda done: progress(*_standing(done, asked, run)))
-    )
+    return _grown(chunks, Prediction, asked, run, out, progress and _right(progress), 1.0, False)
 
 
 def evaluate_model(
@@ -174,46 +188,71 @@ def _chunk(engine: Engine, k: int) -> int:
     return max(1, BATCHES_A_CHUNK * width // k)
 
 
-def _cut(questions: list[Question], run: Run, skip: int) -> Iterator[list[Question]]:
-    """The chunks of questions, without the first `skip`."""
+def _cut(questions: list[Question], run: Run, skip: int) -> Iterator[list[Asked]]:
+    """The chunks of questions with their samples, without the first `skip` chunks."""
     for start in range(skip * run.chunk, len(questions), run.chunk):
-        yield questions[start : start + run.chunk]
+        yield [(question, n) for question in questions[start : start + run.chunk] for n in range(run.k)]
 
 
 def _grown(
-    chunks: Callable[[int], Iterator[list[R]]],
+    chunks: Callable[[Iterable[Sequence[Asked]], RefusalCap], Iterator[list[R | Refusal]]],
     kind: type[R],
     asked: list[Question],
     run: Run,
     out: Path | None,
-    told: Callable[[list[R]], None] | None,
+    progress: Callable[[list[R], int], None] | None,
+    max_refused: float,
+    retry_refused: bool,
 ) -> list[R]:
-    """All records, from the file as far as it has them and from `chunks(how many it has)`, which are appended to it."""
-    done: list[R] = []
+    """All records: from the file as far as it has them, the others from `chunks`, which are appended to it.
 
-    def grow(some: Iterable[Sequence[R]]) -> None:
+    `progress` gets the records so far and how many there will be: refused requests are taken off the total.
+    """
+    done: list[R | Refusal] = []
+
+    def grow(some: Iterable[Sequence[R | Refusal]]) -> None:
         for chunk in some:
             done.extend(chunk)
-            if told is not None:
-                told(done)
+            records, refused = parted(done)
+            if progress is not None and records:
+                progress(records, len(asked) * run.k - len(refused))
 
     if out is None:
-        grow(chunks(0))
-        return done
+        grow(chunks(_cut(asked, run, 0), RefusalCap(max_refused)))
+        return _ended(done, warn=True)
     with ChunkFile(out, kind, asked, run) as file:
         done.extend(file.stored())
+        records, refused = parted(done)
+        cap = RefusalCap(max_refused, [(one.question, one.sample) for one in records], [one.key for one in refused])
         if len(done) < len(asked) * run.k:
-            grow(file.append(chunk) for chunk in chunks(file.whole_chunks()))
+            grow(file.append(chunk) for chunk in chunks(_cut(asked, run, file.whole_chunks()), cap))
+        ended = _ended(done)
         file.finish(done)
-    return done
+        if retry_refused and refused:
+            keys = {one.key for one in refused}
+            once = [(question, n) for question in asked for n in range(run.k) if (question.id, n) in keys]
+            again = {(one.question, one.sample): one for one in next(chunks([once], RefusalCap(1.0)))}
+            done = [again.get((one.question, one.sample), one) for one in done]
+            ended = _ended(done)
+            file.amend(done)
+    return ended
 
 
-def _standing(done: Sequence[Prediction], asked: Sequence[Question], run: Run) -> tuple[int, int, int]:
-    return len(done), len(asked) * run.k, sum(map(is_correct, done))
+def _ended(outcomes: Sequence[R | Refusal], warn: bool = False) -> list[R]:
+    """The records among the outcomes, of which there must be one."""
+    records, refused = parted(outcomes)
+    RefusalCap.check_some(len(records), refused)
+    if warn and refused:
+        warnings.warn(f"{len(refused)} of {len(outcomes)} requests were refused: {told(refused)}", stacklevel=4)
+    return records
+
+
+def _right(progress: Progress) -> Callable[[list[Prediction], int], None]:
+    return lambda done, total: progress(len(done), total, sum(map(is_correct, done)))
 
 
 class _Reader(Protocol):
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]: ...
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> Sequence[Answer | Refusal]: ...
 
 
 def _reader(engine: Engine, questions: Sequence[Question], run: Run) -> _Reader:
@@ -236,10 +275,16 @@ def _check_labels(engine: Engine, questions: Sequence[Question]) -> None:
             check_labels(tokenizer, labels)
 
 
-def _generate(engine: Engine, questions: Sequence[Question], run: Run) -> list[Generation]:
-    """The generations of a chunk, in the order of its questions and samples."""
-    requests = [_request(question, sample, run) for question in questions for sample in range(run.k)]
-    found = {generation.key: generation for generation in engine.generate(requests)}
+def _generate(engine: Engine, asked: Sequence[Asked], run: Run, cap: RefusalCap) -> list[Generation | Refusal]:
+    """What the engine gives for a chunk of (question, sample), in the order in which they are given."""
+    requests = [_request(question, sample, run) for question, sample in asked]
+    found: dict[Key, Generation | Refusal] = {}
+    for outcome in engine.generate(requests):
+        found[outcome.key] = outcome
+        if isinstance(outcome, Refusal):
+            cap.refused(outcome)
+        else:
+            cap.answered(outcome.key)
     missing = [request for request in requests if request.key not in found]
     if missing:
         raise RuntimeError(f"{engine.name}: question {missing[0].question} sample {missing[0].sample} never came")
@@ -247,12 +292,15 @@ def _generate(engine: Engine, questions: Sequence[Question], run: Run) -> list[G
 
 
 def _read(
-    reader: _Reader, questions: Sequence[Question], generations: Sequence[Generation], run: Run
-) -> list[Prediction]:
-    by_id = {question.id: question for question in questions}
-    pairs = [(by_id[generation.question], generation) for generation in generations]
-    answers = reader.answers(pairs)
-    return [_prediction(*pair, answer, run) for pair, answer in zip(pairs, answers, strict=True)]
+    reader: _Reader, asked: Sequence[Asked], outcomes: Sequence[Generation | Refusal], run: Run, cap: RefusalCap
+) -> list[Prediction | Refusal]:
+    """The predictions of a chunk; refusals stay where they are."""
+    pairs = [(one[0], out) for one, out in zip(asked, outcomes, strict=True) if isinstance(out, Generation)]
+    answers = iter(reader.answers(pairs))
+    return [
+        outcome if isinstance(outcome, Refusal) else _prediction(question, outcome, next(answers), run, cap)
+        for (question, _), outcome in zip(asked, outcomes, strict=True)
+    ]
 
 
 def _request(question: Question, sample: int, run: Run) -> Request:
@@ -267,7 +315,12 @@ def _request(question: Question, sample: int, run: Run) -> Request:
     )
 
 
-def _prediction(question: Question, generation: Generation, answer: Answer, run: Run) -> Prediction:
+def _prediction(
+    question: Question, generation: Generation, answer: Answer | Refusal, run: Run, cap: RefusalCap
+) -> Prediction | Refusal:
+    if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
+        cap.refused(answer)
+        return answer
     return Prediction(
         question=question.id,
         task=question.task,

@@ -17,7 +17,7 @@ from catto.engines.server import ServerEngine, ServerError
 from catto.evaluation.answers import Answer
 from catto.evaluation.fallback import close
 from catto.prompts import messages, parse_answer
-from catto.records import Question
+from catto.records import Question, Refusal
 
 
 class ServerReader:
@@ -34,14 +34,17 @@ class ServerReader:
             warnings.warn(f"{engine.model}: {line}", stacklevel=2)
         self._continues = abilities.continues
 
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
-        """The answer of every response, those without one by constrained continuation."""
-        free = [_free(question, generation) for question, generation in pairs]
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
+        """The answer of every response, those without one by constrained continuation.
+
+        A response whose label has no readable log-probability is refused, and so is one whose continuation was.
+        """
+        free = [_read(question, generation) for question, generation in pairs]
         open_pairs = [pair for pair, answer in zip(pairs, free, strict=True) if answer is None]
         closed = iter(self._constrained(open_pairs))
         return [answer if answer is not None else next(closed) for answer in free]
 
-    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
+    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
         if not self._continues:
             return [Answer(None, "fallback", 0.0, None, None) for _ in pairs]
         begun = []
@@ -49,7 +52,21 @@ class ServerReader:
             keep, ending = close(generation.text)
             begun.append((messages(question, reasoning=self.reasoning), generation.text[:keep] + ending))
         tops = next_tokens(self.engine, begun)
-        return [_best(question.labels, found) for (question, _), found in zip(pairs, tops, strict=True)]
+        return [
+            _refused(generation, found.refused) if isinstance(found, Refusal) else _best(question.labels, found)
+            for (question, generation), found in zip(pairs, tops, strict=True)
+        ]
+
+
+def _refused(generation: Generation, why: str) -> Refusal:
+    return Refusal(refused=why, question=generation.question, sample=generation.sample)
+
+
+def _read(question: Question, generation: Generation) -> Answer | Refusal | None:
+    try:
+        return _free(question, generation)
+    except ServerError as error:
+        return _refused(generation, str(error))
 
 
 def _free(question: Question, generation: Generation) -> Answer | None:
@@ -82,10 +99,7 @@ def _place(generation: Generation, span: tuple[int, int]) -> _Place:
         if begin <= span[0] < end:
             return _Place(token, tops, token[: span[0] - begin], token[span[1] - begin :] if end > span[1] else "")
         begin = end
-    raise ServerError(
-        f"question {generation.question} sample {generation.sample}: the log-probabilities do not reach the label, "
-        f"or their tokens do not add up to the text"
-    )
+    raise ServerError("the log-probabilities do not reach the label, or their tokens do not add up to the text")
 
 
 def label_logprobs(

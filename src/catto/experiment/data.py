@@ -12,7 +12,7 @@ from catto.records import Manifest, Question, Split, library_versions, read_reco
 from catto.tasks import TASKS, Task, from_file, load
 from catto.tasks.witnesses import generate
 from catto.teacher import ask, write_rows
-from catto.teacher.collect import GENERATIONS
+from catto.teacher.store import GENERATIONS
 
 WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
 

@@ -153,9 +153,9 @@ def finish(root: Path, stage: Stage, told: Mapping[str, Any]) -> None:
         left.unlink()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in TOLD]
     files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _digest(path)] for path in sorted(paths)}
-    write(
-        folder / DONE, {**told, "name": stage.name, "key": stage.key, "content": content(root, stage), "files": files}
-    )
+    needs = {role: need.key for role, need in stage.needs.items()}
+    named = {"name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
+    write(folder / DONE, {**told, **named, "files": files})
     folder.rename(place(root, stage))
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
+from catto.engines.refusals import RefusalCap
 from catto.prompts import messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import (
@@ -22,6 +23,7 @@ from catto.records import (
     Message,
     Question,
     Record,
+    Refusal,
     Response,
     content_hash,
     library_versions,
@@ -33,11 +35,21 @@ from catto.records import (
 )
 from catto.teacher.rows import Answered, grouped, outcome_rows, preference_rows, sft_rows
 from catto.teacher.sources import Source, StoredResponses, open_source
-from catto.teacher.store import OTHER_RECIPE, PartFile, index, locked
+from catto.teacher.store import (
+    GENERATIONS,
+    OTHER_RECIPE,
+    PART,
+    REFUSED,
+    PartFile,
+    forget_refusals,
+    index,
+    locked,
+    refusals,
+)
 from catto.teacher.summary import Estimate, Yield, estimate, summarise
 
 Progress = Callable[[int, int], None]
-GENERATIONS, PART, RESPONSES = "generations.jsonl", "generations.part.jsonl", "responses.jsonl"
+RESPONSES = "responses.jsonl"
 Kind = Literal["sft", "preferences", "outcome"]
 ROWS: dict[Kind, Callable[[Iterable[Answered], TeacherSettings], Iterator[Record]]] = {
     "sft": sft_rows,
@@ -52,13 +64,15 @@ def teach(
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
+    *,
+    retry_refused: bool = False,
 ) -> Yield:
     """Ask for n responses to every training question and write the rows made of them, all in `out`.
 
     `ask`, then `write_rows`. `progress(done, total)` counts responses.
     """
     training = training_questions(questions)
-    ask(training, source, settings, out, progress)
+    ask(training, source, settings, out, progress, retry_refused=retry_refused)
     return write_rows(training, settings, out / GENERATIONS, out)
 
 
@@ -68,15 +82,22 @@ def ask(
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
+    *,
+    retry_refused: bool = False,
 ) -> None:
     """Collect n responses to every training question, unread, into `out`/generations.jsonl with its manifest.
 
     A killed run goes on from generations.part.jsonl and asks only for what is missing; a finished one asks nothing.
     `source` None: the one that the settings name, opened only if something is to be asked.
+
+    Requests that the server refuses for good go into refused.jsonl with the reason and are left out; `retry_refused`
+    asks them again. Too many of them (`settings.max_refused`) raise ServerError.
     """
     training = training_questions(questions)
     with locked(out):
         recipe = recipe_hash(training, source, settings)
+        if retry_refused:
+            forget_refusals(out)
         if not _finished(out / GENERATIONS, recipe):
             _collect(training, source or open_source(settings, training), settings, out, recipe, progress)
         (out / PART).unlink(missing_ok=True)
@@ -99,22 +120,30 @@ def write_rows(
         if not _same(out / RESPONSES, recipe):
             _write_responses(training, settings, generations, out / RESPONSES, recipe)
         rows: dict[str, int] = {kind: _write_rows(kind, training, settings, out, recipe) for kind in kinds}
-        return summarise(training, _answered(training, out), settings, rows)
+        return summarise(training, _answered(training, out), settings, rows, refusals(generations.parent))
 
 
 def dry_run(
-    questions: Iterable[Question], source: Source | None, settings: TeacherSettings, out: Path | None = None
+    questions: Iterable[Question],
+    source: Source | None,
+    settings: TeacherSettings,
+    out: Path | None = None,
+    *,
+    retry_refused: bool = False,
 ) -> Estimate:
     """Count what `ask` would still ask, without asking or writing."""
     training = training_questions(questions)
     recipe = recipe_hash(training, source, settings)
+    keys: set[Key] = set()
+    refused: set[Key] = set()
     if out is not None and _finished(out / GENERATIONS, recipe):
-        keys: Iterable[Key] = _keys(training, settings)
+        refused = {refusal.key for refusal in refusals(out)}
+        keys = set(_keys(training, settings)) - refused
     elif out is not None and (out / PART).exists():
-        keys, _ = index(out / PART, recipe, set(_keys(training, settings)))
-    else:
-        keys = ()
-    return estimate(training, settings, Counter(question for question, _ in keys))
+        stored = index(out / PART, recipe, set(_keys(training, settings)))
+        keys, refused = set(stored.places), set(stored.refused)
+    refused = set() if retry_refused else refused
+    return estimate(training, settings, *(Counter(question for question, _ in part) for part in (keys, refused)))
 
 
 def training_questions(questions: Iterable[Question]) -> list[Question]:
@@ -206,25 +235,37 @@ def _collect(
     recipe: str,
     progress: Progress | None,
 ) -> None:
-    requests, counts = Requests(training, settings), Counter[str](generations=0, temperature_ignored=0)
+    requests = Requests(training, settings)
     with PartFile(out / PART, recipe, set(_keys(training, settings))) as part:
-        for generation in source.generate(requests, frozenset(part.places)):
-            part.append(generation)
+        cap = RefusalCap(settings.max_refused, part.places, part.refused)
+        for outcome in source.generate(requests, {*part.places, *part.refused}):
+            part.append(outcome)
+            if isinstance(outcome, Refusal):
+                cap.refused(outcome)
+            else:
+                cap.answered(outcome.key)
             if progress is not None:
-                progress(len(part.places), len(requests))
-        if len(part.places) < len(requests) and not isinstance(source, StoredResponses):
-            raise RuntimeError(f"{source.name}: {len(requests) - len(part.places)} requests were never answered")
-
-        def counted() -> Iterator[Generation]:
-            for generation in part.generations(_keys(training, settings)):
-                counts["generations"] += 1
-                counts["temperature_ignored"] += not generation.temperature_acts
-                yield generation
-
-        write_records(out / GENERATIONS, counted())
+                progress(part.stored, len(requests))
+        RefusalCap.check_some(len(part.places), part.refused.values())
+        if part.stored < len(requests) and not isinstance(source, StoredResponses):
+            raise RuntimeError(f"{source.name}: {len(requests) - part.stored} requests were never answered")
+        order = list(_keys(training, settings))
+        _write_refused([part.refused[key] for key in order if key in part.refused], out / REFUSED)
+        counts = {
+            "generations": write_records(out / GENERATIONS, part.generations(order)),
+            "refused": len(part.refused),
+        }
     # Whether temperature and seed of each response are those that were drawn for it.
     notes = {"source": source.name, "drawn": not isinstance(source, StoredResponses), **getattr(source, "notes", {})}
-    _manifest(out / GENERATIONS, "generations", dict(counts), settings, recipe, notes)
+    _manifest(out / GENERATIONS, "generations", counts, settings, recipe, notes)
+
+
+def _write_refused(refused: Sequence[Refusal], path: Path) -> None:
+    """Write what was refused; no file is nothing refused."""
+    if refused:
+        write_records(path, refused)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _response(question: Question, generation: Generation, settings: TeacherSettings, drawn: bool) -> Response:
@@ -255,20 +296,22 @@ def _write_responses(
     training: Sequence[Question], settings: TeacherSettings, generations: Path, path: Path, recipe: str
 ) -> None:
     by_id = {question.id: question for question in training}
-    notes = read_manifest(generations).notes
-    counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0)
+    made = read_manifest(generations)
+    counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0, other_model=0)
+    counts["refused"] = made.counts["refused"]
 
     def counted() -> Iterator[Response]:
         for generation in read_records(generations, Generation):
-            response = _response(by_id[generation.question], generation, settings, notes["drawn"])
+            response = _response(by_id[generation.question], generation, settings, made.notes["drawn"])
             counts["responses"] += 1
             counts["correct"] += response.correct
             counts["unparsed"] += response.label is None
             counts["temperature_ignored"] += not response.temperature_acts
+            counts["other_model"] += settings.source == "server" and response.model != settings.model
             yield response
 
     write_records(path, counted())
-    _manifest(path, "responses", dict(counts), settings, recipe, {**notes, "parser": VERSION})
+    _manifest(path, "responses", dict(counts), settings, recipe, {**made.notes, "parser": VERSION})
 
 
 def _manifest(
