@@ -14,7 +14,7 @@ from catto.report import paper
 from catto.report.headline import headline
 from catto.report.numbers import Versus
 from catto.report.render import csv_text, latex, markdown, terminal
-from catto.report.tables import Better, Entry, Table, marked
+from catto.report.tables import Entry, Table
 from catto.report.tables_more import all_tables
 from catto.report.tables_training import budget_note
 from report_world import HOSTILE, SMALL, measured
@@ -75,7 +75,8 @@ def test_a_printed_value_is_the_groups_mean_in_per_cent(tables: Tables) -> None:
             for column, entry in zip(table.columns, line.entries, strict=True):
                 group = numbers.groups[entry.group]
                 assert (group.method, group.task, group.budget) == (line.method, column.task, table.budget)
-                assert entry.text == f"{100 * group.metrics[column.metric].mean:.2f}"
+                mean = group.metrics[column.metric].mean
+                assert entry.text == (f"{mean:.4f}" if column.metric == "brier" else f"{100 * mean:.2f}")
 
 
 def test_confidence_at_k_prints_the_selection_rule(tables: Tables) -> None:
@@ -103,16 +104,28 @@ def test_the_papers_number_stands_beside_models_of_its_own_budget_only(tables: T
 
 
 @pytest.mark.parametrize(
-    ("difference", "p_value", "better", "mark"),
-    [(-0.1, 0.01, "lower", "*"), (0.1, 0.01, "lower", "†"), (0.1, 0.01, "higher", "*"), (-0.1, 0.06, "lower", "")],
+    ("difference", "p_value", "metric", "mark"),
+    [(-0.1, 0.01, "ece", "*"), (0.1, 0.01, "ece", "†"), (0.1, 0.01, "accuracy", "*"), (-0.1, 0.06, "ece", "")],
 )
 def test_marks_say_better_or_worse_only_where_significant(
-    difference: float, p_value: float, better: Better, mark: str
+    difference: float, p_value: float, metric: str, mark: str
 ) -> None:
     low, high = sorted((difference / 2, 2 * difference))
-    assert marked(Versus(difference=difference, low=low, high=high, p_value=p_value), better) == mark
-    assert marked(Versus(difference=difference, low=-0.9, high=0.9, p_value=p_value), better) == ""
-    assert marked(Versus(difference=-difference, low=low, high=high, p_value=p_value), better) == ""
+    found = Versus(difference=difference, low=low, high=high, p_value=0.001, p_corrected=p_value)
+    assert found.mark(metric) == mark
+    assert found.model_copy(update={"low": -0.9, "high": 0.9}).mark(metric) == ""
+    assert found.model_copy(update={"difference": -difference}).mark(metric) == ""
+    assert found.model_copy(update={"low": None, "high": None}).mark(metric) == ""
+    assert found.model_copy(update={"p_corrected": None}).mark(metric) == ""
+
+
+def test_a_difference_below_the_smallest_of_interest_gets_no_mark() -> None:
+    """0.08 points, every confidence moved one way, p as small as can be: nobody's difference. 0.5 points is one."""
+    sure = {"p_value": 0.001, "p_corrected": 0.004}
+    assert Versus(difference=-0.0008, low=-0.0012, high=-0.0004, **sure).mark("ece") == ""
+    assert Versus(difference=-0.0049, low=-0.006, high=-0.004, **sure).mark("ece") == ""
+    assert Versus(difference=-0.005, low=-0.006, high=-0.004, **sure).mark("ece") == "*"
+    assert Versus(difference=-0.004, low=-0.006, high=-0.002, **sure).mark("brier") == ""
 
 
 def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:
@@ -197,7 +210,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
     numbers = measured(SMALL).numbers
-    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p) for p in (0.001, 0.9))
+    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p, p_corrected=p) for p in (0.001, 0.9))
 
     def points(*budgets: str) -> tuple[str, ...]:
         groups = [

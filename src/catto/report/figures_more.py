@@ -92,7 +92,8 @@ def _reliability(shown: Sequence[Answered], numbers: Numbers) -> Figure:
 def _panel(one: Answered, numbers: Numbers) -> Panel:
     null = _record(one.cell, numbers).null
     band = NullBand(null.mean, null.low, null.high, numbers.level)
-    return Panel(method_title(one.cell.method), reliability(one.confidence, one.correct, numbers.bins), band)
+    bins = reliability(one.confidence, one.correct, numbers.bins)
+    return Panel(method_title(one.cell.method), bins, band, one.sources)
 
 
 def _histograms(shown: Sequence[Answered], bins: int) -> Figure:

@@ -8,7 +8,7 @@ from catto.methods import Budget
 from catto.records import Record
 
 # Raised when a number changes its meaning or the page its make: a report of another version is made again.
-VERSION = 3
+VERSION = 4
 
 
 class Training(Record):
@@ -34,7 +34,8 @@ class Cell(Record):
     seed: int
     predictions: str  # one line a test question
     candidates: str | None = None  # k sampled lines a test question
-    tau: float | None = None  # the temperature of scaling, or of the candidates
+    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
+    sampling_temperature: float | None = None  # at which the candidates were drawn
     training: Training | None = None
 
 
