@@ -18,7 +18,7 @@ from numpy.random import default_rng
 from numpy.typing import ArrayLike
 
 from catto.evaluation.binning import Bools, Floats, Ints, bin_edges, bin_index, checked, checked_confidence
-from catto.evaluation.statistics import Comparison, Interval, NullBand
+from catto.evaluation.statistics import ALPHA, Comparison, Interval, NullBand
 
 __all__ = ["Ranked", "Scored", "mean_difference", "mean_interval", "mean_null", "scored"]
 
@@ -188,15 +188,17 @@ def mean_difference(
 ) -> Comparison:
     """Compare two methods seed by seed on the same questions; the statistic is the mean over seeds of a less b.
 
-    Interval: bootstrap over questions. p-value: swap test over questions, with as many swaps as resamples unless given;
-    for one seed it is `compare`'s to the digit. Where the difference is undefined, so is the p-value.
+    Interval: bootstrap over questions. p-value: swap test over questions; for one seed it is `compare`'s to the digit.
+    Where the difference is undefined, so is the p-value. Where as many swaps as resamples give a p-value below ALPHA,
+    it is taken from `swaps` of them if those are more: a correction for many comparisons needs small p-values, and only
+    a test that may still show something needs the work. Stopping the others early can only lose differences.
     """
     joined, codes, questions = _joined(a, b)
     value_a, value_b = (float(np.mean([one.value() for one in side])) for side in (a, b))
     drawn = _drawn(questions, resamples, seed)
     draws = np.concatenate([_differences(joined, codes, times, np.ones_like(times)) for times in drawn])
     low, high = _quantiles(draws, level)
-    p_value = _swap_test(joined, codes, questions, abs(value_a - value_b), swaps or resamples, seed)
+    p_value = _swap_test(joined, codes, questions, abs(value_a - value_b), (resamples, swaps or 0), seed)
     return Comparison(value_a, value_b, value_a - value_b, low, high, level, p_value)
 
 
@@ -211,16 +213,20 @@ def _differences(joined: Sequence[Seed], codes: list[Ints], drawn: Floats, stay:
 
 
 def _swap_test(
-    joined: Sequence[Seed], codes: list[Ints], questions: int, observed: float, swaps: int, seed: int
+    joined: Sequence[Seed], codes: list[Ints], questions: int, observed: float, swaps: tuple[int, int], seed: int
 ) -> float:
+    """swaps: of every test, and of one that is below ALPHA after so many."""
     if np.isnan(observed):
         return float("nan")
-    rng, far = default_rng(seed), 0
-    for size in _chunks(swaps):
+    rng, far, done = default_rng(seed), 0, 0
+    for size in (*_chunks(swaps[0]), *_chunks(max(0, swaps[1] - swaps[0]))):
+        if done >= swaps[0] and (1 + far) / (1 + done) >= ALPHA:
+            break
         stay = (rng.random((size, questions)) >= 0.5).astype(np.float64)
         found = np.abs(_differences(joined, codes, np.ones((size, questions)), stay))
         far += int(np.sum(~(found < observed - 1e-12)))  # rounding must not break a tie; undefined counts as far
-    return (1 + far) / (1 + swaps)
+        done += size
+    return (1 + far) / (1 + done)
 
 
 def _joined(a: Sequence[Seed], b: Sequence[Seed]) -> tuple[list[Seed], list[Ints], int]:

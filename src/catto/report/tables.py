@@ -70,17 +70,17 @@ class Entry:
             found.append(f"null {' to '.join(map(self.printed, self.null))}")
         found += self.notes
         if self.versus is not None:
-            found.append(self._difference(self.versus))
+            found += self._difference(self.versus)
         return found
 
-    def _difference(self, versus: Versus) -> str:
-        ends = "" if versus.low is None or versus.high is None else self._ends(versus.low, versus.high)
+    def _difference(self, versus: Versus) -> list[str]:
         p = versus.p_corrected
         judged = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
-        return f"to DPO {self.printed(self.scale * versus.difference, signed=True)}{ends}{judged}"
-
-    def _ends(self, low: float, high: float) -> str:
-        return f" [{', '.join(self.printed(self.scale * end, signed=True) for end in (low, high))}]"
+        found = [f"to DPO {self.printed(self.scale * versus.difference, signed=True)}{judged}"]
+        if versus.low is not None and versus.high is not None:
+            ends = (self.printed(self.scale * end, signed=True) for end in (versus.low, versus.high))
+            found.append(f"[{', '.join(ends)}]")
+        return found
 
 
 EMPTY = Entry(None, "-")
