@@ -35,6 +35,7 @@ SHARPNESS = {
     "dpo+bce": 1.5,
     "dpo+catto": 1.6,
     "dpo+outcome": 0.0,
+    "dpo+outcome+ts": 0.1,
 }
 HIGH_RATE = 5e-6
 
