@@ -155,8 +155,8 @@ def selection_pictures(numbers: Numbers) -> list[Picture]:
             shown = [group for _, group in groups if group.task == task]
             title = f"Picking one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
             caption = (
-                "The oracle is right if any of the k answers is: an upper bound for every rule. Dashed: the accuracy of "
-                "the one greedy answer."
+                "The oracle is right if any of the k answers is: an upper bound for every rule. Red, the same at every "
+                "k: the one greedy answer."
             )
             name = stem(f"confidence-at-k-{task}", budget)
             inputs = content_hash([group.input for group in shown])
