@@ -42,8 +42,7 @@ COMPARED: tuple[Name, ...] = ("accuracy", "ece", "brier", "auroc")
 # Swaps a comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m) < 0.02.
 # With a fixed number of swaps nothing in a large table could be shown.
 SWAPS = 50
-# With a bootstrap interval; the others are slow (a smooth ECE takes a millisecond) and read beside these.
-WITH_INTERVAL = ("accuracy", "ece", "brier", "nll", "auroc")
+# Without a bootstrap interval: they are slow (a smooth ECE takes a millisecond) and read beside the others.
 VALUE_ONLY = ("mean_confidence", "debiased_ece", "smooth_ece", "aurc")
 
 Tick = Callable[[], None]
