@@ -155,7 +155,7 @@ def test_filters_hide_methods_tasks_and_budgets(page: Page) -> None:
     assert page.run(visible.format("#in .block")) == 1
     page.run(click.format("snli"))
     assert page.run(visible.format("#in [data-task=snli]")) == 0
-    assert page.run(visible.format("#in td[data-task=witnesses]")) == 2
+    assert page.run(visible.format("#in td[data-task=witnesses]")) == 4  # accuracy, ECE, Brier score, AUROC
     page.run("document.getElementById('all').click()")
     assert page.run(rows) == 2
 
