@@ -40,7 +40,7 @@ settings.load_profile("gate")
 
 
 def _no_constants(none: providers.Constants = providers._local_constants) -> providers.Constants:
-    """Hypothesis draws constants that it reads in the modules loaded so far: the order of tests would change examples."""
+    """Draw no constants from the source of the modules loaded so far: the order of tests would change the examples."""
     return none
 
 

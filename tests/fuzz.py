@@ -26,18 +26,18 @@ class StopInTime:
     """A plugin of pytest: no test starts after `until`, in seconds of the wall clock."""
 
     def __init__(self, until: float) -> None:
-        self.until = until
+        self.until, self.stopped, self.failed = until, False, False
 
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self.session = session
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= report.failed
 
-    def pytest_runtest_logfinish(self) -> None:
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         if time.time() > self.until:
-            self.session.shouldstop = "the time is up"
+            item.session.shouldstop, self.stopped = "the time is up", True
 
     def status(self, status: int) -> int:
         """An exit status that does not count a stop in time as a failure, nor hide one before it."""
-        return int(self.session.testsfailed > 0) if self.session.shouldstop == "the time is up" else status
+        return int(self.failed) if self.stopped else status
 
 
 def run_round(seed: int, until: float) -> int:

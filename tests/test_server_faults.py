@@ -77,7 +77,7 @@ def test_faults_of_both_kinds_draw_on_the_same_budget() -> None:
 
 
 def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the header the first retry comes within 0.5 s. What was asked of the event loop tells more than a clock."""
+    """Without the header the first retry comes within 0.5 s. The event loop, not the clock, tells how long it waits."""
     delays: list[float] = []
     later = asyncio.BaseEventLoop.call_later
 
