@@ -90,5 +90,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:
-        told = "; ".join(f"{count} for want of {reason}" for reason, count in reasons.most_common())
-        terminalreporter.write_line(f"{reasons.total()} tests skipped: {told}. `make test-all` skips none.")
+        told = "; ".join(f"{count} that need {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"Skipped: {told}. `make test-all` skips none.")
