@@ -138,7 +138,7 @@ class Page:
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
 
-    def wait(self, condition: str, seconds: float = 120.0) -> None:
+    def wait(self, condition: str, seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
         while not self.run(f"!!({condition})"):
             assert time.monotonic() < end, f"still not true: {condition}"

@@ -51,7 +51,7 @@ class Held:
 
 def kill_when_stored(process: subprocess.Popen[bytes], part: Path, goal: int, wait: float) -> None:
     """Kill the run a moment after it has stored `goal` responses."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not part.exists() or part.read_bytes().count(b"\n") - 1 < goal:  # less the header
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
