@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,22 +58,17 @@ def test_gradient_checkpointing_changes_nothing(sharing: bool) -> None:
     assert distance(kept.gradients, plain.gradients) < 1e-6
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes of 4 pairs each: the objectives in one launch, since importing torch takes longer than they do."""
     folder = tmp_path_factory.mktemp("two")
     common = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, **ONE_STEP}
     runs = [{"folder": str(folder / str(stream)), "stream": stream, **common} for stream in (False, True)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_free_port()}"]
+    # Standalone: the launcher binds a free port itself, so that no other process can take it in between.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launch, str(Path(train_run.__file__)), json.dumps(runs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("step 1") == 4
     return folder

@@ -21,14 +21,17 @@ from tiny import tiny_tokenizer
 
 
 class _Pace(TrainerCallback):
-    """Says each step and takes its time over it, so that a kill can land between and inside checkpoints."""
+    """Says each step and takes its time over it, so that a kill can land between and inside checkpoints.
+
+    A run with a pause does not take its last step: however late the kill comes, the run is there to be killed.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         print(f"step {state.global_step}", flush=True)
-        time.sleep(self.seconds)
+        time.sleep(600 if self.seconds and state.global_step == state.max_steps - 1 else self.seconds)
 
 
 def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -> Any:
