@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp_run
 import train_run
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
@@ -67,12 +68,12 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes of 4 pairs each: the objectives in one launch, since importing torch takes longer than they do."""
+    """Two processes of 4 pairs each: everything in one launch, since importing torch takes longer than all of it."""
     folder = tmp_path_factory.mktemp("two")
     common = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, **ONE_STEP}
     runs = [{"folder": str(folder / str(stream)), "stream": stream, **common} for stream in (False, True)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_free_port()}"]
-    command = [*launch, str(Path(train_run.__file__)), json.dumps(runs)]
+    command = [*launch, str(Path(train_run.__file__)), json.dumps(runs), str(folder / "fsdp.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -85,3 +86,13 @@ def test_two_processes_are_one(tmp_path: Path, two_processes: Path, stream: bool
     train_run.run(str(tmp_path), stream=stream, per_device_train_batch_size=8, **ONE_STEP)
     _assert_close(tmp_path, two_processes / str(stream))
     assert _moved(tmp_path) > 1e-3
+
+
+@pytest.mark.parametrize("layout", [fsdp_run.name(layout) for layout in fsdp_run.layouts()])
+def test_fsdp_gives_the_gradients_of_one_process(two_processes: Path, layout: str) -> None:
+    """Wherever FSDP2 puts the head. With all weights rounded to bf16 a gradient is within a few roundings."""
+    for rank in json.loads((two_processes / "fsdp.json").read_text()):
+        assert "error" not in rank[layout], rank[layout]["error"]
+        rounded = "all in bf16" in layout
+        assert rank[layout]["gradient"] < (0.05 if rounded else 1e-6)
+        assert rank[layout]["loss"] < (0.05 if rounded else 1e-6)

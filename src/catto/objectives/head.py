@@ -108,8 +108,7 @@ def token_stats(
         everything = bool(kept.all())
         rows = hidden.reshape(-1, hidden.shape[-1]) if everything else hidden[kept]
         *values, _ = _tiled(rows, targets[kept], None, head)
-    shaped = (None if v is None else v.view_as(targets) if everything else _spread(v, kept) for v in values)
-    return TokenStats(*shaped)  # type: ignore[arg-type]
+    return TokenStats(*(None if value is None else _shaped(value, kept, everything) for value in values))  # type: ignore[arg-type]
 
 
 def label_logprobs(
@@ -176,8 +175,10 @@ def _check(hidden: Tensor, targets: Tensor, head: Head) -> None:
         raise ValueError(f"extras {sorted(unknown)} are not among {', '.join(EXTRAS)}")
 
 
-def _spread(values: Tensor, kept: Tensor) -> Tensor:
+def _shaped(values: Tensor, kept: Tensor, everything: bool) -> Tensor:
     """Put the computed values (N,) back where `kept` (...) is true; 0 elsewhere."""
+    if everything:  # never a view without need: FSDP2 warns of a forward that returns one
+        return values if values.shape == kept.shape else values.view_as(kept)
     return values.new_zeros(kept.shape).masked_scatter(kept, values)
 
 
