@@ -69,7 +69,7 @@ def _spread(model: Any, devices: Devices) -> None:
                 devices.put(tensor, device)
 
             def move(_: Any, args: Any, kwargs: Any, device: torch.device = device) -> Any:
-                return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+                return tree_map_only(Tensor, lambda value: value.to(device), (args, kwargs))
 
             module.register_forward_pre_hook(move, with_kwargs=True)
 
@@ -86,7 +86,9 @@ def test_a_head_on_another_device_than_the_last_layer_gives_the_same_step(calibr
     for model in (trainer.model, trainer.ref_model):
         _spread(model, devices)
     with devices:
-        given = {name: devices.put(value, FIRST) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        given = {
+            name: devices.put(value, FIRST) if isinstance(value, Tensor) else value for name, value in inputs.items()
+        }
         loss = trainer.compute_loss(trainer.model, given)
         assert loss.device == FIRST
         loss.backward()

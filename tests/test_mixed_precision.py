@@ -149,7 +149,9 @@ class _Seen:
             assert float(ours.exp().sum(-1).max()) <= 1 + 1e-6
             torch.testing.assert_close(ours, dense.gather(-1, ids), rtol=0, atol=1e-5)
         for dense, stats, targets in (part for part in self.tokens if len(part[2])):
-            torch.testing.assert_close(stats.target.detach(), dense.gather(-1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                stats.target.detach(), dense.gather(-1, targets[:, None])[:, 0], rtol=0, atol=1e-5
+            )
             torch.testing.assert_close(stats.confidence.detach(), dense.exp().amax(-1), rtol=0, atol=1e-5)
             assert float(stats.confidence.detach().amax(0)) <= 1
 
@@ -188,7 +190,8 @@ def test_statistics_of_rcft_are_fp32_in_autocast(
         hook = network.lm_head.register_forward_pre_hook(lambda _, args: taken.append(args[0].detach()))
         messages = (Message(role="user", content="question the witness says"),)
         label = tuple(range(5, 9))
-        scores = TransformersEngine(network, tokenizer).score([Context(messages=messages, prefix=(), candidates=label)])[0]
+        context = Context(messages=messages, prefix=(), candidates=label)
+        (scores,) = TransformersEngine(network, tokenizer).score([context])
         hook.remove()
         with torch.inference_mode():
             dense = (taken[0].float().flatten() @ network.lm_head.weight.float().T).log_softmax(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -66,18 +67,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _launched(script: str, *arguments: str) -> str:
+    """Run a script of this folder in two processes; what it printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_free_port()}"]
+    command = [*launch, str(Path(__file__).with_name(script)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes of 4 pairs each: everything in one launch, since importing torch takes longer than all of it."""
     folder = tmp_path_factory.mktemp("two")
     common = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, **ONE_STEP}
     runs = [{"folder": str(folder / str(stream)), "stream": stream, **common} for stream in (False, True)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_free_port()}"]
-    command = [*launch, str(Path(train_run.__file__)), json.dumps(runs), str(folder / "fsdp.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("step 1") == 4
+    assert _launched("train_run.py", json.dumps(runs), str(folder / "fsdp.json")).count("step 1") == 4
     return folder
 
 
@@ -96,3 +102,12 @@ def test_fsdp_gives_the_gradients_of_one_process(two_processes: Path, layout: st
         rounded = "all in bf16" in layout
         assert rank[layout]["gradient"] < (0.05 if rounded else 1e-6)
         assert rank[layout]["loss"] < (0.05 if rounded else 1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
+def test_zero3_gives_the_gradients_of_one_process(tmp_path: Path) -> None:
+    """Tied and untied, padded and shared."""
+    _launched("zero3_run.py", str(tmp_path / "zero3.json"))
+    found = json.loads((tmp_path / "zero3.json").read_text())
+    assert len(found) == 4
+    assert max(found.values()) < 2e-6

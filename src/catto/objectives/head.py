@@ -146,7 +146,7 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     # A tied head is whole while the embedding's module holds it: gathering it here would cut it up under that module.
-    missing = [p for p in pieces.values() if p.ds_status != ZeroParamStatus.AVAILABLE]  # type: ignore[attr-defined]
+    missing = [p for p in pieces.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
     return GatheredParameters(missing) if missing else nullcontext()
 
 
@@ -190,7 +190,13 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, labels: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        targets: Tensor,
+        labels: Tensor,
+        head: Head,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.head = head

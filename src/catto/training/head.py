@@ -110,7 +110,8 @@ def _forward(
     def at(source: Tensor, device: torch.device) -> Tensor:
         """Hidden states (N, H) at (sequence, position), on the head's device: a device_map may split the two."""
         sequence, position = source.to(hidden.device).unbind(-1)
-        return hidden[sequence, position + offset].to(device)
+        rows: Tensor = hidden[sequence, position + offset].to(device)
+        return rows
 
     labels = None
     with whole_head(model) as head:
@@ -153,8 +154,8 @@ def whole_head(model: Any) -> Iterator[dict[str, Any]]:
     `DTensor.full_tensor` would not reduce it over the ranks.) A weight that is a DTensor still is one of tensor
     parallelism, of which every rank computes the same gradient. ZeRO-3's pieces are gathered by `token_stats`.
     """
-    layer = model.get_output_embeddings()
-    sharded = isinstance(layer, FSDPModule) and isinstance(layer.weight, DTensor)
+    layer: Any = model.get_output_embeddings()
+    sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
     if sharded:
         layer.unshard()
     weight, bias = layer.weight, getattr(layer, "bias", None)

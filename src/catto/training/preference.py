@@ -120,9 +120,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
-        theirs = self._precompute_model_hash
+        theirs = vars(self)["_precompute_model_hash"]
         if self._own_head:
-            self._precompute_model_hash = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())
+            ours = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())
+            self._precompute_model_hash: Any = ours
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
         finally:
