@@ -1,4 +1,7 @@
-"""Runs of training as a process of their own, to be killed or spread: `python train_run.py '[{"folder": ...}]'`."""
+"""Runs of training as a process of their own, to be killed or spread: `python train_run.py '[{"folder": ...}]'`.
+
+A second argument names the file for what `fsdp_run` finds in the same processes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+import fsdp_run
 import pairs
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
@@ -50,5 +54,7 @@ def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -
 if __name__ == "__main__":
     for options in json.loads(sys.argv[1]):
         run(**options)
+    if len(sys.argv) > 2:
+        fsdp_run.run(sys.argv[2])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
