@@ -39,6 +39,11 @@ class Example:
     label: Label
     correctness_rate: float = 1.0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.row.prompt) + len(self.row.completion)
+
     def before_label(self) -> Row:
         """The row up to the label: its last position predicts the label, and nothing after it is computed."""
         return Row(self.row.prompt, self.row.completion[: self.label.at])
@@ -47,7 +52,7 @@ class Example:
 def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
     """Tokenise completions, right or wrong; an open one (label None) counts as if it went on with a label."""
     made = [_example(tokenizer, row) for row in rows]
-    return fitting(made, max_length, lambda example: len(example.row.prompt) + len(example.row.completion))
+    return fitting(made, max_length, lambda example: example.tokens)
 
 
 def _example(tokenizer: Any, row: SftRow) -> Example:
