@@ -109,8 +109,8 @@ def test_where_the_label_is_read_long_rows_are_dropped_and_told(
     with caplog.at_level(logging.WARNING, "catto"):
         trainer = pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, rows=given, **options)
         assert [row["question"] for row in trainer.train_dataset] == ["q4", "q5", "q6", "q7"]
-    told = f"dropped 4 {'' if streamed else 'of 8 '}train rows {'so far, ' if streamed else ''}longer than {LIMIT} tokens"
-    assert told in caplog.text
+    told = "dropped 4 train rows so far, longer" if streamed else "dropped 4 of 8 train rows longer"
+    assert f"{told} than {LIMIT} tokens" in caplog.text
     trainer.train()
     assert trainer.state.global_step == 1
 
@@ -187,7 +187,7 @@ def test_evaluate_takes_its_arguments_by_position() -> None:
 
 def test_several_eval_datasets_measure_the_validation_examples_once() -> None:
     trainer = made(CATTOTrainer, CATTOConfig)
-    trainer.eval_dataset = {name: trainer.train_dataset for name in ("one", "two")}
+    trainer.eval_dataset = dict.fromkeys(("one", "two"), trainer.train_dataset)
     trainer.validation = examples(tiny_tokenizer(), pairs.sft_rows(4))
     found = trainer.evaluate()
     assert {"eval_one_loss", "eval_two_loss", "eval_val_ece"} <= set(found)
@@ -277,7 +277,8 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("calibration", "knob"), CONTRADICTIONS, ids=str)
 def test_a_knob_that_the_term_does_not_read_is_refused(calibration: str, knob: dict[str, Any]) -> None:
     ((name, value),) = knob.items()
-    with pytest.raises(ValueError, match=f"^{name} is {value!r} but calibration is '{calibration}': it acts with ") as error:
+    told = f"^{name} is {value!r} but calibration is '{calibration}': it acts with "
+    with pytest.raises(ValueError, match=told) as error:
         CATTOConfig(output_dir="x", bf16=False, calibration=calibration, **knob)
     assert "\n" not in str(error.value)
 

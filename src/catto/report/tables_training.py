@@ -53,13 +53,17 @@ def budget_note(results: Results, budget: Budget | None) -> str:
         mine = [training for cell, training in shown if cell.method == method and training.rows and training.epochs]
         if mine:
             pairs, epochs = (_range([getattr(one, name) for one in mine]) for name in ("rows", "epochs"))
-            groups.setdefault(f"{pairs} pairs, epochs: {epochs}", []).append(method_title(method))
+            kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in mine])
+            early = "" if kept == epochs else f", of which {kept} are kept"
+            groups.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(method))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in groups.items())
 
 
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def _range(values: Sequence[float | None]) -> str:
+    """The values from the lowest to the highest, with at most two decimals."""
+    known = [round(value, 2) for value in values if value is not None]
+    low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"
 
 
 def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
@@ -73,15 +77,19 @@ def _rate(method: str, task: str, budget: Budget | None, seed: int, rate: float 
     return Entry(rate, "-" if rate is None else f"{rate:g}", paper="" if known is None else f"{known:g}")
 
 
+EFFORT = {
+    "minutes": "Minutes",
+    "each": "ms a row and epoch",
+    "tokens": "Million tokens",
+    "kept": "Kept step",
+}
+
+
 def training_tables(results: Results) -> list[Table]:
-    """Minutes in all, milliseconds a row and epoch, and tokens; means over seeds."""
+    """Minutes in all, milliseconds a row and epoch, and tokens, means over seeds; the step that was kept."""
     trained = trained_cells(results)
     tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
-    columns = tuple(
-        Column(task_title(task), name, task, metric)
-        for task in tasks
-        for metric, name in (("minutes", "Minutes"), ("each", "ms a row and epoch"), ("tokens", "Million tokens"))
-    )
+    columns = tuple(Column(task_title(task), name, task, metric) for task in tasks for metric, name in EFFORT.items())
     lines = []
     for method, budget in trained_rows(trained):
         mine = [one for one in trained if (one[0].method, one[0].budget) == (method, budget)]
@@ -90,18 +98,30 @@ def training_tables(results: Results) -> list[Table]:
         lines.append(Line(method, _row_title(method, budget), method_group(method), entries))
     caption = (
         "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
-        "preference methods and a trace for supervised ones. paper: minutes on one A100."
+        "preference methods and a trace for supervised ones. Kept step: the one whose weights are tested, of all steps "
+        f"(keep: {results.recipe.get('keep', 'as trained')}). paper: minutes on one A100."
     )
     return [Table("training", "Training time and tokens", caption, columns, tuple(lines), None, "training")]
 
 
 def _effort(method: str, budget: Budget | None, column: Column, trainings: Sequence[Training]) -> Entry:
+    if column.metric == "kept":
+        return _kept(trainings)
     values = [value for training in trainings if (value := _effort_of(training, column.metric)) is not None]
     known = paper.minutes(method, column.task) if column.metric == "minutes" and budget != "matched" else None
     if not values:
         return EMPTY
     mean = sum(values) / len(values)
     return Entry(mean, f"{mean:.2f}", paper="" if known is None else f"{known:g}")
+
+
+def _kept(trainings: Sequence[Training]) -> Entry:
+    """Say which step was kept of how many, over the seeds."""
+    known = [one for one in trainings if one.kept_step is not None and one.steps]
+    if not known:
+        return EMPTY
+    kept, steps = _range([one.kept_step for one in known]), _range([one.steps for one in known])
+    return Entry(sum(one.kept_step or 0 for one in known) / len(known), f"{kept} of {steps}")
 
 
 def _effort_of(training: Training, metric: str) -> float | None:

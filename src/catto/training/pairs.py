@@ -15,6 +15,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from catto.labels import label_place
 from catto.training.batches import Row, padded
+from catto.training.rows import pair_tokens
 
 logger = logging.getLogger(__name__)
 KEY = "catto"  # our entry in a batch; TRL would hand unknown entries to the model, so it is taken out before
@@ -170,12 +171,10 @@ class Fits:
 
     def test(self, example: dict[str, Any]) -> bool:
         """Whether the pair fits."""
-        prompt = len(example["prompt_ids"])
-        if not self.whole:
-            return prompt < self.limit
-        return prompt + max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= self.limit
+        return pair_tokens(example) <= self.limit if self.whole else len(example["prompt_ids"]) < self.limit
 
     def __call__(self, example: dict[str, Any]) -> bool:
+        """Test a row of a stream and tell of it where it is dropped."""
         fits = self.test(example)
         if not fits:
             self.dropped += 1
@@ -203,7 +202,5 @@ def fitting_pairs(dataset: Any, fits: Fits) -> Any:
         return dataset
     long = sorted(set(range(len(dataset))) - set(kept))
     names = ", ".join(map(str, long[:20])) + (", ..." if len(long) > 20 else "")
-    logger.warning(
-        "dropped %d of %d %s rows %s: rows %s", len(long), len(dataset), fits.name, fits.reason, names
-    )
+    logger.warning("dropped %d of %d %s rows %s: rows %s", len(long), len(dataset), fits.name, fits.reason, names)
     return dataset.select(kept)

@@ -145,12 +145,12 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         loss, outputs = result if return_outputs else (result, None)
         if self.args.weight and (examples or not self._stream):  # the stream is for training: evaluation has none
             total = loss + self.calibration_weight * self._step_share(pairs) * self._term(policy, inputs).loss
-            loss = total if self.model.training else self._reported(loss, total)
+            loss = total if self.model.training else self._reported(loss, total, pairs)
         return self._checked((loss, outputs) if return_outputs else loss, pairs)
 
-    def _reported(self, loss: Any, total: Any) -> Any:
+    def _reported(self, loss: Any, total: Any, pairs: Pairs) -> Any:
         """`eval_loss` is TRL's; the total goes beside it, weighted over batches as Transformers weights that."""
-        self._checked(total, None)
+        self._checked(total, pairs)
         values = self.accelerator.gather_for_metrics(total.detach().repeat(self.args.eval_batch_size))
         self._metrics["eval"]["total_loss"].extend(values.tolist())
         return loss
@@ -166,7 +166,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """What brings a micro-batch's mean to its share of the mean over the step's pairs; 1 unless it is ragged."""
         if not self.model.training or not self._step_pairs:
             return 1.0
-        return pairs.size * self.current_gradient_accumulation_steps / self._step_pairs
+        return float(pairs.size * self.current_gradient_accumulation_steps / self._step_pairs)
 
     @property
     def calibration_weight(self) -> float:

@@ -7,7 +7,7 @@ the very text that it was trained on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -117,14 +117,24 @@ def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
     }
 
 
-def fitting(rows: list[Any], max_length: int | None, length: Any) -> list[Any]:
+def pair_tokens(columns: dict[str, Any]) -> int:
+    """Tokens of the longer of a pair's two sequences."""
+    return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
+
+
+def fitting(
+    rows: list[Any],
+    max_length: int | None,
+    length: Callable[[Any], int],
+    name: Callable[[Any], str] = lambda row: str(row.question),
+) -> list[Any]:
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
     if max_length is None:
         return rows
     long = [row for row in rows if length(row) > max_length]
     if long:
-        names = ", ".join(row.question for row in long[:5]) + (", ..." if len(long) > 5 else "")
+        names = ", ".join(map(name, long[:5])) + (", ..." if len(long) > 5 else "")
         logger.warning("dropped %d of %d rows longer than %d tokens: %s", len(long), len(rows), max_length, names)
-    if len(long) == len(rows):
+    if rows and len(long) == len(rows):
         raise ValueError(f"all {len(rows)} rows are longer than max_length {max_length}")
     return [row for row in rows if length(row) <= max_length]
