@@ -54,7 +54,7 @@ def budget_note(results: Results, budget: Budget | None) -> str:
         if mine:
             pairs, epochs = (_range([getattr(one, name) for one in mine]) for name in ("rows", "epochs"))
             kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in mine])
-            early = "" if kept == epochs else f", of which {kept} are kept"
+            early = "" if kept == epochs else f", kept after {kept}"
             groups.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(method))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in groups.items())
 
