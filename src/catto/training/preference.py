@@ -156,8 +156,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take the micro-batches of a step and count their pairs, over all processes."""
+        """Take the micro-batches of a step and, where a term reads it, count their pairs over all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not self.args.weight:
+            return batches, items
         pairs = torch.tensor([sum(len(batch["input_ids"]) for batch in batches) / 2], device=device)
         self._step_pairs = self.accelerator.gather(pairs).mean().item()
         return batches, items
