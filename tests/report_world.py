@@ -257,5 +257,7 @@ def _training(place: Place, draws: random.Random) -> Training | None:
         rows=rows,
         epochs=effort.epochs,
         steps=steps,
+        kept_step=steps if place.method != "dpo+catto" else steps // 2,
+        kept_epochs=effort.epochs if place.method != "dpo+catto" else effort.epochs / 2,
         history=history,
     )

@@ -14,6 +14,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 import pairs
+from catto.training.batches import Row
+from catto.training.pairs import take_pairs
 
 os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()
@@ -68,3 +70,17 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     scale = max(float(value.abs().max()) for value in theirs.values())
     assert scale > 0
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / scale
+
+
+def facts(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a batch says of each pair."""
+    found = take_pairs(batch)[1]
+    assert found is not None
+    return found.facts
+
+
+def rows(batch: dict[str, Any]) -> list[Row]:
+    """The token ids of a batch's rows, all chosen, then all rejected."""
+    found = take_pairs(batch)[1]
+    assert found is not None
+    return found.rows

@@ -65,6 +65,9 @@ def test_every_training_moved_its_model(finished: Finished) -> None:
         told = json.loads(path.read_text())
         assert told["steps"] > 0
         assert [entry["step"] for entry in told["history"]][-1] == told["steps"]
+        best = min(entry["val_nll"] for entry in told["history"])  # the recipe keeps by it, of equals the later
+        assert told["kept_step"] == [entry["step"] for entry in told["history"] if entry["val_nll"] == best][-1]
+        assert told["dropped"] in ({"rows": 0}, {"pairs": 0}, {"pairs": 0, "stream": 0})
 
 
 def test_the_log_of_a_training_has_what_its_trainer_logs(finished: Finished) -> None:
@@ -82,7 +85,7 @@ def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
         told[method] = json.loads(path.read_text())
     (folder,), (stream,) = finished.stages("dpo-*/model"), finished.stages("stream-*/outcome.jsonl")
     rows = examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
-    mean = sum(len(one.row.prompt) + len(one.row.completion) for one in rows) / len(rows)
+    mean = sum(len(one.row.prompt) + one.label.at for one in rows) / len(rows)  # nothing after the label is computed
     assert told["dpo"]["rows"] == told["dpo+outcome"]["rows"] == RECIPE["small_pairs"]
     beside = round(2 * RECIPE["small_pairs"] * mean)  # two rows of the stream a pair
     assert told["dpo+outcome"]["tokens"] - told["dpo"]["tokens"] == told["dpo"]["epochs"] * beside

@@ -17,7 +17,7 @@ from catto.training.config import CATTOConfig
 from catto.training.head import sharing_obstacle
 from catto.training.preference import CATTOTrainer
 from catto.training.rows import examples
-from steps import Step, distance, lora, made, step
+from steps import Step, distance, lora, made, rows, step
 from tiny import tiny_model, tiny_tokenizer
 
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -99,12 +99,12 @@ def _forwarded(result: Step) -> list[tuple[int, ...]]:
 
 
 def test_pairs_of_one_question_share_one_prompt_and_one_forward() -> None:
-    rows = [row.model_dump(mode="json") for row in pairs.preference_rows()]
-    one_question = Dataset.from_list([{**row, "prompt": rows[0]["prompt"]} for row in rows])
+    whole = [row.model_dump(mode="json") for row in pairs.preference_rows()]
+    one_question = Dataset.from_list([{**row, "prompt": whole[0]["prompt"]} for row in whole])
     shared, padded = _step(True, rows=one_question), _step(False, rows=one_question)
     _assert_equal(shared, padded)
-    prompt = len(shared.batch["catto"].rows[0].prompt)
-    tokens = sum(len(row.completion) for row in shared.batch["catto"].rows)
+    prompt = len(rows(shared.batch)[0].prompt)
+    tokens = sum(len(row.completion) for row in rows(shared.batch))
     assert _forwarded(shared) == [(1, prompt + tokens)]
     assert _forwarded(padded) == [tuple(padded.batch["input_ids"].shape)]
 

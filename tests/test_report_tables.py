@@ -150,10 +150,19 @@ def test_training_time_is_total_and_per_row_and_epoch(tables: Tables) -> None:
     assert [entry.text for entry in line.entries[:3]] == ["1.83", "110.00", "0.31"]
 
 
+def test_the_kept_step_stands_beside_all_steps(tables: Tables) -> None:
+    """500 pairs, 2 epochs, batches of 4: 250 steps, of which the made-up CATTO keeps the 125th."""
+    kept = {line.title: line.entries[3].text for line in tables["training"].lines}
+    assert tables["training"].columns[3].name == "Kept step"
+    assert kept["DPO (matched budget)"] == "250 of 250"
+    assert kept["DPO + CATTO"] == "125 of 250"
+
+
 def test_a_budget_is_told_as_it_was_trained() -> None:
     results = measured(SMALL).results
-    assert budget_note(results, "paper") == "DPO: 1,400 pairs, epochs: 6; DPO + CATTO: 500 pairs, epochs: 2"
-    assert budget_note(results, "matched") == "DPO, DPO + CATTO: 500 pairs, epochs: 2"
+    kept = "500 pairs, epochs: 2, kept after 1"
+    assert budget_note(results, "paper") == f"DPO: 1,400 pairs, epochs: 6; DPO + CATTO: {kept}"
+    assert budget_note(results, "matched") == f"DPO: 500 pairs, epochs: 2; DPO + CATTO: {kept}"
 
 
 def test_markdown_has_one_width_and_no_raw_markup(tables: Tables) -> None:

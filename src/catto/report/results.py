@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from catto.methods import Budget
 from catto.records import Record
 
@@ -17,9 +19,12 @@ class Training(Record):
     learning_rate: float | None = None
     seconds: float | None = None
     tokens: int | None = None
-    rows: int | None = None  # SFT rows or pairs
-    epochs: int | None = None
+    rows: int | None = None  # SFT rows or pairs that it was trained on
+    dropped: dict[str, int] = Field(default_factory=dict)  # rows, pairs, stream: too long for the context
+    epochs: float | None = None
     steps: int | None = None
+    kept_step: int | None = None  # the step whose weights were kept, and the epochs up to it
+    kept_epochs: float | None = None
     reward_accuracy: float | None = None  # share of pairs ordered as preferred, over the last quarter of the steps
     history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
 

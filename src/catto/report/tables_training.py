@@ -61,13 +61,17 @@ def budget_note(results: Results, budget: Budget | None) -> str:
         mine = [training for cell, training in shown if cell.method == name and training.rows and training.epochs]
         if mine:
             pairs, epochs = (_range([getattr(one, field) for one in mine]) for field in ("rows", "epochs"))
-            groups.setdefault(f"{pairs} pairs, epochs: {epochs}", []).append(method_title(name))
+            kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in mine])
+            early = "" if kept == epochs else f", kept after {kept}"
+            groups.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in groups.items())
 
 
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def _range(values: Sequence[float | None]) -> str:
+    """The values from the lowest to the highest, with at most two decimals."""
+    known = [round(value, 2) for value in values if value is not None]
+    low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"
 
 
 def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
@@ -84,15 +88,19 @@ def _rate(name: str, task: str, budget: Budget | None, seed: int, training: Trai
     return Entry(rate, "-" if rate is None else f"{rate:g}", paper=f"{printed:g}" if beside else "")
 
 
+EFFORT = {
+    "minutes": "Minutes",
+    "each": "ms a row and epoch",
+    "tokens": "Million tokens",
+    "kept": "Kept step",
+}
+
+
 def training_tables(results: Results) -> list[Table]:
-    """Minutes in all, milliseconds a row and epoch, and tokens; means over seeds."""
+    """Minutes in all, milliseconds a row and epoch, and tokens, means over seeds; the step that was kept."""
     trained = trained_cells(results)
     tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
-    columns = tuple(
-        Column(task_title(task), title, task, metric)
-        for task in tasks
-        for metric, title in (("minutes", "Minutes"), ("each", "ms a row and epoch"), ("tokens", "Million tokens"))
-    )
+    columns = tuple(Column(task_title(task), title, task, metric) for task in tasks for metric, title in EFFORT.items())
     lines = []
     for name, budget in trained_rows(trained):
         mine = [one for one in trained if (one[0].method, one[0].budget) == (name, budget)]
@@ -101,12 +109,15 @@ def training_tables(results: Results) -> list[Table]:
         lines.append(Line(name, _row_title(name, budget), method_group(name), entries))
     caption = (
         "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
-        "preference methods and a trace for supervised ones. paper: minutes on one A100, for the paper's budget."
+        "preference methods and a trace for supervised ones. Kept step: the one whose weights are tested, of all steps "
+        f"(keep: {results.recipe.get('keep', 'as trained')}). paper: minutes on one A100, for the paper's budget."
     )
     return [Table("training", "Training time and tokens", caption, columns, tuple(lines), None, "training")]
 
 
 def _effort(name: str, budget: Budget | None, column: Column, trainings: Sequence[Training]) -> Entry:
+    if column.metric == "kept":
+        return _kept(trainings)
     values = [value for training in trainings if (value := _effort_of(training, column.metric)) is not None]
     if not values:
         return EMPTY
@@ -114,6 +125,15 @@ def _effort(name: str, budget: Budget | None, column: Column, trainings: Sequenc
     same = all(paper.budget_is_the_papers(name, budget, training) for training in trainings)
     beside = column.metric == "minutes" and same and printed is not None
     return Entry(mean, f"{mean:.2f}", paper=f"{printed:g}" if beside else "")
+
+
+def _kept(trainings: Sequence[Training]) -> Entry:
+    """Say which step was kept of how many, over the seeds."""
+    known = [one for one in trainings if one.kept_step is not None and one.steps]
+    if not known:
+        return EMPTY
+    kept, steps = _range([one.kept_step for one in known]), _range([one.steps for one in known])
+    return Entry(sum(one.kept_step or 0 for one in known) / len(known), f"{kept} of {steps}")
 
 
 def _effort_of(training: Training, metric: str) -> float | None:
