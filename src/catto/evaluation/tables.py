@@ -90,7 +90,9 @@ class Table(Confidences):
     def unparsed_wrong(self) -> Self:
         """Count every answer that came from the fallback as wrong."""
         if self.fallback is None:
-            raise DataError(self.source, None, "no column 'source' with 'free' or 'fallback' to count unparsed rows by")
+            raise DataError(
+                self.source, None, "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
+            )
         return replace(self, correct=self.correct & ~self.fallback)
 
 
@@ -132,7 +134,7 @@ def _table(path: Path, columns: Mapping[str, Any]) -> Confidences:
 
 def _fallback(source: list[object] | None) -> Bools | None:
     """A foreign file may call something else `source`: the column is ours only if all its values are."""
-    if source is None or not set(source) <= {"free", "fallback"}:
+    if source is None or not set(source) <= {"free", "plain", "fallback"}:
         return None
     return np.fromiter((value == "fallback" for value in source), dtype=np.bool_, count=len(source))
 
