@@ -25,23 +25,10 @@ _ROOM = 300  # characters for them: a line longer than this and two option texts
 _END_MARKS = ".,;:!。、✅✓✔☑"
 _PAIRS = [
     *[(mark, mark) for mark in ("```", "***", "**", "__", "$$", "*", "_", "`", "$", '"', "'")],
-    *[
-        "\u201c\u201d",
-        "\u201e\u201c",
-        "\u2018\u2019",
-        "«»",
-        "\u2039\u203a",
-        "「」",
-        "『』",
-        "【】",
-        "《》",
-        "〈〉",
-        "()",
-        "[]",
-        "{}",
-    ],
+    *zip("\u201c\u201e\u2018«\u2039「『【《〈([{", "\u201d\u201c\u2019»\u203a」』】》〉)]}", strict=True),
     *[(r"\(", r"\)"), (r"\[", r"\]")],
 ]
+_OPENERS = frozenset(opening[0] for opening, _ in _PAIRS) | {"<"}
 _COMMAND = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|emph|underline) ?(?={)")
 _ELEMENT = re.compile(r"<(b|strong|i|em|u|code|p|span|div|mark|tt|label|final|option|choice|response|result)>")
 _FENCED = re.compile(r"(?:text|txt|plaintext|markdown|md|json|latex|tex|xml) ")
@@ -50,27 +37,28 @@ _MARKER = re.compile(r"(?:[*•>]|#{1,6}|-(?! \d)|->|=>|→) |[✅✓✔☑👉�
 _TOKEN = r"<\|[^<>|]{1,40}\|>|<(?:eos|bos|pad|turn|endoftext|end_of_turn|start_of_turn)>|\[/?inst\]"
 _FIRST_TOKEN = re.compile(rf"{_TOKEN}|<s>(?!.*</s>)")
 _LAST_TOKEN = re.compile(rf"(?:{_TOKEN}|<br ?/?>|</([a-z]\w{{0,20}})>)$")
-_TORN = tuple("</answer"[:length] for length in range(8, 0, -1))  # of the closing tag, where generation stopped in it
+_TORN = tuple("</answer"[:length] for length in range(2, 9))  # of the closing tag, where generation stopped in it
 
-_IS = r" (?:is|was|would be|should be|must be|will be|has to be)"
+_IS = r" (?:is|would be|should be|must be|will be|has to be)"
 _IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed))?"
 _MARK = r" ?(?:[:=]|(?:->|=>|→|[-\u2013\u2014])(?= ))"
 _THE = r"(?:(?:the|my|our|your) )?"
 _WHICH = r"(?:final|correct|right|best|true|proper|accurate|appropriate|suitable|logical|chosen|selected|predicted"
 _WHICH += r"|overall|likeliest|most (?:likely|appropriate|accurate|suitable|plausible)) "
 _MATTER = r"(?:relation(?:ship)?|classification|category|class|response|solution|conclusion|verdict|judge?ment|result"
-_MATTER += r"|prediction|inference|sentiment|stance|rating|score|grade|decision|selection|statement|claim|hypothesis)"
+_MATTER += r"|prediction|inference|sentiment|stance|rating|score|grade|decision|selection)"
 _ABOUT = r"(?: here| (?:to|for) (?:this|the) question"
 _ABOUT += r"| between (?:the )?(?:premise and (?:the )?hypothesis|(?:two )?(?:statements|sentences)))?"
 _CHOOSE = r"(?:choose|chose|pick|picked|select|selected|answer|say|go with|am going with|went with|opt for|vote for"
 _CHOOSE += r"|settle on|have chosen)"
 _OPENER = r"(?:so|thus|therefore|hence|then|ok|okay|finally|clearly|overall|in conclusion|in summary|to conclude"
-_OPENER += r"|(?:i|we) (?:think|believe|conclude|would say)(?: that)?|i['\u2019]d say|i(?: am|['\u2019]m) (?:sure|confident)(?: that)?),?"
+_OPENER += r"|(?:i|we) (?:think|believe|conclude|would say)(?: that)?|i['\u2019]d say"
+_OPENER += r"|i(?: am|['\u2019]m) (?:sure|confident)(?: that)?),?"
 # Leads that state an answer, wherever they stand.
 _STATING = [
     rf"{_THE}(?:{_WHICH})*(?:answer|ans|label){_ABOUT}(?:{_IS})?",
     rf"{_THE}(?:{_WHICH})+(?:option|choice|letter){_ABOUT}(?:{_IS})?",
-    rf"{_THE}(?:{_WHICH})*(?:option|choice|letter|{_MATTER}){_ABOUT}{_IS}",
+    rf"{_THE}(?:{_WHICH})*(?:option|choice|letter|statement|claim|hypothesis|{_MATTER}){_ABOUT}{_IS}",
     rf"{_THE}(?:{_WHICH})*{_MATTER}{_ABOUT}(?={_MARK})",
     rf"(?:i|we)(?: (?:would|will|shall|must|should|have to)|['\u2019]d|['\u2019]ll)? {_CHOOSE}",
     r"antwort|réponse|respuesta|risposta|resposta|ответ",
@@ -88,7 +76,7 @@ _CORRECT = re.compile(
     rf"{_IS} (?:(?:the )?(?:{_WHICH})*(?:answer|option|choice|label)|correct|right|the (?:best|correct|right) one)$"
 )
 # Between a label and its option's text: ") ", ". ", ": ", " - ", " "; a full stop or a dash needs white space after it.
-_BETWEEN = re.compile(r"[)\]]?(?:[.,;](?= )|:)?(?: ?(?:[-\u2013\u2014|=]|->|=>|→)(?= ))? ?")
+_BETWEEN = re.compile(r"[)\]]?(?:[.,;](?= )|:(?!\d))?(?: ?(?:[-\u2013\u2014|=]|->|=>|→)(?= ))? ?")
 _ARTICLE = re.compile(r"(?:an?|the) ")
 
 
@@ -264,7 +252,7 @@ class _Form:
 
     def _names_label(self, words: str) -> bool:
         """Whether a label stands among words that are no label here; the pronoun in "I choose" does not count."""
-        return any(word in self.known.folded and word != "i" for word in re.findall(r"\w+", words))
+        return any(word in self.known.folded and word != "i" for word in re.findall(r"[\w'\u2019]+", words))
 
     def _with_more(self, i: int, j: int, led: bool) -> Reading | None:
         """A label with its option's text before or after it, with "is correct", or with an article before it."""
@@ -341,21 +329,26 @@ def _layer(text: str, i: int, j: int) -> Span | None:
     """text[i:j] without its outermost layer of formatting; None where it has none."""
     if i >= j:
         return None
-    if text[j - 1] in _END_MARKS and text[j - 2 : j - 1] not in (".", "?"):
+    if text[j - 1] in _END_MARKS and text[j - 2 : j - 1] != "?" and not text.endswith("...", i, j):
         return i, j - 1
     head = _first_pair(text, i, j)
     if head is not None and head[1] == j:
         return head[0]
     if marker := _MARKER.match(text, i, j) or _FIRST_TOKEN.match(text, i, j):
         return marker.end(), j
-    last = _LAST_TOKEN.search(text, max(i, j - 64), j)
+    start = text.rfind("<" if text[j - 1] != "]" else "[", i, j)
+    if start < 0:
+        return None
+    last = _LAST_TOKEN.match(text, start, j)
     if last is not None and (last[1] is None or f"<{last[1]}>" not in text[i:j]):
         return i, last.start()
-    return next(((i, j - len(torn)) for torn in _TORN if text.endswith(torn, i, j)), None)
+    return (i, start) if text[start:j] in _TORN else None
 
 
 def _first_pair(text: str, i: int, j: int) -> tuple[Span, int] | None:
     """Inside and end of the pair of marks that opens at i: brackets, quotes, markdown, a LaTeX command, an element."""
+    if text[i : i + 1] not in _OPENERS:
+        return None
     if command := _COMMAND.match(text, i, j):
         i = command.end()
     if element := _ELEMENT.match(text, i, j):

@@ -161,7 +161,10 @@ def _search(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> tup
         raise _MisalignedError(
             f"{_name(tokenizer)}: the text of {len(ids)} tokens does not grow from its prefixes' texts"
         )
-    return index, _agreed(decoded(tokenizer, ids[:index]), goal)
+    before = decoded(tokenizer, ids[:index])
+    if not text.startswith(before.rstrip("\ufffd")):
+        raise _MisalignedError(f"{_name(tokenizer)}: token {index} of {len(ids)} changes the text before it")
+    return index, _agreed(before, goal)
 
 
 def _agreed(part: str, text: str) -> int:
@@ -303,8 +306,8 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
     start = len(whole) - len(text)
     if not (text and whole.endswith(text)):
         return _plain(tokenizer, text)
-    index, begin = token_at(tokenizer, ids, whole, start)
-    return ids[index:] if begin == start else _plain(tokenizer, text)
+    tokens = _tokens_at(tokenizer, ids, whole, start)
+    return ids[tokens.first :] if tokens.begin == start else _plain(tokenizer, text)
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

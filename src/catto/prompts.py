@@ -171,7 +171,7 @@ def _parsed(reasoning: str | None, found: Reading | None, source: Source, opened
 def _is_torn(text: str) -> bool:
     """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
     last = text.rpartition("\n")[2].strip()
-    return bool(last) and not any(last.endswith("</answer>"[:length]) for length in range(1, 9))
+    return bool(last) and not any(last.endswith("</answer>"[:length]) for length in range(2, 9))
 
 
 def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:

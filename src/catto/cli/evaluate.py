@@ -106,10 +106,17 @@ def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str
 
 
 def _show(path: Path) -> None:
-    """Print the table of `catto measure`, fallback rate and all."""
+    """Print the table of `catto measure`, fallback rate and all, and how the answers were read."""
     from catto.cli.measure import measure
+    from catto.records import read_manifest
 
     measure(path)
+    counts = read_manifest(path).counts
+    tagged = counts["predictions"] - counts["plain"] - counts["fallback"]
+    say(
+        f"Answers: {tagged} after <answer>, {counts['plain']} plain (stated without the tag), "
+        f"{counts['fallback']} forced (fallback)."
+    )
     say(f"Predictions: {path}")
 
 
