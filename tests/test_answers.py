@@ -246,7 +246,7 @@ BETWEEN += [
     "",
     "\x00",
     "\u200b",
-    "–",
+    "\u2013",
     " (",
 ]
 BETWEEN += [") ", "...", " is ", " is wrong, ", " is correct, ", "\nThe answer is ", " instead of ", "<", " is not "]

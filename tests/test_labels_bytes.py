@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine, prompt_ids
-from catto.evaluation.confidence import evaluate
+from catto.evaluation.confidence import evaluate, is_correct
+from catto.evaluation.tables import Table, read_table
 from catto.labels import check_labels, decoded, label_place, locate, opening
 from catto.prompts import completion, messages
-from catto.records import Option, Prediction, Question
+from catto.records import Option, Prediction, Question, read_manifest
 from tiny import tiny_model
 from tokenizer_kinds import byte_level, kinds, metaspace
 
@@ -231,3 +233,18 @@ def test_a_cut_response_is_not_read_in_its_last_line() -> None:
     assert [one.source for one in cut] == ["fallback", "fallback", "free", "free"]
     ended = predictions(tokenizer, ("A", "B"), texts)
     assert [one.source for one in ended] == ["plain", "free", "free", "free"]
+    assert [is_correct(one, "wrong") for one in ended] == [one.label == one.gold for one in ended]
+
+
+def test_plain_answers_are_counted_in_the_manifest_and_are_no_fallback(tmp_path: Path) -> None:
+    tokenizer = kinds()["byte-level"]
+    ids = [encode(tokenizer, text) for text in ("The answer is A.", "<answer>A</answer>", "so it is", "Answer: B")]
+    out = tmp_path / "p.jsonl"
+    evaluate(Scripted(tokenizer, ids), [question(("A", "B"), str(place)) for place in range(4)], out=out)
+    counts = read_manifest(out).counts
+    assert (counts["plain"], counts["fallback"], counts["predictions"]) == (2, 1, 4)
+    table = read_table(out, unparsed="wrong")
+    assert isinstance(table, Table)
+    assert table.fallback is not None
+    assert table.fallback.tolist() == [False, False, True, False]
+    assert table.correct.tolist() == [True, True, False, False]

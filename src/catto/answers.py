@@ -1,10 +1,10 @@
-r"""Which label an answer gives, by a closed list of written forms: the whole answer is one of them, or it is no answer.
+r"""Which label an answer gives, by a closed list of written forms.
 
-The text is normalised first: NFKC, case folded, invisible characters out, white space single. Then its formatting is
-taken off from the outside in (brackets, quotes, markdown, `\boxed{}`, a final full stop, special tokens), and at most
-two leads ("The correct answer is", "option"). What is left has to be a label, a label with its own option's text, or a
-label that "is correct". Nothing is searched for, so a second label, a negation or a word too many leaves no form.
-The table of forms is in docs/conventions.md.
+The whole answer has to be one of them, or it is no answer. The text is normalised first: NFKC, case folded, invisible
+characters out, white space single. Then its formatting is taken off from the outside in (brackets, quotes, markdown,
+`\boxed{}`, a final full stop, special tokens), and at most two leads ("The correct answer is", "option"). What is left
+has to be a label, a label with its own option's text, or a label that "is correct". Nothing is searched for, so a
+second label, a negation or a word too many leaves no form. The table of forms is in docs/conventions.md.
 """
 
 from __future__ import annotations

@@ -112,11 +112,9 @@ def _show(path: Path) -> None:
 
     measure(path)
     counts = read_manifest(path).counts
-    tagged = counts["predictions"] - counts["plain"] - counts["fallback"]
-    say(
-        f"Answers: {tagged} after <answer>, {counts['plain']} plain (stated without the tag), "
-        f"{counts['fallback']} forced (fallback)."
-    )
+    plain, forced = counts.get("plain", 0), counts["fallback"]
+    tagged = counts["predictions"] - plain - forced
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
     say(f"Predictions: {path}")
 
 

@@ -12,7 +12,6 @@ from catto.labels import Rest, locate
 from catto.prompts import messages
 from catto.records import Question
 
-
 Source = Literal["free", "plain", "fallback"]
 
 
