@@ -25,7 +25,7 @@ SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed":
 
 def place_of(text: str, ids: list[int], labels: tuple[str, ...]) -> tuple[list[int], dict[str, int]]:
     """Tokens before the label and each label's token, for this word-level vocabulary: a word may carry its space."""
-    span = parse(text, labels).span
+    span = parse(text, labels, cut=len(ids) == SAMPLED["max_tokens"]).span
     if span is None:
         keep, ending = close(text)
         return before(ids, keep) + encode(ending), {label: encode(label)[0] for label in labels}
@@ -43,7 +43,8 @@ def test_label_logprobs_are_those_of_a_dense_forward(
     asked = {question.id: question for question in questions(10, labels)}
     recording = Recording(model(), tokenizer(), batch_size=batch_size)
     predictions = evaluate(recording, asked.values(), **options)
-    assert {one.source for one in predictions} == ({"free", "fallback"} if options is SAMPLED else {"free"})
+    sources = {one.source for one in predictions}
+    assert {"free", "fallback"} <= sources if options is SAMPLED else sources == {"free"}
     for one in predictions:
         prefix, candidates = place_of(one.text, recording.ids[one.question, one.sample], labels)
         logits = dense_logits(asked[one.question], prefix)
@@ -107,16 +108,18 @@ def test_fallback_takes_the_best_label_and_never_renormalises() -> None:
 def test_the_label_is_the_parsers() -> None:
     asked = {question.id: question for question in questions(20)}
     for one in evaluate(engine(), asked.values(), **SAMPLED):
-        parsed = parse_answer(one.text, asked[one.question]).label
-        assert (one.source == "free") == (parsed is not None)
-        assert parsed in (None, one.label)
+        parsed = parse_answer(one.text, asked[one.question], cut=one.tokens == SAMPLED["max_tokens"])
+        assert one.source == (parsed.source or "fallback")
+        assert parsed.label in (None, one.label)
 
 
 def test_counting_fallbacks_as_wrong() -> None:
     predictions = evaluate(engine(), questions(20), **SAMPLED)
     right = [one for one in predictions if is_correct(one)]
-    assert {one.source for one in right} == {"free", "fallback"}
-    assert [one for one in predictions if is_correct(one, "wrong")] == [one for one in right if one.source == "free"]
+    assert {one.source for one in right} >= {"free", "fallback"}
+    assert [one for one in predictions if is_correct(one, "wrong")] == [
+        one for one in right if one.source != "fallback"
+    ]
 
 
 OPEN = "\n<answer>\n"

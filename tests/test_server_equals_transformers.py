@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -152,7 +153,7 @@ def test_a_servers_answer_without_tags_is_read_at_its_own_token() -> None:
     with serving(scripted("the answer is B")) as remote:
         found = evaluate(remote, questions(2))
     assert {(one.label, one.source) for one in found} == {("B", "plain")}
-    assert {one.confidence for one in found} == {pytest.approx(0.7788007830714049)}
+    assert [one.confidence for one in found] == pytest.approx([math.exp(-0.25)] * 2)
 
 
 @pytest.mark.parametrize("text", ["<answer>\nB\n</answer>", "the answer is B"])
@@ -160,8 +161,7 @@ def test_logprobs_that_do_not_belong_to_the_text_are_no_answer(text: str) -> Non
     with serving(scripted(text, torn=True)) as remote:
         found = evaluate(remote, questions(3))
     assert {one.source for one in found} == {"fallback"}
-    assert {one.label for one in found} <= set(LETTERS)
-    assert all(0 < one.confidence <= 1 for one in found)
+    assert {one.label for one in found} <= {*LETTERS, None}  # None: no label is among the best 20 after the opening
 
 
 def test_a_server_without_logprobs_is_told_at_the_start() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +98,11 @@ def test_nli_words_are_listed_in_an_order_of_the_questions_id_and_the_gold_is_th
 ) -> None:
     rows = [
         {"premise": f"p{n}", "hypothesis": "h", "label": n % 3, **({"uid": f"u{n}"} if task == "anli" else {})}
-        for n in range(240)
+        for n in range(242)
     ]
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    found = list(load(replace(TASKS[task], files={"train": path}, cut=None), "train"))
+    for split, part in (("train", rows[:240]), ("validation", rows[240:241]), ("test", rows[241:])):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
+    found = list(load(task, "train", files={split: tmp_path / f"{split}.jsonl" for split in SPLITS}))
     assert len(found) == 240
     for one in found:
         assert one.labels == tuple(WORDS[index] for index in permutation(one.id, 3))
