@@ -71,6 +71,15 @@ def locate(
     Nor does it where the tokens cannot tell which label it is: labels that differ as they are asked for may begin with
     one token in the case in which the model wrote them.
     """
+    try:
+        return _located(tokenizer, ids, labels, option_texts, cut)
+    except IndistinctLabelsError:
+        return None
+
+
+def _located(
+    tokenizer: Any, ids: Sequence[int], labels: Sequence[str], option_texts: Sequence[str] | None, cut: bool
+) -> Place | None:
     text = decoded(tokenizer, ids)
     parsed = parse(text, labels, option_texts, cut=cut)
     if parsed.label is None or parsed.span is None or parsed.source is None:
@@ -88,16 +97,13 @@ def locate(
         after=text[end : _agreed(reached, text)],
     )
     own = tuple(ids[tokens.first : tokens.last + 1])
-    try:
-        split = _candidates(tokenizer, tuple(labels), parsed.label, own, form)
-    except IndistinctLabelsError:
-        return None
+    split = _candidates(tokenizer, tuple(labels), parsed.label, own, form)
     return Place(parsed.label, tokens.first + split.shared, dict(split.candidates), split.rest, parsed.source)
 
 
 def label_place(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> tuple[int, tuple[int, ...]]:
     """Index of the label's token in a rendered completion's ids, and the K labels' tokens, in the order of `labels`."""
-    place = locate(tokenizer, ids, labels)
+    place = _located(tokenizer, ids, labels, None, False)
     if place is None:
         raise ValueError(f"no label among {', '.join(labels)} in the completion {decoded(tokenizer, ids)[-80:]!r}")
     missing = [label for label in labels if label not in place.candidates]
