@@ -106,10 +106,15 @@ def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str
 
 
 def _show(path: Path) -> None:
-    """Print the table of `catto measure`, fallback rate and all."""
+    """Print the table of `catto measure`, fallback rate and all, and how the answers were read."""
     from catto.cli.measure import measure
+    from catto.records import read_manifest
 
     measure(path)
+    counts = read_manifest(path).counts
+    plain, forced = counts.get("plain", 0), counts["fallback"]
+    tagged = counts["predictions"] - plain - forced
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
     say(f"Predictions: {path}")
 
 

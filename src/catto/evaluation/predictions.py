@@ -163,6 +163,7 @@ def _counts(predictions: Sequence[Prediction], questions: int) -> dict[str, int]
         "predictions": len(predictions),
         "questions": questions,
         "correct": sum(prediction.label == prediction.gold for prediction in predictions),
+        "plain": sum(prediction.source == "plain" for prediction in predictions),
         "fallback": sum(prediction.source == "fallback" for prediction in predictions),
         "without_label_logprobs": sum(prediction.label_logprobs is None for prediction in predictions),
     }

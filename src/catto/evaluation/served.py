@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from catto.engines import Generation
 from catto.engines.probing import next_tokens, probe
 from catto.engines.server import ServerEngine, ServerError
-from catto.evaluation.answers import Answer
+from catto.evaluation.answers import NO_ANSWER, Answer, Source
 from catto.evaluation.fallback import close
 from catto.prompts import messages, parse_answer
 from catto.records import Question
@@ -43,7 +43,7 @@ class ServerReader:
 
     def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
         if not self._continues:
-            return [Answer(None, "fallback", 0.0, None, None) for _ in pairs]
+            return [NO_ANSWER for _ in pairs]
         begun = []
         for question, generation in pairs:
             keep, ending = close(generation.text)
@@ -53,16 +53,16 @@ class ServerReader:
 
 
 def _free(question: Question, generation: Generation) -> Answer | None:
-    """The answer as it was written; None where there is none."""
-    parsed = parse_answer(generation.text, question)
-    if parsed.label is None or parsed.span is None:
+    """The answer as it was written; None where there is none, or no log-probability that belongs to it."""
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+    place = None if parsed.span is None else _place(generation, parsed.span)
+    if parsed.label is None or parsed.source is None or place is None:
         return None
-    place = _place(generation, parsed.span)
     tops = place.tops
     logprobs = label_logprobs(question.labels, tops, place.lead, place.after)
     # The token that was drawn, and not the likeliest beginning of the label, is the one that counts.
     logprobs[parsed.label] = tops[place.token]
-    return _answer(question.labels, parsed.label, "free", logprobs)
+    return _answer(question.labels, parsed.label, parsed.source, logprobs)
 
 
 class _Place(NamedTuple):
@@ -72,8 +72,11 @@ class _Place(NamedTuple):
     after: str  # and after it
 
 
-def _place(generation: Generation, span: tuple[int, int]) -> _Place:
-    """The token that holds the label's first character."""
+def _place(generation: Generation, span: tuple[int, int]) -> _Place | None:
+    """The token that holds the label's first character.
+
+    None where the log-probabilities do not reach it, or the tokens before it do not add up to the text.
+    """
     begin = 0
     for token, tops in generation.tops or ():
         end = begin + len(token)
@@ -82,10 +85,7 @@ def _place(generation: Generation, span: tuple[int, int]) -> _Place:
         if begin <= span[0] < end:
             return _Place(token, tops, token[: span[0] - begin], token[span[1] - begin :] if end > span[1] else "")
         begin = end
-    raise ServerError(
-        f"question {generation.question} sample {generation.sample}: the log-probabilities do not reach the label, "
-        f"or their tokens do not add up to the text"
-    )
+    return None
 
 
 def label_logprobs(
@@ -111,12 +111,10 @@ def _begins(token: str, lead: str, label: str) -> bool:
 def _best(labels: Sequence[str], tops: Mapping[str, float]) -> Answer:
     logprobs = label_logprobs(labels, tops)
     if not logprobs:
-        return Answer(None, "fallback", 0.0, None, None)
+        return NO_ANSWER
     return _answer(labels, max(logprobs, key=lambda label: logprobs[label]), "fallback", logprobs)
 
 
-def _answer(
-    labels: Sequence[str], label: str, source: Literal["free", "fallback"], logprobs: dict[str, float]
-) -> Answer:
+def _answer(labels: Sequence[str], label: str, source: Source, logprobs: dict[str, float]) -> Answer:
     complete = {name: logprobs[name] for name in labels} if set(labels) <= set(logprobs) else None
     return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, None)

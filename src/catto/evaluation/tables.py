@@ -105,7 +105,9 @@ class Table(Confidences):
         """Count every answer that came from the fallback as wrong."""
         fallback = self.fallback
         if fallback is None:
-            raise DataError(self.source, None, "no column 'source' with 'free' or 'fallback' to count unparsed rows by")
+            raise DataError(
+                self.source, None, "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
+            )
         return replace(self, correct=self.correct & ~fallback)
 
 

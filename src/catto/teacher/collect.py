@@ -173,7 +173,7 @@ def _collect(
 
 def _response(question: Question, generation: Generation, source: Source, settings: TeacherSettings) -> Response:
     """Read a generation's reasoning and label. Reasoning in the text goes before what the server returned apart."""
-    parsed = parse_answer(generation.text, question)
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     drawn = draw(settings, question.id, generation.sample)
     temperature, seed = drawn if not isinstance(source, StoredResponses) else (None, None)
     return Response(

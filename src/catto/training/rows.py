@@ -81,7 +81,8 @@ def _label(tokenizer: Any, row: SftRow | PreferenceRow, completion: Sequence[int
 def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]] | None:
     """Where the label stands in the last tokens; None where they do not hold the whole answer."""
     place = locate(tokenizer, tail, labels)
-    if place is None or any(label not in place.candidates for label in labels):
+    # Without its `<answer>` the tail of an answer may read as one that was written without tags.
+    if place is None or place.source != "free" or place.rest or any(label not in place.candidates for label in labels):
         return None
     return place.index, tuple(place.candidates[label] for label in labels)
 
