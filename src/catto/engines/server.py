@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import math
 import os
 import random
 import re
@@ -33,13 +34,13 @@ try:  # what the client speaks through: httpx2 from openai 3 on
 except ImportError:  # pragma: no cover
     import httpx  # type: ignore[import-not-found,no-redef]
 
-__all__ = ["ServerEngine", "ServerError", "back_off", "parted"]
+__all__ = ["ServerEngine", "ServerError", "back_off", "parted", "wished_wait"]
 
 # A key-less local server gets this in place of a key: the client insists on one.
 NO_KEY = "none"
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
 # Until the server has shown itself, connections are tried again for so many seconds: a dead address is told within 5.
-STARTING, CONNECTING = 2.0, 4.0
+STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MOST_BYTES = 256 * 2**20
 
@@ -51,7 +52,7 @@ _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
 
 
-class _Fault(Exception):
+class _FaultError(Exception):
     """A try that failed: why, whether another one may help and after how long, and whether all requests would fail."""
 
     def __init__(self, reason: str, *, again: bool, of_all: bool = False, wait: float | None = None) -> None:
@@ -62,10 +63,10 @@ class _Fault(Exception):
 class ServerEngine:
     """The generating half of the `Engine` protocol over HTTP.
 
-    `timeout` is the longest wait for a byte, `deadline` for a whole reply, its `max_retries` repeats included: 408, 409,
-    425, 429 with its Retry-After, 5xx, broken connections, replies without JSON, choices or content. `retries` counts
-    them. `top_logprobs` (at most 20) asks for the best candidates of every token. A user and password in `base_url` are
-    sent as basic authentication and shown nowhere.
+    `timeout` is the longest wait for a byte, `deadline` for a whole reply, its retries included. At most `max_retries`
+    follow 408, 409, 425, 429 with its Retry-After, 5xx, broken connections and unusable replies; `retries` counts them.
+    `top_logprobs` (at most 20) asks for the best candidates of every token. A user and password in `base_url` are sent
+    as basic authentication and shown nowhere.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class ServerEngine:
     async def _ask(self, client: openai.AsyncOpenAI, request: Request) -> Generation | Refusal:
         """Ask until there is a usable reply, no retry is left, or the deadline is over."""
         started, tries = time.monotonic(), 0
-        fault: _Fault | None = None
+        fault: _FaultError | None = None
         try:
             async with asyncio.timeout(self.deadline):
                 while True:
@@ -183,7 +184,7 @@ class ServerEngine:
                         reply = await self._post(client, request, tries)
                         self._in_a_row = 0
                         return self._generation(request, reply, time.monotonic() - started)
-                    except _Fault as error:
+                    except _FaultError as error:
                         fault = error
                     unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
                     if not fault.again or tries > self.max_retries or unreached:
@@ -192,7 +193,7 @@ class ServerEngine:
                     await asyncio.sleep(back_off(tries) if fault.wait is None else fault.wait)
         except TimeoutError:
             if fault is None or not fault.of_all:
-                fault = _Fault(f"no whole reply within {self.deadline:g} s, try {tries}", again=True)
+                fault = _FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True)
         self._in_a_row = self._in_a_row + 1 if fault.again else 0
         if fault.of_all or self._in_a_row >= ENOUGH:
             where = f"{self.place} question {request.question} sample {request.sample}"
@@ -200,7 +201,7 @@ class ServerEngine:
         return Refusal(refused=self._told(fault, request), question=request.question, sample=request.sample)
 
     async def _post(self, client: openai.AsyncOpenAI, request: Request, tries: int) -> Reply:
-        """Post once; whatever goes wrong is a `_Fault`."""
+        """Post once; whatever goes wrong is a `_FaultError`."""
         try:
             api = client.chat.completions.with_streaming_response
             async with api.create(**self._body(request)) as raw:
@@ -209,7 +210,7 @@ class ServerEngine:
                 async for block in raw.iter_bytes():
                     content += block
                     if len(content) > MOST_BYTES:
-                        raise _Fault(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
+                        raise _FaultError(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
         except openai.APIStatusError as error:
             self._reached = True
             raise self._status_fault(error, tries) from None
@@ -218,7 +219,7 @@ class ServerEngine:
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         except openai.OpenAIError as error:
-            raise _Fault(str(error), again=False, of_all=True) from None
+            raise _FaultError(str(error), again=False, of_all=True) from None
         return _usable(bytes(content), tries)
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -268,19 +269,22 @@ class ServerEngine:
         host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
         return f"{url.scheme}://{host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path}"
 
-    def _told(self, fault: _Fault, request: Request) -> str:
+    def _told(self, fault: _FaultError, request: Request) -> str:
         """Why it failed, in one line without secrets or prompt."""
         user, password = self._login or ("", "")
         secrets = [self._key() or "", _encoded(self._login) if self._login else "", password or user]
         return one_line(fault.reason, secrets, [message.content for message in request.messages])
 
-    def _status_fault(self, error: openai.APIStatusError, tries: int) -> _Fault:
+    def _status_fault(self, error: openai.APIStatusError, tries: int) -> _FaultError:
         """What an HTTP error says of the request and of the server."""
         status, said = error.status_code, _said(error)
         if status == 401:
             what = "was refused" if self._key() else "is not set"
-            return _Fault(f"401: the key in environment variable {self.api_key_env} {what}", again=False, of_all=True)
-        wait, header = _wait(error), error.response.headers.get("retry-after")
+            return _FaultError(
+                f"401: the key in environment variable {self.api_key_env} {what}", again=False, of_all=True
+            )
+        headers = error.response.headers
+        wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
         of_all = (
             status in OF_ALL
@@ -289,21 +293,21 @@ class ServerEngine:
             # An unknown model; a 404 of one request does not name it.
             or (status == 404 and _MODEL.search(said) is not None)
         )
-        wish = error.response.headers.get("x-should-retry")
+        wish = headers.get("x-should-retry")
         again = wish == "true" or (wish != "false" and (status in AGAIN or status >= 500))
         reason = f"{status} in try {tries}{f', Retry-After {header}' if header else ''}: {said}"
-        return _Fault(reason, again=again and not too_long, of_all=of_all, wait=wait)
+        return _FaultError(reason, again=again and not too_long, of_all=of_all, wait=wait)
 
-    def _connection_fault(self, cause: BaseException, tries: int) -> _Fault:
+    def _connection_fault(self, cause: BaseException, tries: int) -> _FaultError:
         """What a failed connection says; before the first reply of all, it says that there is no server."""
         kind, why = type(cause).__name__, f"{cause or type(cause).__name__}"
         if kind == "TooManyRedirects":
-            return _Fault(f"redirected without end in try {tries}", again=False, of_all=True)
+            return _FaultError(f"redirected without end in try {tries}", again=False, of_all=True)
         if kind in _UNREACHED or not (self._reached or isinstance(cause, httpx.ReadTimeout)):
-            return _Fault(f"no connection in try {tries}: {why}", again=True, of_all=True)
+            return _FaultError(f"no connection in try {tries}: {why}", again=True, of_all=True)
         if isinstance(cause, httpx.TimeoutException):
-            return _Fault(f"nothing came for {self.timeout:g} s in try {tries}", again=True)
-        return _Fault(f"the connection broke in try {tries}: {why}", again=True)
+            return _FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True)
+        return _FaultError(f"the connection broke in try {tries}: {why}", again=True)
 
 
 def parted(base_url: str) -> tuple[str, tuple[str, str] | None]:
@@ -332,12 +336,12 @@ def _usable(content: bytes, tries: int) -> Reply:
         reply = Reply.model_validate_json(content)
     except ValidationError as error:
         what = "HTML" if content.lstrip()[:1] == b"<" else first_problem(error)
-        raise _Fault(f"unusable reply in try {tries}: {what}", again=True) from None
+        raise _FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
     choice = reply.choices[0]
     if choice.finish_reason == "content_filter" and not choice.message.text:
-        raise _Fault("the reply was withheld: finish_reason content_filter", again=False)
+        raise _FaultError("the reply was withheld: finish_reason content_filter", again=False)
     if choice.message.is_empty:
-        raise _Fault(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
+        raise _FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
     return reply
 
 
@@ -350,24 +354,22 @@ def _said(error: openai.APIStatusError) -> str:
     return error.message if not isinstance(said, str) else f"{said} ({code})" if isinstance(code, str) else said
 
 
-def _wait(error: openai.APIStatusError) -> float | None:
-    """Seconds after which the server wants to be asked again: a number or a date."""
-    headers = error.response.headers
+def wished_wait(headers: Mapping[str, str]) -> float | None:
+    """Seconds after which a server wants to be asked again, from its headers; None where they say nothing usable.
+
+    Example:
+        >>> wished_wait({"retry-after": "20"})
+        20.0
+    """
+    wait = 0.0
     with contextlib.suppress(ValueError):
-        return float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else _seconds(headers)
-    return None
-
-
-def _seconds(headers: Mapping[str, str]) -> float | None:
-    given = headers.get("retry-after")
-    if given is None:
-        return None
-    wait = float(given) if given.replace(".", "", 1).isdecimal() else _until(given)
-    return wait if wait > 0 else None
-
-
-def _until(date: str) -> float:
-    return parsedate_to_datetime(date).timestamp() - time.time()
+        if "retry-after-ms" in headers:
+            wait = float(headers["retry-after-ms"]) / 1000
+        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
+            wait = float(given)
+        else:
+            wait = parsedate_to_datetime(given).timestamp() - time.time()
+    return wait if 0 < wait < math.inf else None
 
 
 def back_off(retry: int) -> float:

@@ -27,8 +27,8 @@ from catto.records import (
     first_problem,
     library_versions,
     manifest_path,
-    read_manifest,
     read_lines,
+    read_manifest,
     read_records,
     write_manifest,
     write_records,
@@ -81,16 +81,22 @@ class PredictionFile:
             return self
         self._file = self.part.open("ab")
         self._lock(self._file)
-        if not manifest_path(self.part).exists() and self.part.stat().st_size:
-            raise DataError(self.part, None, "has no manifest beside it: move it away")
-        if not manifest_path(self.part).exists() or self._is_empty_of_others():
-            self._file.truncate(0)
-            write_manifest(self.part, self._manifest({}))
-        self._file.truncate(self._whole_bytes())
+        try:
+            if self._is_anew():
+                self._file.truncate(0)
+                write_manifest(self.part, self._manifest({}))
+            self._file.truncate(self._whole_bytes())
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
-    def _is_empty_of_others(self) -> bool:
-        """Whether the unfinished file is another run's that stored no prediction; one that did is refused."""
+    def _is_anew(self) -> bool:
+        """Whether the unfinished file is new, or another run's that stored no prediction; one that did is refused."""
+        if not manifest_path(self.part).exists():
+            if self.part.stat().st_size:
+                raise DataError(self.part, None, "has no manifest beside it: move it away")
+            return True
         if read_manifest(self.part).recipe_hash == self.hash:
             return False
         with self.part.open("rb") as file:
@@ -151,7 +157,7 @@ class PredictionFile:
         have = {(one.question, one.sample) for one in found}
         refused = {one.key: one for one in refusals_of(self.path) if one.key not in have}
         rest = iter(found)
-        merged = [refused[key] if key in refused else next(rest, None) for key in self.keys] if refused else found
+        merged = [refused[key] if key in refused else next(rest, None) for key in self.keys]
         return [*(one for one in merged if one is not None), *rest]
 
     def whole_chunks(self) -> int:
