@@ -223,8 +223,8 @@ def test_too_large_a_share_stops_the_teacher_and_a_larger_limit_lets_it_go_on(tm
 
 
 def test_the_samples_of_one_filtered_question_are_one_refusal_of_the_share(tmp_path: Path) -> None:
-    """Of the first 20 requests 10 are refused, of the 22 questions one."""
-    with serve(refusing(1)) as server:
+    """Of the 22 questions one is refused, the last: its 10 samples would be more than a fifth."""
+    with serve(refusing(21)) as server:
         assert teach(questions(22), None, server_settings(server.url, n=10), tmp_path).refused == 10
 
 
