@@ -438,6 +438,15 @@ def test_too_large_a_share_stops_an_evaluation(tmp_path: Path) -> None:
         assert len(evaluated(server, tmp_path / "p.jsonl", count=40, max_refused=1.0)) == 26
 
 
+def test_an_evaluation_that_is_refused_everything_is_an_error(tmp_path: Path) -> None:
+    with (
+        serve(refusing(0, 1, 2, answer=answering)) as server,
+        pytest.raises(ServerError, match=r"^every request was refused, such as question q0 sample 0: 400 in try 1"),
+    ):
+        evaluated(server, tmp_path / "p.jsonl", count=3)
+    assert not (tmp_path / "p.jsonl").exists()
+
+
 def test_an_evaluation_without_a_file_warns_of_refusals() -> None:
     with (
         serve(refusing(2, answer=answering)) as server,
