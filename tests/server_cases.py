@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from catto.engines import Request
 from catto.engines.server import ServerEngine
-from catto.records import Message
+from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 
 
@@ -27,3 +27,11 @@ def engine(server: OpenAIServer, **more: object) -> ServerEngine:
 
 def by_seed(seen: Seen) -> Reply:
     return ok(chat(f"text {seen.body['seed']}"))
+
+
+def refused(server: OpenAIServer, **more: object) -> str:
+    """Why the one request is refused."""
+    (found,) = engine(server, **more).generate([request()])
+    assert isinstance(found, Refusal)
+    assert found.key == ("q", 0)
+    return found.refused

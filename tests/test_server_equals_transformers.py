@@ -133,8 +133,8 @@ def test_without_continuation_there_is_no_fallback_answer() -> None:
     assert {one.label_logprobs for one in there} == {None}
 
 
-def scripted(text: str, *, torn: bool = False) -> Callable[[Seen], Reply]:
-    """A server that says `text`, every token at -0.25; `torn`: the tokens do not add up to it. It continues as ever."""
+def scripted(text: str) -> Callable[[Seen], Reply]:
+    """A server that says `text`, every token at -0.25. It continues as ever."""
 
     def respond(seen: Seen) -> Reply:
         if seen.body["max_tokens"] == 1:
@@ -143,7 +143,7 @@ def scripted(text: str, *, torn: bool = False) -> Callable[[Seen], Reply]:
         rival = {"token": " A", "logprob": -2.0}
         entries = [{"token": token, "logprob": -0.25, "top_logprobs": [rival]} for token in tokens]
         payload = chat(text, model="tiny-answerer")
-        payload["choices"][0]["logprobs"] = {"content": entries[1:] if torn else entries}
+        payload["choices"][0]["logprobs"] = {"content": entries}
         return ok(payload)
 
     return respond
@@ -154,14 +154,6 @@ def test_a_servers_answer_without_tags_is_read_at_its_own_token() -> None:
         found = evaluate(remote, questions(2))
     assert {(one.label, one.source) for one in found} == {("B", "plain")}
     assert [one.confidence for one in found] == pytest.approx([math.exp(-0.25)] * 2)
-
-
-@pytest.mark.parametrize("text", ["<answer>\nB\n</answer>", "the answer is B"])
-def test_logprobs_that_do_not_belong_to_the_text_are_no_answer(text: str) -> None:
-    with serving(scripted(text, torn=True)) as remote:
-        found = evaluate(remote, questions(3))
-    assert {one.source for one in found} == {"fallback"}
-    assert {one.label for one in found} <= {*LETTERS, None}  # None: no label is among the best 20 after the opening
 
 
 def test_a_server_without_logprobs_is_told_at_the_start() -> None:

@@ -51,18 +51,24 @@ def evaluate(
     base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
     batch_size: Annotated[int, typer.Option(min=1, help="Responses at once.")] = 16,
+    deadline: Annotated[float, typer.Option(min=1.0, help="Server: seconds for a whole reply, with retries.")] = 1800.0,
+    max_refused: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Server: stop above this share of refused questions; 1: never.")
+    ] = 0.2,
+    retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run goes on there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
 
-    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it.
+    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Requests that a server
+    refuses for good are listed in predictions.refused.jsonl.
     """
     from catto.engines.server import ServerError
     from catto.evaluation.confidence import evaluate as run
 
     questions = _questions(task, split, n, split_seed, data_dir)
     try:
-        made = _engine(engine, model, base_url, api_key_env, batch_size)
+        made = _engine(engine, model, base_url, api_key_env, batch_size, deadline)
         with counting(len(questions) * k) as progress:
             run(
                 made,
@@ -74,6 +80,8 @@ def evaluate(
                 reasoning=reasoning,
                 out=out / "predictions.jsonl",
                 progress=progress,
+                retry_refused=retry_refused,
+                max_refused=max_refused,
             )
     except (ValueError, ServerError, ImportError) as error:
         refuse(str(error))
@@ -89,13 +97,22 @@ def _questions(task: str, split: Split, n: int | None, seed: int, data_dir: Path
         refuse(str(error))
 
 
-def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int) -> Engine:
+def _engine(
+    name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
+) -> Engine:
     if (base_url is None) == (name == "server"):
         refuse("--engine server needs --base-url, and no other engine takes it")
     if name == "server":
         from catto.engines.server import ServerEngine
 
-        return ServerEngine(str(base_url), model, api_key_env=api_key_env, concurrency=batch_size, top_logprobs=20)
+        return ServerEngine(
+            str(base_url),
+            model,
+            api_key_env=api_key_env,
+            concurrency=batch_size,
+            deadline=deadline,
+            top_logprobs=20,
+        )
     if name == "vllm":
         from catto.engines.vllm import VLLMEngine
 
@@ -106,15 +123,23 @@ def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str
 
 
 def _show(path: Path) -> None:
-    """Print the table of `catto measure`, fallback rate and all, and how the answers were read."""
+    """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
+    from catto.engines.refusals import told
+    from catto.evaluation.predictions import refusals_of
     from catto.records import read_manifest
 
     measure(path)
-    counts = read_manifest(path).counts
+    counts, refused = read_manifest(path).counts, refusals_of(path)
     plain, forced = counts.get("plain", 0), counts["fallback"]
     tagged = counts["predictions"] - plain - forced
     say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
+    if refused:
+        total = counts["predictions"] + len(refused)
+        say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({told(refused)}).")
+        say("--retry-refused asks them again.")
+    if counts.get("other_model"):
+        say(f"{counts['other_model']:,} replies came under another model name than was asked for.")
     say(f"Predictions: {path}")
 
 

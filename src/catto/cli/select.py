@@ -42,12 +42,14 @@ def select(
 
     With it stands how well confidence orders the samples of the same question, and how many had no readable answer.
     """
+    from catto.evaluation.predictions import refusals_of
     from catto.evaluation.selection import candidates, within_questions
     from catto.evaluation.selection import select as selected
     from catto.evaluation.sources import Sources
     from catto.records import Prediction, read_records
 
-    predictions = list(read_records(file, Prediction))
+    refused = {refusal.question for refusal in refusals_of(file)}
+    predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
     try:
         given = candidates(predictions, tau)
         found = [row for size in (*k, *(more or ())) for row in selected(given, size, seed=seed)]
@@ -60,6 +62,8 @@ def select(
     if counts.warning is not None:
         say(counts.warning)
     _show(file, found, counts)
+    if refused:
+        say(f"Left out: {len(refused):,} questions with refused requests.")
     say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, {counts.told()}.")
     say(_drawn_at(predictions, tau))
     say(_told(within, found[0].questions))

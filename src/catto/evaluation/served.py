@@ -17,7 +17,7 @@ from catto.engines.server import ServerEngine, ServerError
 from catto.evaluation.answers import NO_ANSWER, Answer, Source
 from catto.evaluation.fallback import close
 from catto.prompts import messages, parse_answer
-from catto.records import Question
+from catto.records import Question, Refusal
 
 
 class ServerReader:
@@ -34,14 +34,17 @@ class ServerReader:
             warnings.warn(f"{engine.model}: {line}", stacklevel=2)
         self._continues = abilities.continues
 
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
-        """The answer of every response, those without one by constrained continuation."""
-        free = [_free(question, generation) for question, generation in pairs]
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
+        """The answer of every response, those without one by constrained continuation.
+
+        A response whose label has no readable log-probability is refused, and so is one whose continuation was.
+        """
+        free = [_read(question, generation) for question, generation in pairs]
         open_pairs = [pair for pair, answer in zip(pairs, free, strict=True) if answer is None]
         closed = iter(self._constrained(open_pairs))
         return [answer if answer is not None else next(closed) for answer in free]
 
-    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
+    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
         if not self._continues:
             return [NO_ANSWER for _ in pairs]
         begun = []
@@ -49,15 +52,29 @@ class ServerReader:
             keep, ending = close(generation.text)
             begun.append((messages(question, reasoning=self.reasoning), generation.text[:keep] + ending))
         tops = next_tokens(self.engine, begun)
-        return [_best(question.labels, found) for (question, _), found in zip(pairs, tops, strict=True)]
+        return [
+            _refused(generation, found.refused) if isinstance(found, Refusal) else _best(question.labels, found)
+            for (question, generation), found in zip(pairs, tops, strict=True)
+        ]
+
+
+def _refused(generation: Generation, why: str) -> Refusal:
+    return Refusal(refused=why, question=generation.question, sample=generation.sample)
+
+
+def _read(question: Question, generation: Generation) -> Answer | Refusal | None:
+    try:
+        return _free(question, generation)
+    except ServerError as error:
+        return _refused(generation, str(error))
 
 
 def _free(question: Question, generation: Generation) -> Answer | None:
-    """The answer as it was written; None where there is none, or no log-probability that belongs to it."""
+    """The answer as it was written; None where there is none."""
     parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
-    place = None if parsed.span is None else _place(generation, parsed.span)
-    if parsed.label is None or parsed.source is None or place is None:
+    if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
+    place = _place(generation, parsed.span)
     tops = place.tops
     logprobs = label_logprobs(question.labels, tops, place.lead, place.after)
     # The token that was drawn, and not the likeliest beginning of the label, is the one that counts.
@@ -72,11 +89,8 @@ class _Place(NamedTuple):
     after: str  # and after it
 
 
-def _place(generation: Generation, span: tuple[int, int]) -> _Place | None:
-    """The token that holds the label's first character.
-
-    None where the log-probabilities do not reach it, or the tokens before it do not add up to the text.
-    """
+def _place(generation: Generation, span: tuple[int, int]) -> _Place:
+    """The token that holds the label's first character."""
     begin = 0
     for token, tops in generation.tops or ():
         end = begin + len(token)
@@ -85,7 +99,7 @@ def _place(generation: Generation, span: tuple[int, int]) -> _Place | None:
         if begin <= span[0] < end:
             return _Place(token, tops, token[: span[0] - begin], token[span[1] - begin :] if end > span[1] else "")
         begin = end
-    return None
+    raise ServerError("the log-probabilities do not reach the label, or their tokens do not add up to the text")
 
 
 def label_logprobs(
