@@ -35,6 +35,7 @@ SHARPNESS = {
     "dpo+bce": 1.5,
     "dpo+catto": 1.6,
     "dpo+outcome": 0.0,
+    "dpo+outcome+ts": 0.1,
 }
 HIGH_RATE = 5e-6
 
@@ -256,5 +257,7 @@ def _training(place: Place, draws: random.Random) -> Training | None:
         rows=rows,
         epochs=effort.epochs,
         steps=steps,
+        kept_step=steps if place.method != "dpo+catto" else steps // 2,
+        kept_epochs=effort.epochs if place.method != "dpo+catto" else effort.epochs / 2,
         history=history,
     )

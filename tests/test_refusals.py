@@ -18,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from catto.engines import Generation
 from catto.engines.refusals import RefusalCap, one_line, told
 from catto.engines.server import ServerEngine, ServerError
 from catto.evaluation.confidence import evaluate
@@ -223,8 +224,8 @@ def test_too_large_a_share_stops_the_teacher_and_a_larger_limit_lets_it_go_on(tm
 
 
 def test_the_samples_of_one_filtered_question_are_one_refusal_of_the_share(tmp_path: Path) -> None:
-    """Of the first 20 requests 10 are refused, of the 22 questions one."""
-    with serve(refusing(1)) as server:
+    """Of the 22 questions one is refused, the last: its 10 samples would be more than a fifth."""
+    with serve(refusing(21)) as server:
         assert teach(questions(22), None, server_settings(server.url, n=10), tmp_path).refused == 10
 
 
@@ -436,6 +437,15 @@ def test_too_large_a_share_stops_an_evaluation(tmp_path: Path) -> None:
         evaluated(server, tmp_path / "p.jsonl", count=40)
     with serve(bad) as server:
         assert len(evaluated(server, tmp_path / "p.jsonl", count=40, max_refused=1.0)) == 26
+
+
+def test_an_evaluation_that_is_refused_everything_is_an_error(tmp_path: Path) -> None:
+    with (
+        serve(refusing(0, 1, 2, answer=answering)) as server,
+        pytest.raises(ServerError, match=r"^every request was refused, such as question q0 sample 0: 400 in try 1"),
+    ):
+        evaluated(server, tmp_path / "p.jsonl", count=3)
+    assert not (tmp_path / "p.jsonl").exists()
 
 
 def test_an_evaluation_without_a_file_warns_of_refusals() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import socket
+import threading
 import time
 import traceback
 from email.utils import formatdate
+from typing import Any
 
 import pytest
 
@@ -92,16 +95,27 @@ def test_faults_of_both_kinds_draw_on_the_same_budget() -> None:
     assert len(server.seen) == 3
 
 
-def test_retry_after_is_respected() -> None:
-    """Without the header the first retry comes within 0.5 s."""
+def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the header the first retry comes within 0.5 s. The event loop, not the clock, tells how long it waits."""
+    delays: list[float] = []
+    later = asyncio.BaseEventLoop.call_later
+
+    def call_later(
+        loop: asyncio.BaseEventLoop, delay: float, call: Any, *rest: Any, **more: Any
+    ) -> asyncio.TimerHandle:
+        if call is asyncio.futures._set_result_unless_cancelled:  # type: ignore[attr-defined]  # a sleep
+            delays.append(delay)
+        return later(loop, delay, call, *rest, **more)
 
     def respond(seen: Seen) -> Reply:
         return error(429, headers=(("Retry-After", "1"),)) if seen.attempt == 0 else by_seed(seen)
 
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", call_later)
     with OpenAIServer(respond) as server:
         list(engine(server).generate([request()]))
     first, second = server.seen
-    assert 1.0 <= second.at - first.at < 2.0
+    assert second.at - first.at >= 1.0
+    assert [delay for delay in delays if delay > 0.1] == [1.0]
 
 
 def test_a_wait_longer_than_two_minutes_ends_the_run_and_is_told() -> None:
@@ -119,8 +133,15 @@ def test_back_off_doubles_to_a_limit_with_jitter_below() -> None:
 
 
 def test_a_silent_server_times_out() -> None:
-    with OpenAIServer(lambda seen: by_seed(seen)._replace(delay=0.6)) as server:
+    told = threading.Event()
+
+    def respond(seen: Seen) -> Reply:
+        told.wait(60)
+        return by_seed(seen)
+
+    with OpenAIServer(respond) as server:
         assert refused(server, timeout=0.2, max_retries=0) == "nothing came for 0.2 s in try 1"
+        told.set()
 
 
 def test_a_dead_address_is_one_line_within_five_seconds() -> None:
@@ -149,7 +170,7 @@ def test_an_address_that_never_answers_is_told_within_five_seconds(monkeypatch: 
         started = time.monotonic()
         with pytest.raises(ServerError, match="no connection in try 1"):
             list(ServerEngine(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "m").generate([request()]))
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 5
 
 
 def test_a_connection_lost_in_the_middle_of_a_run_is_tried_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +292,14 @@ def test_a_server_that_drips_for_ever_is_cut_off_at_the_deadline() -> None:
     started = time.monotonic()
     with OpenAIServer(lambda _: Reply(drip=0.05)) as server:
         assert refused(server, deadline=0.5) == "no whole reply within 0.5 s, try 1"
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_the_retries_share_the_deadline() -> None:
     started = time.monotonic()
     with OpenAIServer(lambda _: error(500)) as server:
         assert refused(server, deadline=0.8, max_retries=8) == "no whole reply within 0.8 s, try 2"
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 def test_twenty_requests_in_a_row_without_a_reply_end_the_run() -> None:
@@ -347,10 +368,15 @@ def test_what_is_no_address_is_refused_at_once_without_being_shown(url: str) -> 
 
 
 def test_what_is_in_flight_is_yielded_before_the_error_and_nothing_more_is_asked() -> None:
+    all_in, refused = threading.Barrier(4), threading.Event()
+
     def respond(seen: Seen) -> Reply:
+        all_in.wait(60)
         if seen.body["seed"] == 100:
+            refused.set()
             return error(403, "cannot")
-        return by_seed(seen)._replace(delay=0.3)
+        refused.wait(60)
+        return by_seed(seen)._replace(delay=1.0)  # by then the refusal has arrived
 
     found: list[int] = []
     with OpenAIServer(respond) as server, pytest.raises(ServerError, match="sample 0: 403 in try 1"):

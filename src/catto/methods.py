@@ -7,9 +7,10 @@ of them by a temperature: `method("dpo+outcome+ts")`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
 Stage = Literal["sft", "preference", "rcft", "scaling"]
@@ -18,6 +19,18 @@ Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome"]
 SCALED = "+ts"  # the suffix of a method's temperature scaling
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
+# Which calibration terms read which knob of `CATTOConfig`.
+_SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
+KNOBS: MappingProxyType[str, tuple[Calibration, ...]] = MappingProxyType(
+    {
+        "calibration_weight": (*_SURROGATE, "outcome"),
+        "reduce": _SURROGATE,
+        "detach_surrogate": _SURROGATE,
+        "calibrate_tokens": _SURROGATE,
+        "outcome_score": ("outcome",),
+        "outcome_rows_per_pair": ("outcome",),
+    }
+)
 # The learning rates among which a preference method's is chosen, by validation ECE.
 GRID = (5e-6, 5e-7)
 
@@ -113,6 +126,15 @@ def order(name: str) -> tuple[int, bool, str]:
     start = name.removesuffix(SCALED)
     names = list(METHODS)
     return names.index(start) if start in METHODS else len(names), name.endswith(SCALED), name
+
+
+def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the knobs that this term does not read: one block of settings serves methods of different terms.
+
+    >>> acting("none", {"beta": 0.2, "calibration_weight": 5.0})
+    {'beta': 0.2}
+    """
+    return {name: value for name, value in settings.items() if calibration in KNOBS.get(name, (calibration,))}
 
 
 def weight_of(calibration: Calibration, score: str = "brier") -> float:

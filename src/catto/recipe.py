@@ -200,7 +200,7 @@ class Recipe(Settings):
     small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
     seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     lr_choice: Literal["seed", "mean"] = "seed"
-    keep: Literal["val_accuracy", "val_ece", "val_nll"] = "val_accuracy"
+    keep: Literal["last", "val_accuracy", "val_nll", "val_ece"] = "val_accuracy"
     context: int = Field(default=2048, ge=16)
     prefix_sharing: bool = True
     teacher: TeacherSettings

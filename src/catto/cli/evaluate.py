@@ -124,7 +124,7 @@ def _engine(
 
 
 def _show(path: Path) -> None:
-    """Print the table of `catto measure`, fallback rate and all, and what is not in it."""
+    """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
     from catto.engines.refusals import told
     from catto.evaluation.predictions import refusals_of
@@ -132,6 +132,9 @@ def _show(path: Path) -> None:
 
     measure(path)
     counts, refused = read_manifest(path).counts, refusals_of(path)
+    plain, forced = counts.get("plain", 0), counts["fallback"]
+    tagged = counts["predictions"] - plain - forced
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
     if refused:
         total = counts["predictions"] + len(refused)
         say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({told(refused)}).")

@@ -1,7 +1,8 @@
 """Questions -> predictions: generate, find the label in the generated tokens, read its probability there.
 
 The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
-it was written. A response without an answer is closed and the most probable label taken there: `source` is `fallback`.
+it was written. `source` is `free` after `<answer>`, `plain` where a response without that tag states its answer. Where
+there is no answer the response is closed and the most probable label taken there: `source` is `fallback`.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def evaluate_model(
 
 def is_correct(prediction: Prediction, unparsed: Unparsed = "fallback") -> bool:
     """Whether the label is the gold one; `wrong` counts every fallback as wrong."""
-    return prediction.label == prediction.gold and (unparsed == "fallback" or prediction.source == "free")
+    return prediction.label == prediction.gold and (unparsed == "fallback" or prediction.source != "fallback")
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:

@@ -263,6 +263,7 @@ def _counts(records: Sequence[R], model: str) -> dict[str, int]:
         return counts
     return counts | {
         "correct": sum(prediction.label == prediction.gold for prediction in predictions),
+        "plain": sum(prediction.source == "plain" for prediction in predictions),
         "fallback": sum(prediction.source == "fallback" for prediction in predictions),
         "without_label_logprobs": sum(prediction.label_logprobs is None for prediction in predictions),
     }

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from catto.engines import Generation
 from catto.engines.probing import next_tokens, probe
 from catto.engines.server import ServerEngine, ServerError
-from catto.evaluation.answers import Answer
+from catto.evaluation.answers import NO_ANSWER, Answer, Source
 from catto.evaluation.fallback import close
 from catto.prompts import messages, parse_answer
 from catto.records import Question, Refusal
@@ -46,7 +46,7 @@ class ServerReader:
 
     def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
         if not self._continues:
-            return [Answer(None, "fallback", 0.0, None, None) for _ in pairs]
+            return [NO_ANSWER for _ in pairs]
         begun = []
         for question, generation in pairs:
             keep, ending = close(generation.text)
@@ -71,15 +71,15 @@ def _read(question: Question, generation: Generation) -> Answer | Refusal | None
 
 def _free(question: Question, generation: Generation) -> Answer | None:
     """The answer as it was written; None where there is none."""
-    parsed = parse_answer(generation.text, question)
-    if parsed.label is None or parsed.span is None:
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+    if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
     place = _place(generation, parsed.span)
     tops = place.tops
     logprobs = label_logprobs(question.labels, tops, place.lead, place.after)
     # The token that was drawn, and not the likeliest beginning of the label, is the one that counts.
     logprobs[parsed.label] = tops[place.token]
-    return _answer(question.labels, parsed.label, "free", logprobs)
+    return _answer(question.labels, parsed.label, parsed.source, logprobs)
 
 
 class _Place(NamedTuple):
@@ -125,12 +125,10 @@ def _begins(token: str, lead: str, label: str) -> bool:
 def _best(labels: Sequence[str], tops: Mapping[str, float]) -> Answer:
     logprobs = label_logprobs(labels, tops)
     if not logprobs:
-        return Answer(None, "fallback", 0.0, None, None)
+        return NO_ANSWER
     return _answer(labels, max(logprobs, key=lambda label: logprobs[label]), "fallback", logprobs)
 
 
-def _answer(
-    labels: Sequence[str], label: str, source: Literal["free", "fallback"], logprobs: dict[str, float]
-) -> Answer:
+def _answer(labels: Sequence[str], label: str, source: Source, logprobs: dict[str, float]) -> Answer:
     complete = {name: logprobs[name] for name in labels} if set(labels) <= set(logprobs) else None
     return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, None)

@@ -270,7 +270,7 @@ def _write_refused(refused: Sequence[Refusal], path: Path) -> None:
 
 def _response(question: Question, generation: Generation, settings: TeacherSettings, drawn: bool) -> Response:
     """Read a generation's reasoning and label. Reasoning in the text goes before what the server returned apart."""
-    parsed = parse_answer(generation.text, question)
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     temperature, seed = draw(settings, question.id, generation.sample) if drawn else (None, None)
     return Response(
         question=question.id,
