@@ -240,8 +240,9 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
     run(tmp_path, "ABB-", "BBAA", min_wrong=1)
     kept = (tmp_path / "generations.jsonl").read_bytes()
 
-    def generous(text: str, question: Question) -> Parsed:
-        return parse_answer(text, question) if "<answer>" in text else Parsed("r", "C", (0, 1))
+    def generous(text: str, question: Question, *, cut: bool = False) -> Parsed:
+        found = parse_answer(text, question, cut=cut)
+        return found if "<answer>" in text else found._replace(reasoning="r", label="C", span=(0, 1))
 
     monkeypatch.setattr("catto.teacher.collect.parse_answer", generous)
     nobody, settings = Scripted({}), TeacherSettings(n=4, min_wrong=1)

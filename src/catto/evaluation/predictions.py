@@ -165,7 +165,9 @@ class ChunkFile(Generic[R]):
         refused = {one.key: one for one in refusals_of(self.path) if one.key not in have}
         rest: Iterator[R | Refusal] = iter(found)
         merged: list[R | Refusal | None] = [refused[key] if key in refused else next(rest, None) for key in self.keys]
-        return [*(one for one in merged if one is not None), *rest]
+        placed: list[R | Refusal] = [one for one in merged if one is not None]
+        placed.extend(rest)
+        return placed
 
     def whole_chunks(self) -> int:
         """How many chunks are stored."""
