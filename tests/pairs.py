@@ -90,7 +90,7 @@ def trainer(kind: Any, config: Any, folder: Path, *, model: Any = None, rows: An
     keywords = {name: options.pop(name) for name in KEYWORDS if name in options}
     model = tiny_model() if model is None else model
     # A reference that differs from the policy, so that its log-probabilities matter.
-    reference = None if "peft_config" in keywords else tiny_model(seed=1)
+    reference = None if "peft_config" in keywords else options.pop("ref_model", None) or tiny_model(seed=1)
     return kind(
         model=model,
         ref_model=reference,

@@ -22,7 +22,7 @@ def request(sample: int = 0, *, temperature: float = 0.7, stop: tuple[str, ...] 
 
 
 def engine(server: OpenAIServer, **more: object) -> ServerEngine:
-    return ServerEngine(server.url, "m", **{"max_retries": 4, "timeout": 5.0, **more})  # type: ignore[arg-type]
+    return ServerEngine(server.url, "m", **{"max_retries": 4, "timeout": 120.0, **more})  # type: ignore[arg-type]
 
 
 def by_seed(seen: Seen) -> Reply:

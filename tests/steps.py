@@ -21,6 +21,7 @@ os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()
 
 _salt = itertools.count()
+_folder = tempfile.TemporaryDirectory(prefix="catto-steps-")  # of this process: two may run the suite side by side
 
 
 class Step(NamedTuple):
@@ -44,7 +45,7 @@ def made(kind: Any, config: Any, **options: Any) -> Any:
     rows = options.pop("rows", None)
     rows = pairs.dataset(pairs.preference_rows()) if rows is None else rows
     rows = rows.add_column("salt", [next(_salt)] * len(rows))
-    folder = options.pop("folder", None) or Path(tempfile.gettempdir()) / "catto-steps"
+    folder = options.pop("folder", None) or Path(_folder.name)
     torch.manual_seed(0)  # adapters are initialised before the trainer sets its own seed
     return pairs.trainer(kind, config, folder, rows=rows, **options)
 

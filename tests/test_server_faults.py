@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 import traceback
+from typing import Any
 
 import pytest
 
@@ -73,16 +76,27 @@ def test_faults_of_both_kinds_draw_on_the_same_budget() -> None:
     assert len(server.seen) == 3
 
 
-def test_retry_after_is_respected() -> None:
-    """Without the header the first retry comes within 0.5 s."""
+def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the header the first retry comes within 0.5 s. The event loop, not the clock, tells how long it waits."""
+    delays: list[float] = []
+    later = asyncio.BaseEventLoop.call_later
+
+    def call_later(
+        loop: asyncio.BaseEventLoop, delay: float, call: Any, *rest: Any, **more: Any
+    ) -> asyncio.TimerHandle:
+        if call is asyncio.futures._set_result_unless_cancelled:  # type: ignore[attr-defined]  # a sleep
+            delays.append(delay)
+        return later(loop, delay, call, *rest, **more)
 
     def respond(seen: Seen) -> Reply:
         return error(429, headers=(("Retry-After", "1"),)) if seen.attempt == 0 else by_seed(seen)
 
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", call_later)
     with OpenAIServer(respond) as server:
         list(engine(server).generate([request()]))
     first, second = server.seen
-    assert 1.0 <= second.at - first.at < 2.0
+    assert second.at - first.at >= 1.0
+    assert [delay for delay in delays if delay > 0.1] == [1.0]
 
 
 def test_a_wait_longer_than_two_minutes_ends_the_run_and_is_told() -> None:
@@ -100,11 +114,16 @@ def test_back_off_doubles_to_a_limit_with_jitter_below() -> None:
 
 
 def test_a_silent_server_times_out() -> None:
-    with (
-        OpenAIServer(lambda seen: by_seed(seen)._replace(delay=0.6)) as server,
-        pytest.raises(ServerError, match=r"nothing came for 0\.2 s in try 1"),
-    ):
-        list(engine(server, timeout=0.2, max_retries=0).generate([request()]))
+    told = threading.Event()
+
+    def respond(seen: Seen) -> Reply:
+        told.wait(60)
+        return by_seed(seen)
+
+    with OpenAIServer(respond) as server:
+        with pytest.raises(ServerError, match=r"nothing came for 0\.2 s in try 1"):
+            list(engine(server, timeout=0.2, max_retries=0).generate([request()]))
+        told.set()
 
 
 def test_no_server_is_one_line() -> None:
@@ -125,10 +144,15 @@ def test_a_refusal_is_not_retried(status: int) -> None:
 
 
 def test_what_is_in_flight_is_yielded_before_the_error_and_nothing_more_is_asked() -> None:
+    all_in, refused = threading.Barrier(4), threading.Event()
+
     def respond(seen: Seen) -> Reply:
+        all_in.wait(60)
         if seen.body["seed"] == 100:
+            refused.set()
             return error(400, "cannot")
-        return by_seed(seen)._replace(delay=0.3)
+        refused.wait(60)
+        return by_seed(seen)._replace(delay=1.0)  # by then the refusal has arrived
 
     found: list[int] = []
     with OpenAIServer(respond) as server, pytest.raises(ServerError, match="sample 0: 400 in try 1"):

@@ -137,7 +137,7 @@ class Prediction(Record):
     sample: int = Field(ge=0)
     text: str
     label: str | None
-    source: Literal["free", "fallback"]
+    source: Literal["free", "plain", "fallback"]
     confidence: float = Field(ge=0, le=1)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, float] | None = None

@@ -39,7 +39,8 @@ class Cell(Record):
     seed: int
     predictions: str  # one line a test question
     candidates: str | None = None  # k sampled lines a test question
-    tau: float | None = None  # the temperature of scaling, or of the candidates
+    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
+    sampling_temperature: float | None = None  # at which the candidates were drawn
     training: Training | None = None
 
 

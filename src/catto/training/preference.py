@@ -105,9 +105,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         reads_labels = bool(args.weight) and (
             args.calibrate_tokens == "label" or (args.calibration == "outcome" and not self._stream)
         )
-        own_head = bool(args.weight) or args.prefix_sharing
         cut = getattr(self._given_collator, "max_length", None)
-        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)], "own_head": own_head}
+        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)]}
         dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
         if reads_labels:
             known = {"tokenizer": processing_class, "name": name, "rated": args.calibration == "outcome"}
@@ -124,10 +123,25 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     # ---- the loss -----------------------------------------------------------------------------------------------
 
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
+        theirs = vars(self)["_precompute_model_hash"]
+        if self._own_head:
+            ours = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())
+            self._precompute_model_hash: Any = ours
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        finally:
+            self._precompute_model_hash = theirs
+
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Reference log-probabilities; the prompt computed once where prefixes are shared."""
+        """Reference log-probabilities, through the head that the policy's go through.
+
+        TRL's head rounds its logits to bf16 in autocast and ours does not: from one through each, the log-ratio of
+        equal models would be noise instead of 0.
+        """
         inputs, pairs = take_pairs(inputs)
-        if pairs is not None and self.args.prefix_sharing:
+        if pairs is not None and self._own_head:
             model = Policy(self, model, pairs, reference=True)
         return super().compute_ref_log_probs(model, inputs)
 
@@ -176,8 +190,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         return float(self.args.weight)
 
     def _trl_loss(self, policy: Policy, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """TRL's loss with our callable as the policy; a shared online reference goes through our own pass."""
-        if self.precompute_ref_logps or not self.args.prefix_sharing:
+        """TRL's loss with our callable as the policy; an online reference goes through our head too."""
+        if self.precompute_ref_logps:
             return super()._compute_loss(policy, inputs, return_outputs)
         reference = self.ref_model if self.ref_model is not None else self.model
         chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: policy.pairs})
