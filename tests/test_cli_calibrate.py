@@ -141,16 +141,23 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     assert read_table(tmp_path / "n.jsonl", recalibration.Names("p")).correct.tolist() == [True, False]
 
 
-def test_a_file_may_be_calibrated_in_place_but_not_twice(tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:
     save(Temperature(2.0), tmp_path / "c.json")
-    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
-    options = ("--on", "confidence", "--out", path)
-    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
+    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8, "confidence_raw": None}])
+    (tmp_path / "link.jsonl").symlink_to(path)
     kept = path.read_bytes()
-    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options)
+    options = (tmp_path / "c.json", path, "--on", "confidence", "--out")
+    for same in (path, tmp_path / "link.jsonl"):
+        done = run(capsys, "calibrate", "apply", *options, same)
+        assert done.code == 2
+        assert f"{same}: is the input" in done.err
+        assert path.read_bytes() == kept
+    assert run(capsys, "calibrate", "apply", *options, tmp_path / "new.jsonl").code == 0
+    again = (tmp_path / "c.json", tmp_path / "new.jsonl", "--on", "confidence", "--out", tmp_path / "twice.jsonl")
+    done = run(capsys, "calibrate", "apply", *again)
     assert done.code == 2
-    assert "row 1: confidence_raw: there already" in done.err
-    assert path.read_bytes() == kept
+    assert "new.jsonl row 1: confidence_raw: there already" in done.err
+    assert not (tmp_path / "twice.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from catto.cli.checks import MOST_SEED, finite, warn_few, writable_file
 from catto.cli.console import print_json, progress, refuse
 from catto.cli.measured import Result, document, show
+from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
     from catto.evaluation.statistics import Comparison
@@ -45,14 +47,19 @@ UnparsedOption = Annotated[
 
 def measure(
     file: Annotated[Path, typer.Argument(help="JSON lines, JSON or CSV (.gz too), of any model of anybody.")],
-    bins: Annotated[int, typer.Option(min=1, help="Confidence bins of equal width.")] = 20,
+    bins: Annotated[int, typer.Option(min=1, max=MOST_BINS, help="Confidence bins of equal width.")] = 20,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names, or `all`.")] = None,
     resamples: Annotated[
-        int | None, typer.Option(min=1, help="Bootstrap resamples.", show_default="1000; 200 above 200,000 rows")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RESAMPLES, help="Bootstrap resamples.", show_default="1000; 200 above 200,000 rows"
+        ),
     ] = None,
-    level: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Level of the intervals and bands.")] = 0.95,
+    level: Annotated[
+        float, typer.Option(min=0.01, max=0.9999, callback=finite, help="Level of the intervals and bands.")
+    ] = 0.95,
     method: Annotated[Literal["percentile", "bca"], typer.Option(help="Kind of bootstrap interval.")] = "percentile",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
     by: Annotated[str | None, typer.Option(help="Column: measure each of its values apart.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another file, paired with this one by question id.")] = None,
     unparsed: UnparsedOption = "fallback",
@@ -84,6 +91,7 @@ def measure(
     result = Result(file, unparsed, whole, by, dict(zip(slices, parts, strict=True)), compare, comparison)
     if figure is not None:
         _draw(figure, answers, slices, result)
+    warn_few(len(answers), file, "intervals are too narrow")
     if as_json:
         print_json(document(result))
     else:
@@ -93,6 +101,8 @@ def measure(
 def _check_figure(figure: Path | None) -> None:
     if figure is not None and figure.suffix.lower() not in FIGURES:
         refuse(f"--figure: {figure} ends in {figure.suffix or 'nothing'!r}, expected {', '.join(FIGURES)}")
+    if figure is not None:
+        writable_file("--figure", figure)
 
 
 def _summaries(tables: list[Table], settings: Settings) -> list[Summary]:

@@ -44,14 +44,16 @@ def teach(
         for name in tasks:
             _estimate(read, root, name, graph.teacher(name))
         return
-    go(read, root, [graph.teacher(name) for name in tasks])
+    go(recipe, read, root, [graph.teacher(name) for name in tasks])
     for name in tasks:
         _show(root, name, graph.teacher(name))
 
 
 def _tasks(recipe: Recipe, task: str | None) -> list[str]:
+    from catto.recipe import suggestion
+
     if task is not None and task not in recipe.tasks:
-        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}")
+        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{suggestion(task, recipe.tasks)}")
     return [task] if task is not None else [recipe.train_on] if recipe.train_on is not None else list(recipe.tasks)
 
 

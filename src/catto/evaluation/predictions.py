@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -47,6 +47,17 @@ class Run:
             digest.update(question.model_dump_json().encode())
             digest.update(repr(messages(question, reasoning=self.reasoning)).encode())
         return content_hash([asdict(self), digest.hexdigest()])
+
+
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the file of a run with other settings, as far as they are known before the model is loaded."""
+    part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
+    for file in (path, part):
+        if manifest_path(file).exists():
+            notes = read_manifest(file).notes
+            for name, value in settings.items():
+                if name in notes and notes[name] != value:
+                    raise DataError(file, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
 
 
 class PredictionFile:
