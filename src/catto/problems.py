@@ -164,7 +164,7 @@ def _expected(problem: Any) -> str:
               "less_than_equal": ("le", "of at most"), "less_than": ("lt", "below")}  # fmt: skip
     if kind in bounds:
         name, words = bounds[kind]
-        return f"expected a number {words} {context[name]}"
+        return f"expected a number {words} {context[name]:.15g}"
     if kind in ("too_short", "too_long"):
         word, count = ("least", context["min_length"]) if kind == "too_short" else ("most", context["max_length"])
         return f"expected at {word} {count} {'entry' if count == 1 else 'entries'}"

@@ -17,7 +17,7 @@ from catto.records import DataError, read_text
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
 MOST_BYTES = 2**20
 # Values of a recipe, aliases (`*name`) expanded: a few lines of them can stand for more than memory holds.
-MOST_VALUES = 20_000
+MOST_VALUES = 10_000
 TOO_MANY = f"holds more than {MOST_VALUES:,} values, those that aliases stand for included"
 
 
@@ -123,25 +123,24 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1} column {mark.column + 1}: {said}" if mark is not None else str(said)
 
 
-def _check_values(value: object, place: str = "") -> None:
+def _check_values(value: object, place: tuple[str, ...] = ()) -> None:
     """Refuse what JSON could not hold: it would fail later, far from the recipe."""
+    at = f"{'.'.join(place)}: " if place else ""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                where = f"{place}: " if place else ""
-                raise ValueError(f"{where}key {shortened(repr(key), 60)}: expected a text; quote it")
-            _check_values(item, f"{place}.{key}" if place else key)
+                raise ValueError(f"{at}key {shortened(repr(key), 60)}: expected a text; quote it")
+            _check_values(item, (*place, key))
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            _check_values(item, f"{place}.{number}" if place else str(number))
+            _check_values(item, (*place, str(number)))
     elif isinstance(value, bool | str) or value is None:
         return
     elif not isinstance(value, int | float):
-        raise ValueError(
-            f"{place}: expected a text, a number, a list or a block, got a {type(value).__name__}; quote it"
-        )
+        kind = type(value).__name__
+        raise ValueError(f"{at}expected a text, a number, a list or a block, got a {kind}; quote it")
     elif not -(2**63) <= value < 2**63:  # also what is not finite; a nan fails both
-        raise ValueError(f"{place}: expected a finite number below 2^63, got {shortened(repr(value), 40)}")
+        raise ValueError(f"{at}expected a finite number below 2^63, got {shortened(repr(value), 40)}")
 
 
 def explain(error: ValidationError, model: type[BaseModel], value: object) -> tuple[list[str], str]:

@@ -75,7 +75,7 @@ def server_url(option: str, url: str) -> None:
 
 def places(source: str, recipe: Recipe) -> None:
     """Refuse a recipe whose files, models or server cannot be there, before its first stage runs."""
-    from catto.engines.places import check_model
+    from catto.engines.places import check_model, is_hub_id
     from catto.experiment.data import task_of
     from catto.records import DataError
     from catto.tasks.sources import find
@@ -91,6 +91,10 @@ def places(source: str, recipe: Recipe) -> None:
         where = "teacher.model"
         if teacher.source == "transformers":
             check_model(teacher.model or "")
+        where = "teacher.responses"
+        responses = teacher.responses or ""
+        if teacher.source == "responses" and not Path(responses).exists() and not is_hub_id(responses):
+            raise DataError(responses, None, "no such file or folder, and not a hub id, which is owner/name")
     except (DataError, ValueError) as error:
         refuse(f"{source}: {where}: {error}")
     if teacher.source == "server":

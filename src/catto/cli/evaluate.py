@@ -63,35 +63,30 @@ def evaluate(
 
     Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it.
     """
-    from catto.engines.server import ServerError
-    from catto.evaluation.confidence import check_questions
-    from catto.evaluation.confidence import evaluate as run
     from catto.evaluation.predictions import check_settings
 
     file = out / "predictions.jsonl"
     settings = {"k": k, "temperature": temperature, "seed": seed, "max_tokens": max_tokens, "reasoning": reasoning}
     writable_folder("--out", out)
     _check_engine(engine, model, base_url)
+    check_settings(file, settings)
     questions = _questions(task, split, n, split_seed, data_dir)
+    _answer(lambda: _engine(engine, model, base_url, api_key_env, batch_size), questions, settings, file)
+    _show(file)
+
+
+def _answer(open_engine: Callable[[], Engine], questions: list[Question], settings: dict[str, Any], file: Path) -> None:
+    from catto.engines.server import ServerError
+    from catto.evaluation.confidence import check_questions
+    from catto.evaluation.confidence import evaluate as run
+
     try:
-        check_questions(questions, k, temperature)
-        check_settings(file, settings)
-        made = _engine(engine, model, base_url, api_key_env, batch_size)
-        with counting(len(questions) * k) as progress:
-            run(
-                made,
-                questions,
-                k=k,
-                temperature=temperature,
-                seed=seed,
-                max_tokens=max_tokens,
-                reasoning=reasoning,
-                out=file,
-                progress=progress,
-            )
+        check_questions(questions, settings["k"], settings["temperature"])
+        made = open_engine()
+        with counting(len(questions) * settings["k"]) as progress:
+            run(made, questions, **settings, out=file, progress=progress)
     except (ValueError, ServerError, ImportError) as error:
         refuse(str(error))
-    _show(file)
 
 
 def _questions(task: str, split: Split, n: int | None, seed: int, data_dir: Path | None) -> list[Question]:

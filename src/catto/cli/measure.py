@@ -74,7 +74,7 @@ def measure(
     or `label_logprobs` (label -> log-probability) and `gold`. With a column `question` (or `id`), whole questions are
     resampled.
     """
-    from catto.evaluation.summary import Settings, chosen
+    from catto.evaluation.summary import Settings, check_paired, chosen
     from catto.evaluation.tables import Names, read_table
 
     _check_figure(figure)
@@ -84,9 +84,11 @@ def measure(
         refuse(f"--metrics: {error}")
     names = Names(confidence_column, correct_column, by)
     answers = read_table(file, names, unparsed)
+    other = None if compare is None else read_table(compare, replace(names, by=None), unparsed)
+    if other is not None:
+        check_paired(answers, other)
     slices = answers.slices() if by is not None else {}
     whole, *parts = _summaries([answers, *slices.values()], settings)
-    other = None if compare is None else read_table(compare, replace(names, by=None), unparsed)
     comparison = None if other is None else _compared(answers, other, settings)
     result = Result(file, unparsed, whole, by, dict(zip(slices, parts, strict=True)), compare, comparison)
     if figure is not None:
