@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import field_validator
+
 from catto.methods import Budget
-from catto.records import Record
+from catto.records import Record, checked_name
 
 # Raised when a number changes its meaning or the page its make: a report of another version is made again.
 VERSION = 3
@@ -36,6 +38,12 @@ class Cell(Record):
     candidates: str | None = None  # k sampled lines a test question
     tau: float | None = None  # the temperature of scaling, or of the candidates
     training: Training | None = None
+
+    @field_validator("task", "trained_on", "method")
+    @classmethod
+    def _named(cls, value: str, info: Any) -> str:
+        """Tables and figures are files named for these."""
+        return checked_name(value, info.field_name, plus=info.field_name == "method")
 
 
 class Results(Record):
