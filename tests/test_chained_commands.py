@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,22 @@ def test_a_copied_recipe_is_the_shipped_one(tmp_path: Path) -> None:
     succeeded("recipe", "copy", "quickstart", mine)
     plans = [succeeded("plan", name, "--out", tmp_path / "run", "--json").json for name in ("quickstart", mine)]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("model.safetensors", b"\xff" * 100, "cannot be loaded: "),
+        ("config.json", b'{"model_type": "nonesuch"}', "model type `nonesuch`"),
+        ("tokenizer.json", b"{", "cannot be loaded: "),
+    ],
+)
+def test_a_damaged_model_is_named(evaluated: Path, tmp_path: Path, file: str, content: bytes, told: str) -> None:
+    shutil.copytree(evaluated / "model", tmp_path / "model")
+    (tmp_path / "model" / file).write_bytes(content)
+    done = catto("eval", tmp_path / "model", "--task", "witnesses", "--n", "2", "--out", tmp_path / "eval")
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert done.err.splitlines()[-1].startswith(f"catto: {tmp_path / 'model'}: cannot be loaded: ")
+    assert told in done.err
+    assert not (tmp_path / "eval").exists()

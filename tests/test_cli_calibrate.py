@@ -186,6 +186,19 @@ def test_bad_input_is_one_line(
     assert told in done.err
 
 
+def test_a_fit_on_few_rows_or_at_the_end_of_its_range_is_warned_about(tmp_path: Path, capsys: Capture) -> None:
+    """Sure and wrong, unsure and right: no temperature helps, and the fit ends at the largest one."""
+    upside_down = [{"confidence": 0.9, "correct": False}, {"confidence": 0.1, "correct": True}] * 10
+    path = write_lines(tmp_path / "few.jsonl", upside_down)
+    done = run(capsys, "calibrate", "fit", path, "--out", tmp_path / "c.json")
+    assert done.code == 0
+    few, edge = done.err.splitlines()
+    assert "few.jsonl: only 20 answers; below 30" in few
+    assert "tau 100 is the end of its range" in edge
+    enough = write_lines(tmp_path / "enough.jsonl", rows()[:30])
+    assert run(capsys, "calibrate", "fit", enough, "--out", tmp_path / "c.json").err == ""
+
+
 def test_manifest_says_what_the_calibrator_reads(tmp_path: Path, capsys: Capture) -> None:
     path = write_lines(tmp_path / "a.jsonl", labelled())
     run(capsys, "calibrate", "fit", path, "--on", "labels", "--out", tmp_path / "c.json")

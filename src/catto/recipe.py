@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from catto.methods import BUDGETS, METHODS, Budget
 from catto.records import Split, checked_name
@@ -18,6 +19,15 @@ class Settings(BaseModel):
     """A closed, immutable block of settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `yes` as true, which would count as 1."""
+        expected = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
 
 
 class ResponseFields(Settings):
@@ -132,6 +142,10 @@ class TaskSettings(Settings):
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
     reliabilities: list[float] | None = None
+
+    def knobs(self) -> dict[str, Any]:
+        """What is set of the embedded world's own settings."""
+        return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
 class StageSettings(Settings):

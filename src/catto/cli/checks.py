@@ -79,12 +79,16 @@ def places(source: str, recipe: Recipe) -> None:
     from catto.experiment.data import task_of
     from catto.records import DataError
     from catto.tasks.sources import find
+    from catto.tasks.witnesses import generate
 
     teacher = recipe.teacher
     try:
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
-            find(task_of(name, block.model_dump()), block.files, block.data_dir) if name != "witnesses" else None
+            if name == "witnesses" and block.path is None:
+                generate("train", 0, seed=0, **block.knobs())
+            else:
+                find(task_of(name, block.model_dump()), block.files, block.data_dir)
         where = "model.path"
         if recipe.model.path is not None:
             check_model(recipe.model.path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from catto.cli.checks import places
 from catto.cli.console import refuse, say
 from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, opened
 
@@ -39,6 +40,7 @@ def teach(
     from catto.experiment.graph import Graph
 
     read = opened(recipe, sets)
+    places(recipe, read)
     root, graph, tasks = folder(read, out), Graph(read), _tasks(read, task)
     if dry_run:
         for name in tasks:
@@ -64,7 +66,11 @@ def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage) -> None:
 
     finished = place(root, stage)
     stored = finished if done(root, stage) else finished.with_name(stage.folder + ".part")
-    for line in dry_run(_questions(root, stage.needs["questions"]), None, recipe.teacher, stored).lines():
+    try:
+        found = dry_run(_questions(root, stage.needs["questions"]), None, recipe.teacher, stored)
+    except ValueError as error:
+        refuse(f"{task}: {error}")
+    for line in found.lines():
         say(f"{task}: {line}")
 
 
