@@ -115,7 +115,7 @@ def measured() -> Iterable[Case]:
         ("deep json", "a.json", DEEP, ("a.json", "deep")),
         ("depth that only the parser takes", "a.jsonl", '{"x": ' + "[" * 300 + "]" * 300 + "}\n", ("row 1", "deep")),
         ("deep objects", "a.jsonl", '{"x": ' * 5000 + "1" + "}" * 5000 + "\n", ("row 1", "deep")),
-        ("5,000 digits", "a.jsonl", f'{{"confidence": {"1" * 5000}, "correct": 1}}\n', ("row 1", "5000 digits")),
+        ("5,000 digits", "a.jsonl", f'{{"confidence": {"1" * 5000}, "correct": 1}}\n', ("row 1: a whole number of more digits than can be read",)),
         ("400 digits", "a.jsonl", f'{{"confidence": {"1" * 400}, "correct": 1}}\n', ("row 1: confidence: expected a number in [0, 1]",)),
         ("5,000 digits in csv", "a.csv", f"confidence,correct\n{'1' * 5000},1\n", ("row 1: confidence: expected a number in [0, 1]",)),
         ("nan", "a.jsonl", '{"confidence": NaN, "correct": true}\n', ("row 1: confidence: expected a number in [0, 1], got nan",)),
