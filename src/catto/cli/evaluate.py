@@ -63,13 +63,10 @@ def evaluate(
 
     Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it.
     """
-    from catto.evaluation.predictions import check_settings
-
     file = out / "predictions.jsonl"
     settings = {"k": k, "temperature": temperature, "seed": seed, "max_tokens": max_tokens, "reasoning": reasoning}
     writable_folder("--out", out)
     _check_engine(engine, model, base_url)
-    check_settings(file, settings)
     questions = _questions(task, split, n, split_seed, data_dir)
     _answer(lambda: _engine(engine, model, base_url, api_key_env, batch_size), questions, settings, file)
     _show(file)
@@ -79,9 +76,11 @@ def _answer(open_engine: Callable[[], Engine], questions: list[Question], settin
     from catto.engines.server import ServerError
     from catto.evaluation.confidence import check_questions
     from catto.evaluation.confidence import evaluate as run
+    from catto.evaluation.predictions import check_settings
 
     try:
         check_questions(questions, settings["k"], settings["temperature"])
+        check_settings(file, settings)
         made = open_engine()
         with counting(len(questions) * settings["k"]) as progress:
             run(made, questions, **settings, out=file, progress=progress)
