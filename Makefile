@@ -8,10 +8,15 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test lint wheel format install quickstart clean help
+# Processes that share the suite, and minutes that `make fuzz` may take.
+JOBS ?= 2
+MINUTES ?= 10
+SEED ?=
+
+.PHONY: test test-all fuzz lint wheel format install quickstart clean help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 install: $(VENV)/.installed ## create .venv and install the package for development
 
@@ -22,8 +27,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-test: install ## run the whole suite
-	$(BIN)/python -m pytest
+# Test files are handed out whole, so that each builds its models and folders once.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: install ## run the suite as the gate does: the same order and the same examples every time
+	$(PYTEST)
+
+test-all: install ## run everything, also what needs a browser and the benchmarks' files, in a fresh order
+	$(PYTEST) --everything --randomly-seed=default
+
+fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); SEED=n repeats one round
+	$(BIN)/python tests/fuzz.py $(MINUTES) $(SEED)
 
 quickstart: install ## the whole comparison on the embedded world: tables and a page
 	$(BIN)/catto run quickstart

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -14,13 +16,19 @@ Body = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """What goes over the wire. `cut`: close the connection after half of the announced bytes."""
+    """What goes over the wire. `cut`: close the connection after half of the announced bytes; `reset`: break it there.
+
+    `drip`: send a blank every so many seconds in place of the payload, for as long as the client listens.
+    """
 
     status: int = 200
     payload: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
     delay: float = 0.0
     cut: bool = False
+    reset: bool = False
+    drip: float = 0.0
+    content_type: str = "application/json"
 
 
 class Seen(NamedTuple):
@@ -120,13 +128,20 @@ def _handler(server: OpenAIServer) -> type[BaseHTTPRequestHandler]:
 
         def _send(self, reply: Reply) -> None:
             self.send_response(reply.status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(reply.payload)))
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(10**6 if reply.drip else len(reply.payload)))
             for name, value in reply.headers:
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(reply.payload[: len(reply.payload) // 2] if reply.cut else reply.payload)
-            self.close_connection = reply.cut
+            end = time.monotonic() + 20  # a client that never hangs up must not hold the test
+            while reply.drip and time.monotonic() < end:
+                self.wfile.write(b" ")
+                time.sleep(reply.drip)
+            torn = reply.cut or reply.reset
+            self.wfile.write(reply.payload[: len(reply.payload) // 2] if torn else reply.payload)
+            if reply.reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = torn
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""

@@ -11,6 +11,7 @@ from datasets import Dataset
 from catto.records import Message, PreferenceRow, SftRow
 from tiny import tiny_model, tiny_tokenizer
 
+KEYWORDS = ("peft_config", "outcome_examples", "callbacks", "data_collator")  # of the trainer; the rest configures it
 LABELS = ("A", "B", "C", "D")
 WORDS = ("the", "witness", "says", "true", "false", "not", "and", "right", "wrong", "option", "because", "it", "is")
 
@@ -86,10 +87,10 @@ def trainer(kind: Any, config: Any, folder: Path, *, model: Any = None, rows: An
         "use_cpu": True,
         "seed": 3,
     }
-    keywords = {name: options.pop(name) for name in ("peft_config", "outcome_examples", "callbacks") if name in options}
+    keywords = {name: options.pop(name) for name in KEYWORDS if name in options}
     model = tiny_model() if model is None else model
     # A reference that differs from the policy, so that its log-probabilities matter.
-    reference = None if "peft_config" in keywords else tiny_model(seed=1)
+    reference = None if "peft_config" in keywords else options.pop("ref_model", None) or tiny_model(seed=1)
     return kind(
         model=model,
         ref_model=reference,

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from catto import methods
 from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question, write_records
@@ -34,6 +35,7 @@ SHARPNESS = {
     "dpo+bce": 1.5,
     "dpo+catto": 1.6,
     "dpo+outcome": 0.0,
+    "dpo+outcome+ts": 0.1,
 }
 HIGH_RATE = 5e-6
 
@@ -44,7 +46,7 @@ class World:
 
     rows: int = 120
     seeds: tuple[int, ...] = (0, 1)
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = (*METHODS, "sft+ts", "dpo+ts")
     tasks: tuple[str, ...] = ("witnesses", "snli")
     out_of: str | None = "mmlu"
     k: int = 8
@@ -82,7 +84,7 @@ def _cells(folder: Path, world: World, task: str, asked: Sequence[Question]) -> 
         _cell(folder, world, asked, Place(task, source, method, budget, seed))
         for source in sources
         for method in world.methods
-        for budget in (("paper", "matched") if METHODS[method].budgeted else (None,))
+        for budget in (("paper", "matched") if methods.method(method).budgeted else (None,))
         for seed in world.seeds
     ]
 
@@ -232,7 +234,7 @@ def _moved(probability: float, shift: float) -> float:
 
 
 def _training(place: Place, draws: random.Random) -> Training | None:
-    method = METHODS[place.method]
+    method = methods.method(place.method)
     if method.stage == "scaling":
         return None
     effort = method.effort[place.budget or "paper"]
@@ -255,5 +257,7 @@ def _training(place: Place, draws: random.Random) -> Training | None:
         rows=rows,
         epochs=effort.epochs,
         steps=steps,
+        kept_step=steps if place.method != "dpo+catto" else steps // 2,
+        kept_epochs=effort.epochs if place.method != "dpo+catto" else effort.epochs / 2,
         history=history,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from catto.engines import Request
 from catto.engines.server import ServerEngine
-from catto.records import Message
+from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 
 
@@ -22,8 +22,16 @@ def request(sample: int = 0, *, temperature: float = 0.7, stop: tuple[str, ...] 
 
 
 def engine(server: OpenAIServer, **more: object) -> ServerEngine:
-    return ServerEngine(server.url, "m", **{"max_retries": 4, "timeout": 5.0, **more})  # type: ignore[arg-type]
+    return ServerEngine(server.url, "m", **{"max_retries": 4, "timeout": 120.0, **more})  # type: ignore[arg-type]
 
 
 def by_seed(seen: Seen) -> Reply:
     return ok(chat(f"text {seen.body['seed']}"))
+
+
+def refused(server: OpenAIServer, **more: object) -> str:
+    """Why the one request is refused."""
+    (found,) = engine(server, **more).generate([request()])
+    assert isinstance(found, Refusal)
+    assert found.key == ("q", 0)
+    return found.refused

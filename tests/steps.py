@@ -14,11 +14,14 @@ from peft import LoraConfig
 from torch import Tensor
 
 import pairs
+from catto.training.batches import Row
+from catto.training.pairs import take_pairs
 
 os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()
 
 _salt = itertools.count()
+_folder = tempfile.TemporaryDirectory(prefix="catto-steps-")  # of this process: two may run the suite side by side
 
 
 class Step(NamedTuple):
@@ -42,7 +45,7 @@ def made(kind: Any, config: Any, **options: Any) -> Any:
     rows = options.pop("rows", None)
     rows = pairs.dataset(pairs.preference_rows()) if rows is None else rows
     rows = rows.add_column("salt", [next(_salt)] * len(rows))
-    folder = options.pop("folder", None) or Path(tempfile.gettempdir()) / "catto-steps"
+    folder = options.pop("folder", None) or Path(_folder.name)
     torch.manual_seed(0)  # adapters are initialised before the trainer sets its own seed
     return pairs.trainer(kind, config, folder, rows=rows, **options)
 
@@ -67,3 +70,17 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     scale = max(float(value.abs().max()) for value in theirs.values())
     assert scale > 0
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / scale
+
+
+def facts(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a batch says of each pair."""
+    found = take_pairs(batch)[1]
+    assert found is not None
+    return found.facts
+
+
+def rows(batch: dict[str, Any]) -> list[Row]:
+    """The token ids of a batch's rows, all chosen, then all rejected."""
+    found = take_pairs(batch)[1]
+    assert found is not None
+    return found.rows

@@ -112,7 +112,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
 def test_files_are_small_and_named_for_what_they_do(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
     assert not {"utils", "util", "helpers", "misc"} & set(path.relative_to(SRC).with_suffix("").parts)
 
 

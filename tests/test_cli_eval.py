@@ -27,6 +27,10 @@ def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> 
     assert shown.exit_code == 0, shown.output
     assert "ECE" in shown.output
     assert "fallback 100.0 %" in shown.output
+    assert shown.stdout.startswith("12 of 12 answers had to be forced")
+    assert "confident by" not in shown.stdout
+    assert "lies" not in shown.stdout
+    assert "Answers: 0 after <answer>, 0 plain (stated without the tag), 12 forced (fallback)." in shown.output
     assert "12/12, accuracy" in shown.stderr
     found = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
     assert [one.question for one in found] == [question.id for question in asked]

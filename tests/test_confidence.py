@@ -25,7 +25,7 @@ SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed":
 
 def place_of(text: str, ids: list[int], labels: tuple[str, ...]) -> tuple[list[int], dict[str, int]]:
     """Tokens before the label and each label's token, for this word-level vocabulary: a word may carry its space."""
-    span = parse(text, labels).span
+    span = parse(text, labels, cut=len(ids) == SAMPLED["max_tokens"]).span
     if span is None:
         keep, ending = close(text)
         return before(ids, keep) + encode(ending), {label: encode(label)[0] for label in labels}
@@ -43,7 +43,8 @@ def test_label_logprobs_are_those_of_a_dense_forward(
     asked = {question.id: question for question in questions(10, labels)}
     recording = Recording(model(), tokenizer(), batch_size=batch_size)
     predictions = evaluate(recording, asked.values(), **options)
-    assert {one.source for one in predictions} == ({"free", "fallback"} if options is SAMPLED else {"free"})
+    sources = {one.source for one in predictions}
+    assert {"free", "fallback"} <= sources if options is SAMPLED else sources == {"free"}
     for one in predictions:
         prefix, candidates = place_of(one.text, recording.ids[one.question, one.sample], labels)
         logits = dense_logits(asked[one.question], prefix)
@@ -83,6 +84,7 @@ def test_parsed_and_constrained_agree_where_the_answer_parses_in_our_form() -> N
     for one in form:
         ids = recording.ids[one.question, one.sample][:-3]
         closed = closed_ids(tokenizer(), ids, LETTERS)
+        assert closed is not None
         if list(closed.ids) != ids:
             continue  # the response wrote its white space another way
         expected = dense_logits(asked[one.question], list(closed.ids)).log_softmax(-1)
@@ -106,16 +108,18 @@ def test_fallback_takes_the_best_label_and_never_renormalises() -> None:
 def test_the_label_is_the_parsers() -> None:
     asked = {question.id: question for question in questions(20)}
     for one in evaluate(engine(), asked.values(), **SAMPLED):
-        parsed = parse_answer(one.text, asked[one.question]).label
-        assert (one.source == "free") == (parsed is not None)
-        assert parsed in (None, one.label)
+        parsed = parse_answer(one.text, asked[one.question], cut=one.tokens == SAMPLED["max_tokens"])
+        assert one.source == (parsed.source or "fallback")
+        assert parsed.label in (None, one.label)
 
 
 def test_counting_fallbacks_as_wrong() -> None:
     predictions = evaluate(engine(), questions(20), **SAMPLED)
     right = [one for one in predictions if is_correct(one)]
-    assert {one.source for one in right} == {"free", "fallback"}
-    assert [one for one in predictions if is_correct(one, "wrong")] == [one for one in right if one.source == "free"]
+    assert {one.source for one in right} >= {"free", "fallback"}
+    assert [one for one in predictions if is_correct(one, "wrong")] == [
+        one for one in right if one.source != "fallback"
+    ]
 
 
 OPEN = "\n<answer>\n"
@@ -149,11 +153,11 @@ def test_closed_tokens_fit_the_room() -> None:
     ids = encode("<think>\n" + " the" * 50)
     needed = len(opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
     closed = closed_ids(tokenizer(), ids, LETTERS, room=20)
+    assert closed is not None
     assert len(closed.ids) == 20
     assert decoded(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
     assert list(closed.ids[: 20 - needed]) == ids[: 20 - needed]
-    with pytest.raises(ValueError, match="there is room for 1"):
-        closed_ids(tokenizer(), ids, LETTERS, room=1)
+    assert closed_ids(tokenizer(), ids, LETTERS, room=1) is None
 
 
 def test_a_response_that_fills_the_models_positions_still_gets_its_fallback() -> None:
@@ -181,7 +185,8 @@ def test_the_file_holds_the_predictions_and_a_finished_run_is_only_read(tmp_path
     assert list(read_records(out, Prediction)) == predictions
     counts = read_manifest(out).counts
     assert counts["predictions"] == 27
-    assert counts["fallback"] == sum(one.source == "fallback" for one in predictions)
+    for source in ("plain", "fallback"):
+        assert counts[source] == sum(one.source == source for one in predictions)
     assert sorted(path.name for path in out.parent.iterdir()) == ["predictions.jsonl", "predictions.manifest.json"]
 
     class Deaf(TransformersEngine):

@@ -65,6 +65,9 @@ def test_every_training_moved_its_model(finished: Finished) -> None:
         told = json.loads(path.read_text())
         assert told["steps"] > 0
         assert [entry["step"] for entry in told["history"]][-1] == told["steps"]
+        best = min(entry["val_nll"] for entry in told["history"])  # the recipe keeps by it, of equals the later
+        assert told["kept_step"] == [entry["step"] for entry in told["history"] if entry["val_nll"] == best][-1]
+        assert told["dropped"] in ({"rows": 0}, {"pairs": 0}, {"pairs": 0, "stream": 0})
 
 
 def test_the_log_of_a_training_has_what_its_trainer_logs(finished: Finished) -> None:
@@ -82,7 +85,7 @@ def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
         told[method] = json.loads(path.read_text())
     (folder,), (stream,) = finished.stages("dpo-*/model"), finished.stages("stream-*/outcome.jsonl")
     rows = examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
-    mean = sum(len(one.row.prompt) + len(one.row.completion) for one in rows) / len(rows)
+    mean = sum(len(one.row.prompt) + one.label.at for one in rows) / len(rows)  # nothing after the label is computed
     assert told["dpo"]["rows"] == told["dpo+outcome"]["rows"] == RECIPE["small_pairs"]
     beside = round(2 * RECIPE["small_pairs"] * mean)  # two rows of the stream a pair
     assert told["dpo+outcome"]["tokens"] - told["dpo"]["tokens"] == told["dpo"]["epochs"] * beside
@@ -189,13 +192,13 @@ def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", heard, "teach", str(recipe), "--out", "out"]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     parts = tmp_path / "out/stages"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 900
     while not any(path.stat().st_size > 10_000 for path in parts.glob("teacher-*.part/responses.part.jsonl")):
         assert process.poll() is None, "it ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=900)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "catto: stopped; the same command goes on from here"
     assert "Traceback" not in errors
@@ -218,7 +221,7 @@ def test_in_a_terminal_there_is_one_display(tmp_path: Path) -> None:
             shown += chunk
     except OSError:  # the other end is closed: Linux says EIO
         pass
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=900)
     os.close(leader)
     assert process.returncode == 0
     assert "400 responses to 40 of 40 questions" in out

@@ -55,7 +55,7 @@ class Runs:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=300)
         self.process.stdout.close()
 
 

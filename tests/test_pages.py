@@ -18,7 +18,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
 from catto.recipe import ModelSettings, Recipe, Settings
 from catto.recipe_file import load, shipped
-from catto.records import Manifest, Prediction, PreferenceRow, Question, Response, SftRow
+from catto.records import Manifest, Prediction, PreferenceRow, Question, Refusal, Response, SftRow
 from pages import PAGES, README, ROOT, blocks, everything
 
 
@@ -170,5 +170,5 @@ def test_every_key_of_a_recipe_is_documented() -> None:
 
 def test_every_field_of_a_record_is_documented() -> None:
     page = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
-    kinds = (Question, Response, SftRow, PreferenceRow, Prediction, Manifest)
+    kinds = (Question, Response, Refusal, SftRow, PreferenceRow, Prediction, Manifest)
     assert not [f"{kind.__name__}.{name}" for kind in kinds for name in kind.model_fields if f"`{name}`" not in page]

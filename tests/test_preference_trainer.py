@@ -17,7 +17,7 @@ import pairs
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from catto.training.rows import examples
-from steps import Step, distance, lora, made, step
+from steps import Step, distance, facts, lora, made, step
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -109,7 +109,7 @@ class Dense:
         ratio = (self.target - self._of_tokens(reference.log_softmax(-1))).masked_fill(~mask, 0).sum(-1)
         chosen, rejected = ratio.chunk(2)
         self.dpo = -logsigmoid(0.1 * (chosen - rejected)).mean()
-        self.facts = batch["catto"].facts
+        self.facts = facts(batch)
 
     def _of_tokens(self, log_p: Tensor) -> Tensor:
         return log_p.gather(-1, self.ids[:, 1:, None]).squeeze(-1)

@@ -10,13 +10,14 @@ import torch
 from datasets import Dataset
 from peft import PromptTuningConfig
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+from trl import DPOConfig, DPOTrainer
 
 import pairs
 from catto.training.config import CATTOConfig
 from catto.training.head import sharing_obstacle
 from catto.training.preference import CATTOTrainer
 from catto.training.rows import examples
-from steps import Step, distance, lora, made, step
+from steps import Step, distance, lora, made, rows, step
 from tiny import tiny_model, tiny_tokenizer
 
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -63,6 +64,28 @@ def test_every_objective_shares_prompts(objective: str) -> None:
     _assert_equal(_step(True, **options), _step(False, **options))
 
 
+def _experts(seed: int = 0) -> Any:
+    """Two layers of experts whose balance weighs as much as the preference."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 1.0}
+    return tiny_model(seed=seed, arch="qwen3_moe", **experts)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["pairs", "with a stream"])
+def test_load_balancing_is_that_of_the_padded_pairs(stream: bool) -> None:
+    """A shared prompt counts once for each of its responses, and the third stream's tokens not at all: TRL's number."""
+    more = {"outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())} if stream else {}
+    options: dict[str, Any] = {"calibration": "outcome" if stream else "catto", **more}
+    theirs = step(DPOTrainer, DPOConfig, model=_experts())
+    shared, padded = (
+        step(CATTOTrainer, CATTOConfig, model=_experts(), prefix_sharing=sharing, **options)
+        for sharing in (True, False)
+    )
+    assert shared.trainer.sharing() is True
+    _assert_equal(shared, padded)
+    for ours in (shared, padded):
+        assert ours.metrics["aux_loss"] == pytest.approx(theirs.metrics["aux_loss"], abs=1e-6)
+
+
 def _forwarded(result: Step) -> list[tuple[int, ...]]:
     """Shapes of what a further call of the loss sends through the policy's layers."""
     shapes: list[tuple[int, ...]] = []
@@ -76,12 +99,12 @@ def _forwarded(result: Step) -> list[tuple[int, ...]]:
 
 
 def test_pairs_of_one_question_share_one_prompt_and_one_forward() -> None:
-    rows = [row.model_dump(mode="json") for row in pairs.preference_rows()]
-    one_question = Dataset.from_list([{**row, "prompt": rows[0]["prompt"]} for row in rows])
+    whole = [row.model_dump(mode="json") for row in pairs.preference_rows()]
+    one_question = Dataset.from_list([{**row, "prompt": whole[0]["prompt"]} for row in whole])
     shared, padded = _step(True, rows=one_question), _step(False, rows=one_question)
     _assert_equal(shared, padded)
-    prompt = len(shared.batch["catto"].rows[0].prompt)
-    tokens = sum(len(row.completion) for row in shared.batch["catto"].rows)
+    prompt = len(rows(shared.batch)[0].prompt)
+    tokens = sum(len(row.completion) for row in rows(shared.batch))
     assert _forwarded(shared) == [(1, prompt + tokens)]
     assert _forwarded(padded) == [tuple(padded.batch["input_ids"].shape)]
 
@@ -93,7 +116,7 @@ def test_a_sliding_window_is_refused_once_and_falls_back(caplog: pytest.LogCaptu
         _forwarded(shared)
     warned = [record.message for record in caplog.records if "prefix_sharing is off" in record.message]
     assert len(warned) == 1
-    assert "do not all attend to the whole context" in warned[0]
+    assert "its layers attend to a sliding window of 8 tokens, not to the whole context" in warned[0]
     padded = _step(False, arch="mistral", shape=window)
     torch.testing.assert_close(shared.loss, padded.loss, rtol=1e-6, atol=1e-6)
     assert distance(shared.gradients, padded.gradients) < 1e-6
@@ -118,9 +141,10 @@ def test_attention_without_a_mask_of_ours_is_an_obstacle() -> None:
     assert "'flash_attention_2' takes no block mask" in str(sharing_obstacle(model))
 
 
-@pytest.mark.parametrize("arch", ["mistral", "gemma2"])
-def test_layers_with_a_window_are_an_obstacle(arch: str) -> None:
-    assert "whole context" in str(sharing_obstacle(tiny_model(arch=arch, sliding_window=8)))
+def test_layers_with_a_window_are_an_obstacle_and_the_reason_names_them() -> None:
+    every, some = (str(sharing_obstacle(tiny_model(arch=arch, sliding_window=8))) for arch in ("mistral", "gemma2"))
+    assert every == "its layers attend to a sliding window of 8 tokens, not to the whole context"
+    assert some == "not all of its layers attend to the whole context (sliding_attention)"
 
 
 def test_mistral_without_a_window_shares() -> None:

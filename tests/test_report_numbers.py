@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from catto.engines import TAU_GRID
 from catto.evaluation.metrics import METRICS
+from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import bootstrap, null_band
 from catto.records import DataError, Prediction, Question, read_records, write_records
 from catto.report import numbers as store
@@ -17,6 +19,7 @@ from catto.report.build import build
 from catto.report.loading import answered, predictions_of
 from catto.report.measure import blocks, measure, steps
 from catto.report.results import Cell
+from catto.report.selected import selection_of
 from catto.report.tables import score_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
@@ -173,3 +176,49 @@ def test_a_prediction_of_another_task_or_an_unknown_question_is_named(tmp_path: 
     path.write_text(lines[0] + "\n" + lines[0] + "\n")
     with pytest.raises(DataError, match=r"row 2: question: .* is answered twice"):
         build(results, tmp_path, tmp_path / "out")
+
+
+def crossing(right: bool, temperature: float, sample: int) -> Prediction:
+    """A right answer from tokens with logits 0, -1, or a wrong one with 0, -2, -2, -2: the lead changes with tau.
+
+    p(right) and p(wrong): 0.807 and 0.853 at tau 0.7, 0.622 and 0.475 at tau 2.
+    """
+    below, count = (1.0, 1) if right else (2.0, 3)
+    grid = {str(tau): float(np.log(1 + count * np.exp(-below / tau))) for tau in TAU_GRID}
+    return Prediction(
+        question="q", task="snli", split="test", gold="A", sample=sample, text="", label="A" if right else "B",
+        source="free", confidence=1 / (1 + count * np.exp(-below)), logsumexp=grid, temperature=temperature,
+        seed=0, engine="e", model="m",
+    )  # fmt: skip
+
+
+def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_their_sampling(tmp_path: Path) -> None:
+    write_records(tmp_path / "c.jsonl", [crossing(True, 0.7, 0), crossing(False, 0.7, 1)])
+    cell = Cell(
+        task="snli", trained_on="snli", method="dpo", budget="paper", seed=0, predictions="", candidates="c.jsonl"
+    )
+    for tau, accuracy in ((2.0, 1.0), (0.7, 0.0)):
+        found = selection_of(cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7}), tmp_path)
+        assert found.rules[2]["most confident"].value == accuracy
+        assert found.sampled["tau"] == tau
+        assert found.sampled["sampling_temperature"] == 0.7
+        assert (found.sampled["auroc_within"], found.sampled["questions_with_both"]) == (accuracy, 1.0)
+        assert found.sampled["sample_fallback_rate"] == 0.0
+
+
+def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> None:
+    for cell, found in zip(world.results.cells, world.numbers.cells, strict=True):
+        c, z, rows = file_of(world, cell)
+        kinds = [row.source for row in rows]
+        assert found.sources == Sources(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
+        assert found.gap.value == pytest.approx(c.mean() - z.mean(), abs=1e-12)
+        for number in (*found.metrics.values(), found.gap):
+            if number.low is not None:
+                assert number.low <= number.value + 1e-12
+                assert number.value <= number.high + 1e-12
+
+
+def test_a_table_has_swaps_enough_for_its_number_of_comparisons(world: Measured) -> None:
+    """50 resamples alone give p >= 1/51, and 32 comparisons would make that 0.63: nothing could be shown."""
+    least = min(one.p_value for group in world.numbers.groups for one in group.versus.values())
+    assert least < 1 / 51

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from catto.evaluation.sources import Sources
 from catto.records import Prediction, read_records
-from catto.report.browser import CUT, FALLBACK, LONGEST, RIGHT, Browser, script_json
+from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, script_json
 from catto.report.build import build
+from catto.report.numbers import Spread
 from catto.report.page import Drawn, page
 from catto.report.plotting import Picture, inlined, svg
 from catto.report.results import Cell
@@ -209,9 +211,25 @@ def test_every_table_entry_of_the_page_points_at_its_group(plain: str) -> None:
     groups = json.loads(Reader(plain).scripts[0])["groups"]
     section = plain[plain.index('<section id="in">') : plain.index('<section id="world">')]
     buttons = re.findall(r'data-group="(\d+)" data-metric="(\w+)">([\d.]+)<', section)
-    assert len(buttons) == 5 * 2 * 2 * 3  # methods, metrics, budgets, task and training set
+    assert len(buttons) == 5 * 4 * 2 * 3  # methods, metrics, budgets, task and training set
     for place, metric, text in buttons:
-        assert 100 * groups[int(place)]["metrics"][metric]["mean"] == pytest.approx(float(text), abs=0.00501)
+        scale = 1 if metric == "brier" else 100
+        assert scale * groups[int(place)]["metrics"][metric]["mean"] == pytest.approx(float(text), abs=0.00501)
+
+
+def test_forced_answers_are_named_above_the_headline_and_above_their_number() -> None:
+    world = measured(SMALL)
+    forced = {"sources": Sources(free=9, fallback=51), "fallback_rate": Spread(mean=0.85, std=0.0)}
+    groups = [g.model_copy(update=forced) if g.method == "rcft" else g for g in world.numbers.groups]
+    numbers = world.numbers.model_copy(update={"groups": tuple(groups)})
+    text = page(world.results, numbers, all_tables(numbers, world.results), [], world.browser)
+    warning = "RCFT on SNLI, paper&#39;s budget: 51 of 60 answers had to be forced: its numbers describe the fallback"
+    assert 0 < text.index(warning) < text.index("<h1>")
+    row = text[text.index('<tr data-method="rcft">') :]
+    assert row.index("85 % forced") < row.index('class="num"')
+    cards = json.loads(Reader(text).scripts[0])["groups"]
+    assert {bool(card["forced"]) for card in cards if card["method"] == "rcft"} == {True}
+    assert {bool(card["forced"]) for card in cards if card["method"] != "rcft"} == {False}
 
 
 def browser_rows(quota: int) -> tuple[Browser, list[Prediction]]:
@@ -245,6 +263,8 @@ def test_flags_tell_right_fallback_and_cut() -> None:
     long = one.model_copy(update={"label": one.gold, "source": "fallback", "text": "x" * (LONGEST + 1)})
     browser = Browser({}, 5)
     browser.add(cell, [long])
+    browser.add(cell, [one.model_copy(update={"label": one.gold, "source": "plain"})])
+    assert browser.rows[1][4] == RIGHT | PLAIN
     row = browser.rows[0]
     assert row[4] == RIGHT | FALLBACK | CUT
     assert row[5] == "x" * LONGEST

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.evaluation.metrics import accuracy, ece
+from catto.evaluation.metrics import accuracy, auroc, brier, confidence_gap, ece
 from catto.evaluation.statistics import Answers, compare, null_band
 from catto.report.seeds import Name, mean_difference, mean_interval, mean_null, scored
 
-METRIC = {"accuracy": accuracy, "ece": ece}
-NAMES: tuple[Name, ...] = ("accuracy", "ece")
+METRIC = {"accuracy": accuracy, "ece": ece, "brier": brier, "auroc": auroc, "gap": confidence_gap}
+NAMES: tuple[Name, ...] = ("accuracy", "ece", "brier", "auroc", "gap")
 
 
 def rows(seed: int, n: int = 90) -> tuple[list[str], Any, Any]:
@@ -27,6 +27,18 @@ def rows(seed: int, n: int = 90) -> tuple[list[str], Any, Any]:
 def test_the_value_of_one_seed_is_the_metric_itself(name: Name) -> None:
     question, c, z = rows(0)
     assert scored(name, question, c, z).value() == pytest.approx(METRIC[name](c, z), abs=1e-14)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.integers(0, 3)), min_size=1, max_size=25))
+def test_weights_count_rows_as_often_as_they_say(answers: list[tuple[float, bool, int]]) -> None:
+    """A row of weight 3 is three such rows; of weight 0, none."""
+    c, z, times = (np.array(column) for column in zip(*answers, strict=True))
+    question = [str(place) for place in range(len(c))]
+    for name in ("auroc", "brier", "gap"):
+        found = scored(name, question, c, z).values(times[None, :].astype(float))[0]
+        wanted = METRIC[name](np.repeat(c, times), np.repeat(z, times)) if times.sum() else np.nan
+        assert found == pytest.approx(wanted, abs=1e-12, nan_ok=True), name
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,6 +100,25 @@ def test_the_interval_of_the_mean_holds_the_mean_accuracy_and_has_binomial_width
     found = mean_interval(seeds, resamples=2000)
     assert found.value == 0.5
     assert found.high - found.low == pytest.approx(0.196, abs=0.02)
+
+
+def test_only_a_test_that_may_show_something_is_carried_on() -> None:
+    """100 swaps first. A difference of 40 points then gets 2,000; two draws of the same model stay at 100."""
+    question, c, z = rows(0, 300)
+    worse = scored("ece", question, np.clip(c + 0.4, 0, 1), z)
+    clear = mean_difference([scored("ece", question, c, z)], [worse], resamples=100, swaps=2000)
+    assert clear.p_value == 1 / 2001
+    unclear = mean_difference([scored("ece", question, c, z)], [scored("ece", *rows(0, 300))], 100, swaps=2000)
+    assert unclear.p_value == 1.0
+    _, c_b, z_b = rows(1, 300)
+    other = mean_difference([scored("ece", question, c, z)], [scored("ece", question, c_b, z_b)], 100, swaps=2000)
+    assert other.p_value >= 0.05
+    assert other.p_value * 101 == pytest.approx(round(other.p_value * 101))
+
+
+def test_an_undefined_auroc_has_no_p_value() -> None:
+    a, b = (scored("auroc", ["x", "y"], [0.5, 0.6], right) for right in ([1, 1], [1, 0]))
+    assert np.isnan(mean_difference([a], [b], resamples=20).p_value)
 
 
 def test_different_questions_are_refused() -> None:

@@ -6,18 +6,25 @@ import csv
 import io
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from catto.evaluation.sources import Sources
+from catto.evaluation.statistics import holm
 from catto.report import paper
 from catto.report.headline import headline
-from catto.report.numbers import Versus
+from catto.report.measure import _corrected, trained_model
+from catto.report.names import method_group, method_order, method_title
+from catto.report.numbers import Band, Number, Numbers, Spread, Versus
+from catto.report.plotting import colour, marker
 from catto.report.render import csv_text, latex, markdown, terminal
-from catto.report.tables import Better, Entry, Table, marked
+from catto.report.results import Training
+from catto.report.tables import Entry, Table, deviation_tables, score_tables
 from catto.report.tables_more import all_tables
-from catto.report.tables_training import budget_note
-from report_world import HOSTILE, SMALL, measured
+from catto.report.tables_training import budget_note, rate_tables, training_tables
+from report_world import HOSTILE, SMALL, TINY, measured
 
 Tables = dict[str, Table]
 
@@ -75,7 +82,8 @@ def test_a_printed_value_is_the_groups_mean_in_per_cent(tables: Tables) -> None:
             for column, entry in zip(table.columns, line.entries, strict=True):
                 group = numbers.groups[entry.group]
                 assert (group.method, group.task, group.budget) == (line.method, column.task, table.budget)
-                assert entry.text == f"{100 * group.metrics[column.metric].mean:.2f}"
+                mean = group.metrics[column.metric].mean
+                assert entry.text == (f"{mean:.4f}" if column.metric == "brier" else f"{100 * mean:.2f}")
 
 
 def test_confidence_at_k_prints_the_selection_rule(tables: Tables) -> None:
@@ -103,16 +111,28 @@ def test_the_papers_number_stands_beside_models_of_its_own_budget_only(tables: T
 
 
 @pytest.mark.parametrize(
-    ("difference", "p_value", "better", "mark"),
-    [(-0.1, 0.01, "lower", "*"), (0.1, 0.01, "lower", "†"), (0.1, 0.01, "higher", "*"), (-0.1, 0.06, "lower", "")],
+    ("difference", "p_value", "metric", "mark"),
+    [(-0.1, 0.01, "ece", "*"), (0.1, 0.01, "ece", "†"), (0.1, 0.01, "accuracy", "*"), (-0.1, 0.06, "ece", "")],
 )
 def test_marks_say_better_or_worse_only_where_significant(
-    difference: float, p_value: float, better: Better, mark: str
+    difference: float, p_value: float, metric: str, mark: str
 ) -> None:
     low, high = sorted((difference / 2, 2 * difference))
-    assert marked(Versus(difference=difference, low=low, high=high, p_value=p_value), better) == mark
-    assert marked(Versus(difference=difference, low=-0.9, high=0.9, p_value=p_value), better) == ""
-    assert marked(Versus(difference=-difference, low=low, high=high, p_value=p_value), better) == ""
+    found = Versus(difference=difference, low=low, high=high, p_value=0.001, p_corrected=p_value)
+    assert found.mark(metric) == mark
+    assert found.model_copy(update={"low": -0.9, "high": 0.9}).mark(metric) == ""
+    assert found.model_copy(update={"difference": -difference}).mark(metric) == ""
+    assert found.model_copy(update={"low": None, "high": None}).mark(metric) == ""
+    assert found.model_copy(update={"p_corrected": None}).mark(metric) == ""
+
+
+def test_a_difference_below_the_smallest_of_interest_gets_no_mark() -> None:
+    """0.08 points, every confidence moved one way, p as small as can be: nobody's difference. 0.5 points is one."""
+    sure = {"p_value": 0.001, "p_corrected": 0.004}
+    assert Versus(difference=-0.0008, low=-0.0012, high=-0.0004, **sure).mark("ece") == ""
+    assert Versus(difference=-0.0049, low=-0.006, high=-0.004, **sure).mark("ece") == ""
+    assert Versus(difference=-0.005, low=-0.006, high=-0.004, **sure).mark("ece") == "*"
+    assert Versus(difference=-0.004, low=-0.006, high=-0.002, **sure).mark("brier") == ""
 
 
 def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:
@@ -130,10 +150,19 @@ def test_training_time_is_total_and_per_row_and_epoch(tables: Tables) -> None:
     assert [entry.text for entry in line.entries[:3]] == ["1.83", "110.00", "0.31"]
 
 
+def test_the_kept_step_stands_beside_all_steps(tables: Tables) -> None:
+    """500 pairs, 2 epochs, batches of 4: 250 steps, of which the made-up CATTO keeps the 125th."""
+    kept = {line.title: line.entries[3].text for line in tables["training"].lines}
+    assert tables["training"].columns[3].name == "Kept step"
+    assert kept["DPO (matched budget)"] == "250 of 250"
+    assert kept["DPO + CATTO"] == "125 of 250"
+
+
 def test_a_budget_is_told_as_it_was_trained() -> None:
     results = measured(SMALL).results
-    assert budget_note(results, "paper") == "DPO: 1,400 pairs, epochs: 6; DPO + CATTO: 500 pairs, epochs: 2"
-    assert budget_note(results, "matched") == "DPO, DPO + CATTO: 500 pairs, epochs: 2"
+    kept = "500 pairs, epochs: 2, kept after 1"
+    assert budget_note(results, "paper") == f"DPO: 1,400 pairs, epochs: 6; DPO + CATTO: {kept}"
+    assert budget_note(results, "matched") == f"DPO: 500 pairs, epochs: 2; DPO + CATTO: {kept}"
 
 
 def test_markdown_has_one_width_and_no_raw_markup(tables: Tables) -> None:
@@ -237,7 +266,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
     numbers = measured(SMALL).numbers
-    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p) for p in (0.001, 0.9))
+    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p, p_corrected=p) for p in (0.001, 0.9))
 
     def points(*budgets: str) -> tuple[str, ...]:
         groups = [
@@ -259,3 +288,165 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     )
     assert points("paper", "matched") == (f"Both budgets, {lower}",)
     assert points("paper") == (f"Paper's budget, {lower}", f"Matched budget, {nothing}")
+
+
+def regrouped(*changes: tuple[str, str, dict[str, Any]]) -> Numbers:
+    """The numbers with the groups of (method, task) changed."""
+    numbers = measured(SMALL).numbers
+    groups = list(numbers.groups)
+    for method, task, update in changes:
+        groups = [g.model_copy(update=update) if (g.method, g.task) == (method, task) else g for g in groups]
+    return numbers.model_copy(update={"groups": tuple(groups)})
+
+
+MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "fallback_rate": Spread(mean=0.85, std=0.0)}
+
+
+def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
+    sure = Versus(difference=-0.2, low=-0.3, high=-0.1, p_value=0.001, p_corrected=0.001)
+    best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": Spread(mean=0.0001, std=0.0)}}
+    changed = regrouped(("rcft", "snli", MOSTLY_FORCED | best | {"versus": {"ece": sure, "accuracy": sure}}))
+    table = score_tables(changed, "in")[0]
+    entry = entry_of(table, "rcft", "snli", "ece")
+    assert (entry.forced, entry.mark, entry.best) == ("85 % forced", "", False)
+    assert entry_of(table, "rcft", "witnesses", "ece").forced == ""
+    assert f"| 85 % forced<br>{entry.text}" in markdown(table)
+    assert r"\shortstack[r]{{\scriptsize 85 \% forced} \\ " + entry.text in latex(table)
+    assert "85 % forced" in csv_text(table)
+
+
+def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None:
+    """RCFT would be within chance everywhere; its answers on one task were forced, so nothing is said of it."""
+    inside = {"null": Band(mean=0.5, low=0.0, high=1.0)}
+    outside = {"null": Band(mean=0.0, low=0.0, high=0.0)}
+    tasks = ("snli", "witnesses")
+    methods = ("sft", "sft+ts", "dpo", "dpo+catto")
+    base = [(name, task, outside) for name in methods for task in tasks] + [("rcft", task, inside) for task in tasks]
+    assert headline(regrouped(*base)).lead.startswith("RCFT states confidences")
+    told = headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
+    assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
+    assert "RCFT" not in told.lead
+    everything = [(name, task, MOSTLY_FORCED) for name in (*methods, "rcft") for task in tasks]
+    assert headline(regrouped(*everything)).lead.startswith("No verdict on calibration")
+    assert headline(measured(SMALL).numbers).warnings == ()
+
+
+def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
+    withheld = {
+        "intervals": {
+            name: Number(value=0.05, reason="outside") if name == "ece" else Number(value=0.5, low=0.4, high=0.6)
+            for name in ("accuracy", "ece", "brier", "auroc")
+        },
+        "gap": Number(value=0.012, low=-0.034, high=0.056),
+    }
+    table = score_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
+    entry = entry_of(table, "dpo", "snli", "ece")
+    assert entry.interval is None
+    assert entry.null is not None
+    debiased = measured(SMALL).numbers.groups[entry.group].metrics["debiased_ece"].mean
+    assert entry.notes == (f"debiased {100 * debiased:.2f}", "conf. - acc. +1.20 [-3.40, +5.60]")
+    assert entry_of(table, "dpo", "snli", "accuracy").notes == ()
+    rows = [row for row in csv.DictReader(io.StringIO(csv_text(table))) if row["notes"]]
+    assert [(row["method"], row["low"], row["high"]) for row in rows] == [("dpo", "", "")]
+
+
+def test_a_difference_stands_with_its_interval_and_corrected_p_value(tables: Tables) -> None:
+    entry = entry_of(tables["in-distribution-paper"], "sft", "snli", "accuracy")
+    versus = entry.versus
+    text = markdown(tables["in-distribution-paper"])
+    assert f"to DPO {100 * versus.difference:+.2f}, p = {versus.p_corrected:.2g}" in text
+    assert f"\\[{100 * versus.low:+.2f}, {100 * versus.high:+.2f}]" in text
+    brier = entry_of(tables["in-distribution-paper"], "sft", "snli", "brier").versus
+    assert f"to DPO {brier.difference:+.4f}" in text
+
+
+def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:
+    numbers = measured(SMALL).numbers
+    for budget in numbers.budgets:
+        for inside in (True, False):
+            of_table = [g for g in numbers.groups if g.budget == budget and (g.task == g.trained_on) == inside]
+            found = [one for group in of_table for one in group.versus.values()]
+            assert len(found) == 4 * sum(group.method != "dpo" for group in of_table)
+            assert [one.p_corrected for one in found] == pytest.approx(holm([one.p_value for one in found]))
+
+
+def test_forced_answers_of_either_side_are_left_out_of_the_correction() -> None:
+    groups = regrouped(("rcft", "snli", MOSTLY_FORCED), ("dpo", "witnesses", MOSTLY_FORCED)).groups
+    for group in _corrected(groups):
+        judged = group.task == "snli" and group.method != "rcft"
+        assert all((one.p_corrected is not None) == judged for one in group.versus.values())
+
+
+def test_latex_keeps_the_papers_columns_and_the_other_forms_have_brier_and_auroc(tables: Tables) -> None:
+    table = tables["in-distribution-paper"]
+    assert {column.metric for column in table.columns} == {"accuracy", "ece", "brier", "auroc"}
+    assert {column.metric for column in table.in_papers_shape().columns} == {"accuracy", "ece"}
+    assert "Brier" in markdown(table)
+    assert {column.metric for column in tables["confidence-at-k-paper"].in_papers_shape().columns} == {"4", "8"}
+
+
+def test_confidence_at_k_stands_beside_greedy_vote_auroc_within_and_fallback(tables: Tables) -> None:
+    numbers, table = measured(SMALL).numbers, tables["confidence-at-k-paper"]
+    wanted = {"4", "8", "4 majority vote", "8 majority vote", "accuracy", "auroc_within", "sample_fallback_rate"}
+    assert {column.metric for column in table.columns} == wanted | {"sampling_temperature", "tau"}
+    entry = entry_of(table, "sft", "snli", "auroc_within")
+    group = numbers.groups[entry.group]
+    assert entry.value == pytest.approx(100 * group.sampled["auroc_within"].mean)
+    assert entry.notes == (f"in {group.sampled['questions_with_both'].mean:g} of 30 questions",)
+    assert entry_of(table, "sft", "snli", "accuracy").value == pytest.approx(100 * group.metrics["accuracy"].mean)
+    vote = group.selection[4]["majority vote"].mean
+    assert entry_of(table, "sft", "snli", "4 majority vote").value == pytest.approx(100 * vote)
+    assert entry_of(table, "sft", "snli", "sampling_temperature").text == "1.00"
+
+
+def test_the_papers_out_of_distribution_numbers_stand_beside_training_on_mmlu_only() -> None:
+    assert paper.setting_of("snli", "snli") == "in"
+    assert paper.setting_of("mmlu", "snli") == "out"
+    assert paper.setting_of("anli", "snli") is None
+    assert paper.score(None, "dpo", "snli", "ece") is None
+    for trained_on, wanted in (("mmlu", "17.67"), ("anli", "")):
+        numbers = regrouped(("dpo", "snli", {"trained_on": trained_on}))
+        assert entry_of(score_tables(numbers, "out")[0], "dpo", "snli", "ece").paper == wanted
+        deviation = deviation_tables(numbers, "out")[0]
+        assert entry_of(deviation, "dpo", "snli", "ece").paper == ("10.82" if wanted else "")
+
+
+def test_the_papers_numbers_need_its_epochs_and_pairs() -> None:
+    """DPO: 6 epochs on all pairs. CATTO: 2 epochs on 500 pairs. Of a rescaled model, those of the model below it."""
+    six, two = Training(epochs=6, rows=1400), Training(epochs=2, rows=500)
+    assert paper.budget_is_the_papers("dpo", "paper", six)
+    assert not paper.budget_is_the_papers("dpo", "paper", two)
+    assert not paper.budget_is_the_papers("dpo", "matched", six)
+    assert paper.budget_is_the_papers("dpo+catto", None, two)
+    assert not paper.budget_is_the_papers("dpo+catto", None, Training(epochs=2, rows=60))
+    assert paper.budget_is_the_papers("sft+ts", None, Training(epochs=3, rows=100))
+    assert not paper.budget_is_the_papers("sft+ts", None, Training(epochs=1, rows=100))
+
+
+def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -> None:
+    results = measured(SMALL).results
+    short = [
+        cell.model_copy(update={"training": cell.training.model_copy(update={"epochs": 1})})
+        if cell.method in ("dpo", "sft") and cell.training
+        else cell
+        for cell in results.cells
+    ]
+    changed = results.model_copy(update={"cells": tuple(short)})
+    rates, time = rate_tables(changed)[0], training_tables(changed)[0]
+    assert not any(entry.paper for line in rates.lines if line.method == "dpo" for entry in line.entries)
+    assert any(entry.paper for line in rates.lines if line.method == "dpo+catto" for entry in line.entries)
+    assert not any(entry.paper for line in time.lines if line.method == "dpo" for entry in line.entries)
+    scaled = next(cell for cell in short if cell.method == "sft+ts")
+    assert trained_model(scaled, "paper", changed).epochs == 1
+
+
+def test_a_suffix_scales_any_trained_method() -> None:
+    name = "dpo+outcome+ts"
+    assert (method_title(name), method_group(name)) == ("DPO + outcome + temperature scaling", "DPO")
+    assert sorted(["unknown", name, "dpo+outcome", "sft"], key=method_order) == ["sft", "dpo+outcome", name, "unknown"]
+    looks = {(colour(one), marker(one)) for one in (name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown")}
+    assert len(looks) == 5
+    world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
+    tables = all_tables(world.numbers, world.results)
+    assert [line.method for line in tables[0].lines] == ["dpo", "dpo+outcome", name]
+    assert not [line for table in rate_tables(world.results) for line in table.lines if line.method == name]

@@ -45,7 +45,14 @@ def test_done_keys_are_not_asked() -> None:
 
 
 def test_at_most_concurrency_requests_fly_at_once_and_all_places_are_used() -> None:
-    with OpenAIServer(lambda seen: by_seed(seen)._replace(delay=0.05)) as server:
+    """Twelve requests answered three at a time: fewer in flight would never fill the barrier."""
+    three = threading.Barrier(3)
+
+    def respond(seen: Seen) -> Reply:
+        three.wait(60)
+        return by_seed(seen)._replace(delay=0.05)
+
+    with OpenAIServer(respond) as server:
         list(engine(server, concurrency=3).generate([request(i) for i in range(12)]))
     assert server.most_flying == 3
 
@@ -55,7 +62,7 @@ def test_generations_are_yielded_as_they_arrive() -> None:
 
     def respond(seen: Seen) -> Reply:
         if seen.body["seed"] == 100:
-            release.wait(5)
+            release.wait(60)
         return by_seed(seen)
 
     with OpenAIServer(respond) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -130,6 +131,29 @@ def test_without_continuation_there_is_no_fallback_answer() -> None:
         there = evaluate(remote, questions(4), max_tokens=CUT)
     assert {(one.source, one.label, one.confidence) for one in there} == {("fallback", None, 0.0)}
     assert {one.label_logprobs for one in there} == {None}
+
+
+def scripted(text: str) -> Callable[[Seen], Reply]:
+    """A server that says `text`, every token at -0.25. It continues as ever."""
+
+    def respond(seen: Seen) -> Reply:
+        if seen.body["max_tokens"] == 1:
+            return served(seen)
+        tokens = tokenizer().convert_ids_to_tokens(encode(text))
+        rival = {"token": " A", "logprob": -2.0}
+        entries = [{"token": token, "logprob": -0.25, "top_logprobs": [rival]} for token in tokens]
+        payload = chat(text, model="tiny-answerer")
+        payload["choices"][0]["logprobs"] = {"content": entries}
+        return ok(payload)
+
+    return respond
+
+
+def test_a_servers_answer_without_tags_is_read_at_its_own_token() -> None:
+    with serving(scripted("the answer is B")) as remote:
+        found = evaluate(remote, questions(2))
+    assert {(one.label, one.source) for one in found} == {("B", "plain")}
+    assert [one.confidence for one in found] == pytest.approx([math.exp(-0.25)] * 2)
 
 
 def test_a_server_without_logprobs_is_told_at_the_start() -> None:

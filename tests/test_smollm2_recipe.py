@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from catto.recipe_file import shipped
+from needs import folder
 
-ROOT = Path(__file__).parents[1]
-DATA = Path(os.environ.get("CATTO_DATA", ROOT.parent / "shared" / "data"))
 TASKS = ("snli", "commonsense_qa")
-
-pytestmark = pytest.mark.skipif(
-    not all((DATA / task).is_dir() for task in TASKS), reason="needs SNLI and CommonsenseQA under CATTO_DATA"
-)
 
 
 def commented_python() -> str:
@@ -27,16 +19,16 @@ def commented_python() -> str:
 
 
 def test_the_recipes_own_lines_give_it_enough_rows_and_pairs(tmp_path: Path) -> None:
+    folders = {task: folder(task) for task in TASKS}
     (tmp_path / "data").mkdir()
     for task in TASKS:
-        (tmp_path / "data" / task).symlink_to(DATA / task)
+        (tmp_path / "data" / task).symlink_to(folders[task])
     subprocess.run([sys.executable, "-c", commented_python()], cwd=tmp_path, check=True)
     subprocess.run([sys.executable, "-m", "catto", "teach", "smollm2"], cwd=tmp_path, check=True, capture_output=True)
     for task in TASKS:
-        (folder,) = (tmp_path / "runs" / "smollm2" / "stages").glob(f"teacher-{task.replace('_', '-')}-*")
+        (made,) = (tmp_path / "runs" / "smollm2" / "stages").glob(f"teacher-{task.replace('_', '-')}-*")
         counts = {
-            name: json.loads((folder / f"{name}.manifest.json").read_text())["counts"]
-            for name in ("sft", "preferences")
+            name: json.loads((made / f"{name}.manifest.json").read_text())["counts"] for name in ("sft", "preferences")
         }
         assert counts["sft"]["rows"] >= 1600
         assert counts["preferences"]["rows"] >= 60

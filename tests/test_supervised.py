@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
@@ -59,7 +59,7 @@ def dense_loss(model: Any, batch: list[Example], epsilon: float) -> torch.Tensor
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
-@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (2, 4), (1, 8), (3, 3)])
 def test_step_is_the_token_mean_of_the_global_batch(
     tmp_path: Path, epsilon: float, batch: int, accumulation: int
 ) -> None:
@@ -72,6 +72,39 @@ def test_step_is_the_token_mean_of_the_global_batch(
     dense_loss(reference, rows, epsilon).backward()
     expected = torch.cat([(p - 1e-2 * p.grad).detach().flatten() for p in reference.parameters()])
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=2e-6)
+
+
+def test_rcft_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
+    """8 = 1 x 8 = 3 + 3 + 2, though the last of three micro-batches is smaller."""
+    rows = examples(TOKENIZER, sft_rows(8))
+    spread = [(n + 0.5) / 10 for n in range(10)]
+
+    def moved(batch: int, weight: float) -> torch.Tensor:
+        model = tiny_model()
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": -(-8 // batch)}
+        bins = RcftBins(lambda model: (spread * 2, [True] * 10 + [False] * 10))
+        args = arguments(tmp_path / f"{batch} {weight}", learning_rate=0.5, **options)
+        SupervisedTrainer(model, args, rows, TOKENIZER, bins=bins, rcft_weight=weight).train()
+        return weights(model)
+
+    whole = moved(8, 5.0)
+    assert (whole - moved(8, 1.0)).abs().max() > 1e-2
+    for batch in (1, 3):
+        torch.testing.assert_close(moved(batch, 5.0), whole, rtol=0, atol=1e-6)
+
+
+def test_rcft_leaves_out_answers_without_a_confidence_and_counts_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bins = RcftBins(lambda model: ([0.95, None, 0.95, 0.15], [True, True, False, True]))
+    with caplog.at_level("WARNING"):
+        SupervisedTrainer(
+            tiny_model(), arguments(tmp_path), examples(TOKENIZER, sft_rows(8)), TOKENIZER, bins=bins, rcft_weight=1.0
+        ).train()
+    assert bins.accuracy == [None, 1.0, None, None, None, None, None, None, None, 0.5]
+    assert "1 of 4 answers have no probability of every label" in caplog.text
+    with pytest.raises(ValueError, match="no held-out answer has it"):
+        RcftBins(lambda model: ([None], [True])).on_epoch_begin(None, TrainerState(), None)
 
 
 def test_monitor_equals_the_engine_and_the_metrics() -> None:

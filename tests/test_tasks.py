@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from catto.prompts import messages
 from catto.records import SPLITS, DataError, Question
 from catto.tasks import TASKS, load
 from catto.tasks.hashing import permutation
@@ -80,12 +81,40 @@ def test_mmlu_validation_rows_that_stand_in_test_go_and_letters_stay_in_place() 
     assert green.gold == "C"
 
 
-def test_snli_drops_rows_without_consensus_and_keeps_the_label_order() -> None:
+def test_snli_drops_rows_without_consensus() -> None:
     train, report = questions("snli", "train", "snli_release")
     assert report.dropped == {"no_gold_label": 1, "content_in_test": 1}
-    assert {one.labels for one in train} == {("entailment", "neutral", "contradiction")}
+    assert {frozenset(one.labels) for one in train} == {frozenset(WORDS)}
     assert all(option.text == option.label for one in train for option in one.options)
     assert Counter(one.gold for one in train) == {"entailment": 2, "neutral": 1, "contradiction": 2}
+
+
+WORDS = ("entailment", "neutral", "contradiction")
+
+
+@pytest.mark.parametrize("task", ["snli", "anli"])
+def test_nli_words_are_listed_in_an_order_of_the_questions_id_and_the_gold_is_the_word(
+    task: str, tmp_path: Path
+) -> None:
+    rows = [
+        {"premise": f"p{n}", "hypothesis": "h", "label": n % 3, **({"uid": f"u{n}"} if task == "anli" else {})}
+        for n in range(242)
+    ]
+    for split, part in (("train", rows[:240]), ("validation", rows[240:241]), ("test", rows[241:])):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
+    found = list(load(task, "train", files={split: tmp_path / f"{split}.jsonl" for split in SPLITS}))
+    assert len(found) == 240
+    for one in found:
+        assert one.labels == tuple(WORDS[index] for index in permutation(one.id, 3))
+        assert one.gold == WORDS[int(one.fields["premise"][1:]) % 3]
+        assert [option.text for option in one.options] == list(one.labels)
+        listed = ", ".join(one.labels)
+        assert messages(one)[1].content.endswith(f"Labels: {listed}")
+    assert len({one.labels for one in found}) == 6
+    # Each word stands in each place about a third of the time, and the gold too.
+    for place in range(3):
+        assert min(Counter(one.labels[place] for one in found).values()) > 55
+    assert min(Counter(one.labels.index(one.gold) for one in found).values()) > 55
 
 
 def test_tldr_repeats_that_contradict_each_other_stay_separate() -> None:

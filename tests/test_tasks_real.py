@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import unicodedata
 from collections import Counter
@@ -16,22 +15,7 @@ import pytest
 from catto.records import SPLITS, Question
 from catto.tasks import TASKS, from_file, load
 from catto.tasks.loading import LoadReport
-
-DATA = Path(os.environ.get("CATTO_DATA", Path(__file__).parents[2] / "shared" / "data"))
-FOLDERS = {
-    "mmlu": "mmlu",
-    "snli": "snli",
-    "anli": "anli_r1",
-    "commonsense_qa": "commonsense_qa",
-    "tldr": "tldr_preference",
-    "llmbar": "llmbar",
-}
-
-
-def folder(name: str) -> Path:
-    if not (DATA / FOLDERS[name]).is_dir():
-        pytest.skip(f"no folder {FOLDERS[name]} in CATTO_DATA")
-    return DATA / FOLDERS[name]
+from needs import folder
 
 
 @cache

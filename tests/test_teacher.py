@@ -105,11 +105,11 @@ def test_a_finished_folder_asks_nothing_and_changes_nothing(tmp_path: Path) -> N
     assert len(before) == 8
 
 
-def test_a_refusal_keeps_what_came_and_the_next_run_asks_for_the_rest(tmp_path: Path) -> None:
+def test_a_fault_of_all_keeps_what_came_and_the_next_run_asks_for_the_rest(tmp_path: Path) -> None:
     def respond(seen: Seen) -> Reply:
-        return error(400, "too long") if "number 2?" in json.dumps(seen.body) else calm(seen)
+        return error(403, "no money") if "number 2?" in json.dumps(seen.body) else calm(seen)
 
-    with serve(respond) as server, pytest.raises(ServerError, match=r"question q2 sample \d: 400 in try 1"):
+    with serve(respond) as server, pytest.raises(ServerError, match=r"question q2 sample \d: 403 in try 1"):
         teach(questions(4), None, server_settings(server.url, concurrency=2), tmp_path)
     kept = len((tmp_path / "responses.part.jsonl").read_text().splitlines()) - 1
     assert kept >= 12
@@ -208,7 +208,7 @@ def test_other_settings_are_refused_before_and_after_the_end(tmp_path: Path, cha
     base = TeacherSettings(n=4)
     other = base.model_copy(update=change)
     with pytest.raises(ServerError):
-        teach(questions(2), Scripted({}, fail_after=0), base, tmp_path)
+        teach(questions(2), Scripted(scripted("ABCD", "ABCD").labels, fail_after=1), base, tmp_path)
     with pytest.raises(DataError, match=r"responses\.part\.jsonl row 1: belongs to other settings"):
         teach(questions(2), scripted("ABCD", "ABCD"), other, tmp_path)
     teach(questions(2), scripted("ABCD", "ABCD"), base, tmp_path)

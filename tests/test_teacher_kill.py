@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from catto.engines import Key
 from catto.teacher import teach
 from catto.teacher.collect import draw
+from openai_server import Reply, Seen
 from teacher_world import calm, faults_of, questions, serve, server_settings, stormy
 
 QUESTIONS, SAMPLES, CONCURRENCY, KILLS = 40, 6, 8, 5
@@ -35,9 +37,21 @@ def stored(part: Path) -> dict[Key, str]:
     return found
 
 
+class Held:
+    """The stormy server, silent while the part file holds more than `limit` lines: no run ends before it is killed."""
+
+    def __init__(self, part: Path) -> None:
+        self.part, self.limit = part, math.inf
+
+    def respond(self, seen: Seen) -> Reply:
+        while self.part.exists() and self.part.read_bytes().count(b"\n") > self.limit:
+            time.sleep(0.01)
+        return stormy(seen)
+
+
 def kill_when_stored(process: subprocess.Popen[bytes], part: Path, goal: int, wait: float) -> None:
     """Kill the run a moment after it has stored `goal` responses."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 900
     while not part.exists() or part.read_bytes().count(b"\n") - 1 < goal:  # less the header
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
@@ -56,8 +70,10 @@ def test_killed_five_times_it_loses_nothing_and_ends_the_same(tmp_path: Path) ->
     goals = sorted(chance.sample(range(5, TOTAL - 60), KILLS))
     out, part = tmp_path / "killed", tmp_path / "killed" / "responses.part.jsonl"
     before: dict[Key, str] = {}
-    with serve(stormy) as server:
+    held = Held(part)
+    with serve(held.respond) as server:
         for turn, goal in enumerate(goals):
+            held.limit = max(goal, len(before) + 1) + 2 * CONCURRENCY
             process = start(out, server.url)
             kill_when_stored(process, part, max(goal, len(before) + 1), chance.uniform(0, 0.05))
             if turn == 2:  # as if killed inside a write
@@ -66,6 +82,7 @@ def test_killed_five_times_it_loses_nothing_and_ends_the_same(tmp_path: Path) ->
             now = stored(part)
             assert before.items() <= now.items()
             before = now
+        held.limit = math.inf
         assert start(out, server.url).wait() == 0
         asked = len(server.seen)
     settings = server_settings(server.url)

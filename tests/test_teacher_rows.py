@@ -48,6 +48,9 @@ def test_the_yield_counts_questions_reasons_rates_and_tokens(tmp_path: Path) -> 
         "prompt_tokens": 0,
         "tokens": 60,
         "rows": {"sft": 8, "preferences": 1, "outcome": 20},
+        "refused": 0,
+        "reasons": "",
+        "other_models": {},
     }
     kinds = [(e.label is None, e.correct) for e in found.examples]
     assert kinds == [(False, True), (False, False), (True, False)]
@@ -59,7 +62,8 @@ def test_every_file_has_a_manifest_with_counts_versions_seed_and_hash(tmp_path: 
     found = {kind: read_manifest(tmp_path / f"{kind}.jsonl") for kind in ("responses", "sft", "preferences", "outcome")}
     assert {kind: manifest.kind for kind, manifest in found.items()} == {kind: kind for kind in found}
     assert all(m.seed == 3 and m.recipe_hash and m.versions["catto"] for m in found.values())
-    assert found["responses"].counts == {"responses": 8, "correct": 1, "unparsed": 0, "temperature_ignored": 0}
+    none = dict.fromkeys(("unparsed", "temperature_ignored", "refused", "other_model"), 0)
+    assert found["responses"].counts == {"responses": 8, "correct": 1, **none}
     assert [found[kind].counts["rows"] for kind in ("sft", "preferences", "outcome")] == [1, 1, 8]
 
 

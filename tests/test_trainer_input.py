@@ -70,16 +70,16 @@ def test_rows_longer_than_the_context_are_dropped_counted_and_listed(
 ) -> None:
     rows = _rows(lambda number, row: _lengthen(number, row, 3, side))
     with caplog.at_level(logging.WARNING, "catto"):
-        trainer = made(CATTOTrainer, CATTOConfig, rows=rows, max_length=200)
+        trainer = made(CATTOTrainer, CATTOConfig, rows=rows, max_length=200, calibration="outcome")
     assert "dropped 1 of 8 train rows longer than 200 tokens: rows 3" in caplog.text
     assert trainer.train_dataset["question"] == ["q0", "q1", "q2", "q4", "q5", "q6", "q7"]
 
 
-@pytest.mark.parametrize("side", ["prompt", "chosen"])
-def test_all_rows_too_long_is_an_error(side: str) -> None:
+@pytest.mark.parametrize(("side", "options"), [("prompt", {}), ("chosen", {"calibrate_tokens": "label"})])
+def test_all_rows_too_long_is_an_error(side: str, options: dict[str, Any]) -> None:
     rows = _rows(lambda number, row: _lengthen(number, row, number, side))
     with pytest.raises(ValueError, match="every row of the train dataset is longer than max_length 100"):
-        made(CATTOTrainer, CATTOConfig, rows=rows, max_length=100)
+        made(CATTOTrainer, CATTOConfig, rows=rows, max_length=100, **options)
 
 
 def test_a_streamed_dataset_leaves_long_rows_out_and_trains(tmp_path: Path) -> None:
@@ -141,17 +141,12 @@ def test_own_collator_is_used_where_the_loss_is_trl() -> None:
         ("outcome_rows_per_pair", 0),
         ("calibration_weight", -0.1),
         ("calibration_weight", math.nan),
+        ("calibration_weight", math.inf),
+        ("calibration_weight", "0.1"),
+        ("calibration_weight", True),
+        ("outcome_rows_per_pair", 1.5),
     ],
 )
 def test_wrong_knob_is_named(knob: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{knob} is {value!r}, expected"):
         CATTOConfig(output_dir="x", bf16=False, **{knob: value})
-
-
-def test_model_card_cites_the_paper_and_carries_the_tags(tmp_path: Path) -> None:
-    made(CATTOTrainer, CATTOConfig, folder=tmp_path).create_model_card(model_name="tiny")
-    card = (tmp_path / "README.md").read_text()
-    assert "CATTO: Balancing Preferences and Confidence in Language Models" in card
-    assert "Nisarg Parikh" in card
-    for tag in ("catto", "calibration", "dpo", "trl"):
-        assert f"- {tag}\n" in card

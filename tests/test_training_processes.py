@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp_run
+import pairs
 import train_run
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
@@ -21,6 +23,13 @@ from steps import distance, step
 # SGD's update is the gradient itself; Adam's first one is its sign, which rounding can flip.
 ONE_STEP: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["catto", "outcome with the stream"])
+
+
+# One process reads the batches of all, concatenates them, and each takes its slice; widths must then be equal.
+DISPATCHED: dict[str, dict[str, Any]] = {
+    name: {"calibration": name, "accelerator_config": {"dispatch_batches": True}, "pad_to_multiple_of": 64}
+    for name in ("none", "catto", "outcome")
+}
 
 
 def _weights(folder: Path) -> dict[str, Any]:
@@ -50,6 +59,35 @@ def test_one_batch_of_8_is_8_batches_of_1(tmp_path: Path, stream: bool, sharing:
     assert _moved(tmp_path / "whole") > 1e-3
 
 
+def _one_step(folder: Path, size: int, **options: Any) -> dict[str, Any]:
+    """The weights after one step over eight pairs in micro-batches of `size`, of which the last may be ragged."""
+    rows = pairs.dataset(pairs.preference_rows(8))
+    cut = {"per_device_train_batch_size": size, "gradient_accumulation_steps": -(-8 // size), "rows": rows}
+    train_run.run(str(folder), **ONE_STEP, **cut, **options)
+    return _weights(folder)
+
+
+@pytest.fixture(scope="module")
+def without_term(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """TRL's own part of the step, whole and as 3 + 3 + 2."""
+    return {size: _one_step(tmp_path_factory.mktemp("none"), size, calibration="none") for size in (8, 3)}
+
+
+@STREAMS
+def test_the_term_is_the_mean_over_the_pairs_of_the_step(
+    tmp_path: Path, without_term: dict[int, dict[str, Any]], stream: bool
+) -> None:
+    """8 = 3 + 3 + 2 for what the term adds. TRL's own part is a mean of micro-batch means, and stays so."""
+    options = {"stream": True} if stream else {"calibration_weight": 1.0}
+    added = []
+    for size in (8, 3):
+        after = _one_step(tmp_path / str(size), size, **options)
+        added.append({name: value - without_term[size][name] for name, value in after.items()})
+    assert max(float(value.abs().max()) for value in added[0].values()) > 1e-3
+    for name, value in added[1].items():
+        torch.testing.assert_close(value, added[0][name], rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("sharing", [False, True], ids=["padded", "shared"])
 def test_gradient_checkpointing_changes_nothing(sharing: bool) -> None:
     plain, kept = (
@@ -59,24 +97,26 @@ def test_gradient_checkpointing_changes_nothing(sharing: bool) -> None:
     assert distance(kept.gradients, plain.gradients) < 1e-6
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _launched(script: str, *arguments: str) -> str:
+    """Run a script of this folder in two processes; what it printed."""
+    # Standalone: the launcher binds a free port itself, so that no other process can take it in between.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, str(Path(__file__).with_name(script)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes of 4 pairs each: the objectives in one launch, since importing torch takes longer than they do."""
+    """Two processes of 4 pairs each: everything in one launch, since importing torch takes longer than all of it."""
     folder = tmp_path_factory.mktemp("two")
     common = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, **ONE_STEP}
     runs = [{"folder": str(folder / str(stream)), "stream": stream, **common} for stream in (False, True)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_free_port()}"]
-    command = [*launch, str(Path(train_run.__file__)), json.dumps(runs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("step 1") == 4
+    runs += [{"folder": str(folder / f"dispatched {name}"), **common, **DISPATCHED[name]} for name in DISPATCHED]
+    printed = _launched("train_run.py", json.dumps(runs), str(folder / "fsdp.json"))
+    assert printed.count("step 1") == 2 * len(runs)
     return folder
 
 
@@ -84,4 +124,30 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_are_one(tmp_path: Path, two_processes: Path, stream: bool) -> None:
     train_run.run(str(tmp_path), stream=stream, per_device_train_batch_size=8, **ONE_STEP)
     _assert_close(tmp_path, two_processes / str(stream))
+    assert _moved(tmp_path) > 1e-3
+
+
+@pytest.mark.parametrize("layout", [fsdp_run.name(layout) for layout in fsdp_run.layouts()])
+def test_fsdp_gives_the_gradients_of_one_process(two_processes: Path, layout: str) -> None:
+    """Wherever FSDP2 puts the head. With all weights rounded to bf16 a gradient is within a few roundings."""
+    for rank in json.loads((two_processes / "fsdp.json").read_text()):
+        assert "error" not in rank[layout], rank[layout]["error"]
+        rounded = "all in bf16" in layout
+        assert rank[layout]["gradient"] < (0.05 if rounded else 1e-6)
+        assert rank[layout]["loss"] < (0.05 if rounded else 1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
+def test_zero3_gives_the_gradients_of_one_process(tmp_path: Path) -> None:
+    """Tied and untied, padded and shared."""
+    _launched("zero3_run.py", str(tmp_path / "zero3.json"))
+    found = json.loads((tmp_path / "zero3.json").read_text())
+    assert len(found) == 4
+    assert max(found.values()) < 2e-6
+
+
+@pytest.mark.parametrize("name", DISPATCHED)
+def test_two_processes_with_dispatched_batches_are_one(tmp_path: Path, two_processes: Path, name: str) -> None:
+    train_run.run(str(tmp_path), calibration=name, per_device_train_batch_size=8, **ONE_STEP)
+    _assert_close(tmp_path, two_processes / f"dispatched {name}")
     assert _moved(tmp_path) > 1e-3

@@ -54,7 +54,7 @@ def _assert_same_bits(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["catto", "outcome with the stream"])
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, stream: bool) -> None:
-    step = random.randint(4, STEPS - 2)
+    step = random.Random(int(stream)).randint(4, STEPS - 2)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train_run.run(str(whole), stream=stream, **RUN)
     _kill_at(killed, step, stream=stream)

@@ -120,6 +120,7 @@ def test_precomputation_goes_through_compute_ref_log_probs_inside_the_constructo
     assert len(seen) == 4  # 16 rows in batches of 4
     assert all({"input_ids", "completion_mask"} <= keys for keys in seen)
     assert {"ref_chosen_logps", "ref_rejected_logps"} <= set(trainer.train_dataset.column_names)
+    assert isinstance(trainer._precompute_model_hash, str)  # with the data's fingerprint, the key of the cache
 
 
 def test_attributes_that_are_read() -> None:

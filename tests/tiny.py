@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 # A word takes the space before it, as in most real vocabularies: `A` and ` A` are different tokens.
@@ -37,6 +39,7 @@ TEMPLATE = (
 )
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),  # a sliding window: pass sliding_window
     "gpt2": (GPT2Config, GPT2LMHeadModel),  # absolute positions: padding that moves a prompt shows

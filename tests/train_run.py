@@ -1,4 +1,7 @@
-"""Runs of training as a process of their own, to be killed or spread: `python train_run.py '[{"folder": ...}]'`."""
+"""Runs of training as a process of their own, to be killed or spread: `python train_run.py '[{"folder": ...}]'`.
+
+A second argument names the file for what `fsdp_run` finds in the same processes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+import fsdp_run
 import pairs
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
@@ -21,14 +25,17 @@ from tiny import tiny_tokenizer
 
 
 class _Pace(TrainerCallback):
-    """Says each step and takes its time over it, so that a kill can land between and inside checkpoints."""
+    """Says each step and takes its time over it, so that a kill can land between and inside checkpoints.
+
+    A run with a pause does not take its last step: however late the kill comes, the run is there to be killed.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         print(f"step {state.global_step}", flush=True)
-        time.sleep(self.seconds)
+        time.sleep(600 if self.seconds and state.global_step == state.max_steps - 1 else self.seconds)
 
 
 def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -> Any:
@@ -47,5 +54,7 @@ def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -
 if __name__ == "__main__":
     for options in json.loads(sys.argv[1]):
         run(**options)
+    if len(sys.argv) > 2:
+        fsdp_run.run(sys.argv[2])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

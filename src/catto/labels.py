@@ -6,16 +6,14 @@ tokenizer would make of its text. `decode` shows special tokens and cleans nothi
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from catto.prompts import completion, parse
+from catto.prompts import Source, completion, parse
 
-_ANSWER = re.compile(r"<\s{0,8}answer\s{0,8}>", re.IGNORECASE)
 _ENDING = "\n</answer>"
 # A letter before a text to encode: no tokenizer merges it with a newline or a tag, and the dummy space that
 # sentencepiece puts before a text goes to it.
@@ -24,74 +22,116 @@ _TAIL = 32
 # Answers as models write them; the first is our own form, in which labels are trained and constrained.
 _FORMS = (completion(None, None), "<answer>", "<answer> ")
 
+Rest = Mapping[str, tuple[int, ...]]
+
+
+class IndistinctLabelsError(ValueError):
+    """Two labels that the tokenizer begins alike."""
+
+
+class _MisalignedError(ValueError):
+    """Token ids whose text is not made of their prefixes' texts."""
+
 
 @dataclass(frozen=True)
 class Place:
-    """A label in token ids: `index` of the token with its first character, and each label's token in that very form.
+    """A label in token ids: `index` of the token that tells it apart, and each label's token in that very form.
 
-    The form is what stands with the label in its token (" A", ">A", "A.") and its case. A label that no single token
-    begins in that form is not among the candidates; the one that stands there always is.
+    That is the token with the label's first character. Where that character takes several tokens (bytes), it is the
+    first of them at which labels differ; labels that still share it go on in `rest`: label -> tokens after its
+    candidate up to the one that sets it apart. The form is what stands with the label in its token (" A", ">A", "A.")
+    and its case. A label that has no token in that form is not among the candidates; the one that stands there is.
     """
 
     label: str
     index: int
     candidates: dict[str, int]
+    rest: Rest = field(default_factory=dict)
+    source: Source = "free"
 
 
 class Opening(NamedTuple):
-    """Tokens to append so that the next one begins a label, and that token for every label."""
+    """Tokens to append so that the next one begins a label, that token for every label, and `rest` as in `Place`."""
 
     ids: tuple[int, ...]
     candidates: dict[str, int]
+    rest: Rest
 
 
 def locate(
-    tokenizer: Any, ids: Sequence[int], labels: Sequence[str], option_texts: Sequence[str] | None = None
+    tokenizer: Any,
+    ids: Sequence[int],
+    labels: Sequence[str],
+    option_texts: Sequence[str] | None = None,
+    *,
+    cut: bool = False,
 ) -> Place | None:
-    """Find the label that a response answers with, by `prompts.parse`; None where it gives no answer."""
+    """Find the label that a response answers with, by `prompts.parse`; None where it gives no answer.
+
+    Nor does it where the tokens cannot tell which label it is: labels that differ as they are asked for may begin with
+    one token in the case in which the model wrote them.
+    """
+    try:
+        return _located(tokenizer, ids, labels, option_texts, cut)
+    except IndistinctLabelsError:
+        return None
+
+
+def _located(
+    tokenizer: Any, ids: Sequence[int], labels: Sequence[str], option_texts: Sequence[str] | None, cut: bool
+) -> Place | None:
     text = decoded(tokenizer, ids)
-    parsed = parse(text, labels, option_texts)
-    if parsed.label is None or parsed.span is None:
+    parsed = parse(text, labels, option_texts, cut=cut)
+    if parsed.label is None or parsed.span is None or parsed.source is None:
         return None
     start, end = parsed.span
-    index, begin = token_at(tokenizer, ids, text, start)
-    reached = decoded(tokenizer, ids[: index + 1])
+    try:
+        tokens = _tokens_at(tokenizer, ids, text, start)
+    except _MisalignedError:
+        return None
+    reached = decoded(tokenizer, ids[: tokens.last + 1])
     form = _Form(
-        head=text[[tag.start() for tag in _ANSWER.finditer(text, 0, start)][-1] : start],
-        lead=text[begin:start],
+        head=text[parsed.opened : start],
+        lead=text[tokens.begin : start],
         written=text[start:end],
         after=text[end : _agreed(reached, text)],
     )
-    return Place(parsed.label, index, dict(_candidates(tokenizer, tuple(labels), parsed.label, ids[index], form)))
+    own = tuple(ids[tokens.first : tokens.last + 1])
+    split = _candidates(tokenizer, tuple(labels), parsed.label, own, form)
+    return Place(parsed.label, tokens.first + split.shared, dict(split.candidates), split.rest, parsed.source)
 
 
 def label_place(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> tuple[int, tuple[int, ...]]:
     """Index of the label's token in a rendered completion's ids, and the K labels' tokens, in the order of `labels`."""
-    place = locate(tokenizer, ids, labels)
+    place = _located(tokenizer, ids, labels, None, False)
     if place is None:
         raise ValueError(f"no label among {', '.join(labels)} in the completion {decoded(tokenizer, ids)[-80:]!r}")
     missing = [label for label in labels if label not in place.candidates]
     if missing:
         raise ValueError(f"label {missing[0]!r} has no token like that of {place.label!r} in {_name(tokenizer)}")
+    if place.rest:
+        one, other = list(place.rest)[:2]
+        raise ValueError(
+            f"labels {one!r} and {other!r} begin with the same token in {_name(tokenizer)}: evaluation reads on, "
+            f"training reads one token"
+        )
     return place.index, tuple(place.candidates[label] for label in labels)
 
 
 def opening(tokenizer: Any, text: str, labels: Sequence[str]) -> Opening:
-    """Encode `text`, which ends in the canonical `<answer>\\n`, up to where the labels' tokens begin.
+    """Encode `text`, which ends in the canonical `<answer>\\n`, up to where the labels' tokens begin to differ.
 
     A newline that the tokenizer merges with the label is left to the label's token. ValueError where two labels begin
-    with one token, or do not begin at the same place.
+    alike, or do not begin at the same place.
     """
     return _opening(tokenizer, text, tuple(labels))
 
 
 def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
-    """Raise a ValueError unless every label begins with a token of its own, in each form that answers come in."""
+    """Raise a ValueError unless tokens tell the labels apart, in each form that answers come in."""
     opening(tokenizer, _FORMS[0], labels)
     for form in _FORMS[1:]:
-        seen: dict[int, str] = {}
-        for label in labels:
-            _check_distinct(tokenizer, seen, _readable(tokenizer, form, label).token, label, form)
+        _split(tokenizer, {label: _readable(tokenizer, form, label).path for label in labels}, form)
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -124,13 +164,39 @@ def _search(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> tup
     goal = text[: position + 1]
     index = bisect_left(range(1, len(ids) + 1), True, key=lambda n: decoded(tokenizer, ids[:n]).startswith(goal))
     if index == len(ids):
-        raise ValueError(f"{_name(tokenizer)}: the text of {len(ids)} tokens does not grow from its prefixes' texts")
-    return index, _agreed(decoded(tokenizer, ids[:index]), goal)
+        raise _MisalignedError(
+            f"{_name(tokenizer)}: the text of {len(ids)} tokens does not grow from its prefixes' texts"
+        )
+    before = decoded(tokenizer, ids[:index])
+    if not text.startswith(before.rstrip("\ufffd")):
+        raise _MisalignedError(f"{_name(tokenizer)}: token {index} of {len(ids)} changes the text before it")
+    return index, _agreed(before, goal)
 
 
 def _agreed(part: str, text: str) -> int:
     """How many characters of `text` a prefix of its ids has given; a cut character, U+FFFD, is not one."""
     return len(part) if text.startswith(part) else len(part.rstrip("\ufffd"))
+
+
+class _Tokens(NamedTuple):
+    """The tokens `first` to `last` of one character, and the character that the first of them begins at."""
+
+    first: int
+    last: int
+    begin: int
+
+
+def _tokens_at(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> _Tokens:
+    """The tokens that hold bytes of character `position` of text = decoded(ids)."""
+    last, begin = token_at(tokenizer, ids, text, position)
+    first = last
+    while first > 0 and not text[position].isascii():  # an ASCII character is one byte
+        part = decoded(tokenizer, ids[:first])
+        begin = _agreed(part, text)
+        if begin == len(part):
+            break
+        first -= 1
+    return _Tokens(first, last, begin if first > 0 else 0)
 
 
 class _Form(NamedTuple):
@@ -142,44 +208,81 @@ class _Form(NamedTuple):
     after: str
 
 
+class _Split(NamedTuple):
+    """Labels told apart: after `shared` tokens that all begin with, each has its candidate and, in `rest`, more."""
+
+    shared: int
+    candidates: dict[str, int]
+    rest: dict[str, tuple[int, ...]]
+
+
+def _split(tokenizer: Any, paths: Mapping[str, tuple[int, ...]], head: str) -> _Split:
+    """Cut each label's tokens, those of its first character, where they tell it from every other label's."""
+    first, *others = paths.values()
+    shared = min((_common(first, other) for other in others), default=0)
+    needed = {label: _needed(tokenizer, label, paths, head) for label in paths}
+    rest = {label: path[shared + 1 : needed[label]] for label, path in paths.items() if needed[label] > shared + 1}
+    return _Split(shared, {label: path[shared] for label, path in paths.items()}, rest)
+
+
+def _common(path: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many tokens two paths begin with together."""
+    pairs = zip(path, other, strict=False)
+    return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(path), len(other)))
+
+
+def _needed(tokenizer: Any, label: str, paths: Mapping[str, tuple[int, ...]], head: str) -> int:
+    """How many of a label's tokens it takes to tell it from the others."""
+    path = paths[label]
+    same = {other: _common(path, rival) for other, rival in paths.items() if other != label}
+    for other, length in same.items():
+        if length == len(path):
+            piece = tokenizer.convert_ids_to_tokens(path[0])
+            one, two = (name for name in paths if name in (label, other))
+            raise IndistinctLabelsError(
+                f"labels {one!r} and {two!r} begin with the same token {piece!r} after {head[-20:]!r} "
+                f"in {_name(tokenizer)}: give labels that begin differently"
+            )
+    return 1 + max(same.values(), default=len(path) - 1)
+
+
 @lru_cache(maxsize=4096)
-def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, token: int, form: _Form) -> Mapping[str, int]:
-    """Each label's token in the form in which `label` was written with `token`."""
-    found: dict[str, int] = {}
+def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: tuple[int, ...], form: _Form) -> _Split:
+    """Each label's tokens in the form in which `label` was written with the tokens `own`."""
     dress = _case(label, form.written)
+    paths: dict[str, tuple[int, ...]] = {}
     for other in labels:
-        candidate = token if other == label else _candidate(tokenizer, dress(other), token, form)
-        if candidate is not None:
-            _check_distinct(tokenizer, {value: key for key, value in found.items()}, candidate, other, form.head)
-            found[other] = candidate
-    return found
+        path = own if other == label else dress and _candidate(tokenizer, dress(other), own, form)
+        if path:
+            paths[other] = path
+    return _split(tokenizer, paths, form.head)
 
 
-def _candidate(tokenizer: Any, other: str, token: int, form: _Form) -> int | None:
-    """The token that begins `other` in the same form: as the tokenizer writes it there, else by its vocabulary."""
+def _candidate(tokenizer: Any, other: str, own: tuple[int, ...], form: _Form) -> tuple[int, ...] | None:
+    """The tokens that begin `other` in the same form: as the tokenizer writes it there, else by its vocabulary."""
     written = _written(tokenizer, form.head, other, form.after)
     if written is not None and written.lead == form.lead:
-        return written.token
+        return written.path
     # The model wrote what the tokenizer would not (">" and "A" where ">A" is one token): exchange it in the piece.
-    piece = str(tokenizer.convert_ids_to_tokens(token))
-    if form.written not in piece:
+    piece = str(tokenizer.convert_ids_to_tokens(own[0]))
+    if len(own) > 1 or form.written not in piece:
         return None
     exchanged = other.join(piece.rsplit(form.written, 1))
     known = tokenizer.convert_tokens_to_ids(exchanged)
-    return known if known is not None and tokenizer.convert_ids_to_tokens(known) == exchanged else None
+    return (known,) if known is not None and tokenizer.convert_ids_to_tokens(known) == exchanged else None
 
 
-def _case(label: str, written: str) -> Callable[[str], str]:
-    """The change of case that made `written` of the label."""
+def _case(label: str, written: str) -> Callable[[str], str] | None:
+    """The change of case that made `written` of the label; None where it was written another way (fullwidth)."""
     styles: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize, str.title)
-    return next((style for style in styles if style(label) == written), str)
+    return next((style for style in styles if style(label) == written), str if written.isascii() else None)
 
 
 class _Written(NamedTuple):
-    """A label as the tokenizer writes it: the ids before its first token, that token, what stands in it before."""
+    """A label as the tokenizer writes it: the ids before it, those of its first character, what precedes in them."""
 
     before: list[int]
-    token: int
+    path: tuple[int, ...]
     lead: str
 
 
@@ -190,8 +293,8 @@ def _written(tokenizer: Any, head: str, label: str, after: str) -> _Written | No
     if not text.endswith(label + after):
         return None
     start = len(text) - len(label + after)
-    index, begin = token_at(tokenizer, ids, text, start)
-    return _Written(ids[:index], ids[index], text[begin:start])
+    tokens = _tokens_at(tokenizer, ids, text, start)
+    return _Written(ids[: tokens.first], tuple(ids[tokens.first : tokens.last + 1]), text[tokens.begin : start])
 
 
 def _readable(tokenizer: Any, head: str, label: str) -> _Written:
@@ -209,8 +312,8 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
     start = len(whole) - len(text)
     if not (text and whole.endswith(text)):
         return _plain(tokenizer, text)
-    index, begin = token_at(tokenizer, ids, whole, start)
-    return ids[index:] if begin == start else _plain(tokenizer, text)
+    tokens = _tokens_at(tokenizer, ids, whole, start)
+    return ids[tokens.first :] if tokens.begin == start else _plain(tokenizer, text)
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -219,26 +322,12 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> Opening:
-    prefix: list[int] | None = None
-    seen: dict[int, str] = {}
-    for label in labels:
-        written = _readable(tokenizer, text, label)
-        _check_distinct(tokenizer, seen, written.token, label, text)
-        if prefix is not None and written.before != prefix:
-            raise ValueError(f"labels {labels[0]!r} and {label!r} begin at different tokens in {_name(tokenizer)}")
-        prefix = written.before
-    return Opening(tuple(prefix or ()), {label: token for token, label in seen.items()})
-
-
-def _check_distinct(tokenizer: Any, seen: dict[int, str], token: int, label: str, head: str) -> None:
-    """Note the label's token in `seen`, refusing one that is there."""
-    if token in seen:
-        piece = tokenizer.convert_ids_to_tokens(token)
-        raise ValueError(
-            f"labels {seen[token]!r} and {label!r} begin with the same token {piece!r} after {head[-20:]!r} "
-            f"in {_name(tokenizer)}: give labels that begin differently"
-        )
-    seen[token] = label
+    written = {label: _readable(tokenizer, text, label) for label in labels}
+    split = _split(tokenizer, {label: one.path for label, one in written.items()}, text)
+    before = written[labels[0]].before
+    if other := next((label for label in labels if written[label].before != before), None):
+        raise ValueError(f"labels {labels[0]!r} and {other!r} begin at different tokens in {_name(tokenizer)}")
+    return Opening((*before, *written[labels[0]].path[: split.shared]), split.candidates, split.rest)
 
 
 def _name(tokenizer: Any) -> str:

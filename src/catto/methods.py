@@ -6,16 +6,30 @@ objective or only rescaled, and has learning rates, epochs and a number of pairs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
-Start = Literal["base", "sft", "dpo"]
 Stage = Literal["sft", "preference", "rcft", "scaling"]
 Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome"]
 
+SCALED = "+ts"  # the suffix of a method's temperature scaling
+
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
+# Which calibration terms read which knob of `CATTOConfig`.
+_SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
+KNOBS: MappingProxyType[str, tuple[Calibration, ...]] = MappingProxyType(
+    {
+        "calibration_weight": (*_SURROGATE, "outcome"),
+        "reduce": _SURROGATE,
+        "detach_surrogate": _SURROGATE,
+        "calibrate_tokens": _SURROGATE,
+        "outcome_score": ("outcome",),
+        "outcome_rows_per_pair": ("outcome",),
+    }
+)
 # The learning rates among which a preference method's is chosen, by validation ECE.
 GRID = (5e-6, 5e-7)
 
@@ -37,7 +51,7 @@ class Method:
     """One row of the comparison."""
 
     title: str
-    start: Start
+    start: str  # "base", or the method whose model it starts from
     stage: Stage
     effort: MappingProxyType[Budget, Effort]
     learning_rates: tuple[float, ...] = ()
@@ -49,12 +63,12 @@ class Method:
     @property
     def budgeted(self) -> bool:
         """Whether the two budgets give different models, by this method's own effort or by its start's."""
-        return self.effort["paper"] != self.effort["matched"] or self.start == "dpo"
+        return self.effort["paper"] != self.effort["matched"] or (self.start != "base" and METHODS[self.start].budgeted)
 
     @property
     def group(self) -> Literal["SFT", "DPO"]:
         """The block of the paper's tables in which the method stands."""
-        return "DPO" if self.stage == "preference" or self.start == "dpo" else "SFT"
+        return "DPO" if self.stage == "preference" else "SFT" if self.start == "base" else METHODS[self.start].group
 
 
 def _same(effort: Effort) -> MappingProxyType[Budget, Effort]:
@@ -86,6 +100,42 @@ METHODS: dict[str, Method] = {
     "dpo+catto": _preference("DPO + CATTO", "catto"),
     "dpo+outcome": _preference("DPO + outcome", "outcome"),
 }
+
+
+def method(name: str) -> Method:
+    """Look a method up: an entry of METHODS, or one with the suffix `+ts`.
+
+    >>> method("dpo+outcome+ts").title
+    'DPO + outcome + temperature scaling'
+    """
+    if name in METHODS:
+        return METHODS[name]
+    start = name.removesuffix(SCALED)
+    if start == name or start not in METHODS:
+        raise KeyError(name)
+    of = METHODS[start]
+    return replace(of, title=f"{of.title} + temperature scaling", start=start, stage="scaling", learning_rates=())
+
+
+def known(name: str) -> bool:
+    """Whether there is a method of this name."""
+    return name in METHODS or (name.endswith(SCALED) and name.removesuffix(SCALED) in METHODS)
+
+
+def order(name: str) -> tuple[int, bool, str]:
+    """Sort methods as METHODS lists them, each before its own temperature scaling; unknown ones come last."""
+    start = name.removesuffix(SCALED)
+    names = list(METHODS)
+    return names.index(start) if start in METHODS else len(names), name.endswith(SCALED), name
+
+
+def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the knobs that this term does not read: one block of settings serves methods of different terms.
+
+    >>> acting("none", {"beta": 0.2, "calibration_weight": 5.0})
+    {'beta': 0.2}
+    """
+    return {name: value for name, value in settings.items() if calibration in KNOBS.get(name, (calibration,))}
 
 
 def weight_of(calibration: Calibration, score: str = "brier") -> float:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from catto.answers import Span, find_label
+from catto.answers import Reading, Span, find_label, find_stated
 from catto.records import Message, Question
 
 
@@ -95,7 +95,7 @@ def _options(question: Question) -> str:
     return ("\n\n" if any("\n" in line for line in lines) else "\n").join(lines)
 
 
-_TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
+TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
 def completion(reasoning: str | None, label: str | None) -> str:
@@ -103,52 +103,95 @@ def completion(reasoning: str | None, label: str | None) -> str:
 
     Tags inside the reasoning are taken out, so a rendered text has each tag once.
     """
-    think = "" if reasoning is None else f"<think>\n{_TAG.sub('', reasoning).strip()}\n</think>\n"
+    think = "" if reasoning is None else f"<think>\n{TAG.sub('', reasoning).strip()}\n</think>\n"
     return think + ("<answer>\n" if label is None else f"<answer>\n{label}\n</answer>")
 
 
+Source = Literal["free", "plain"]
+
+
 class Parsed(NamedTuple):
-    """What a response says. `span`: where the label's characters stand in the text; None where there is no answer."""
+    """What a response says. `span`: where the label's characters stand in the text; None where there is no answer.
+
+    `source`: `free` after `<answer>`, `plain` in a response without that tag. `opened`: where the answer's text begins,
+    tag and all.
+    """
 
     reasoning: str | None
-    label: str | None
-    span: Span | None
+    label: str | None = None
+    span: Span | None = None
+    source: Source | None = None
+    opened: int = 0
 
 
-def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Parsed:
+def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None, *, cut: bool = False) -> Parsed:
     """Read reasoning and label of a response. `option_texts` in the order of `labels`.
 
-    The answer is what follows the last `<answer>`, up to `</answer>` or the end; `catto.answers` has the rules for the
-    label in it. The reasoning is what stands between the think tags; either tag may be missing, and where the block is
-    empty the text between it and the answer is taken.
+    The answer is what follows the last `<answer>`, up to `</answer>` or the end; `catto.answers` has its forms. Without
+    any `<answer>`, what follows the reasoning is read: the whole of it, or a last line that states the answer. A think
+    block that was never closed holds no answer. `cut`: the response ran into its limit of tokens, so a line that it
+    had not ended is not read. The reasoning is what stands between the think tags; either tag may be missing, and where
+    the block is empty the text between it and the answer is taken.
+
+    >>> parse("<think>so</think><answer>(B)</answer>", ("A", "B")).label
+    'B'
     """
-    tags = list(_TAG.finditer(text))
-    opening = next((tag for tag in reversed(tags) if _is(tag, "answer")), None)
+    tags = list(TAG.finditer(text))
+    opening = next((tag for tag in reversed(tags) if tag_name(tag) == "answer"), None)
     if opening is None:
-        return Parsed(_reasoning(text), None, None)
-    after = (tag.start() for tag in tags if tag.start() >= opening.end() and _is(tag, "/answer"))
-    found = find_label(text, (opening.end(), next(after, len(text))), labels, option_texts)
-    label, span = found if found is not None else (None, None)
-    return Parsed(_reasoning(text[: opening.start()]), label, span)
+        return _parse_plain(text, tags, labels, option_texts, cut)
+    closings = (tag.start() for tag in tags if tag.start() >= opening.end() and tag_name(tag) == "/answer")
+    end = next(closings, None)
+    reasoning = _reasoning(text[: opening.start()])
+    if end is None and cut and _is_torn(text[opening.end() :]):
+        return Parsed(reasoning)
+    found = find_label(text, (opening.end(), len(text) if end is None else end), labels, option_texts)
+    return _parsed(reasoning, found, "free", opening.start())
 
 
-def parse_answer(text: str, question: Question) -> Parsed:
+def _parse_plain(
+    text: str, tags: Sequence[re.Match[str]], labels: Sequence[str], option_texts: Sequence[str] | None, cut: bool
+) -> Parsed:
+    thinks = [tag for tag in tags if tag[2].lower() == "think"]
+    if (thinks and tag_name(thinks[-1]) == "think") or (cut and _is_torn(text)):
+        return Parsed(_reasoning(text))
+    start = thinks[-1].end() if thinks else 0
+    end = next((tag.start() for tag in tags if tag.start() >= start), len(text))  # `</answer>` that nothing opened
+    found = find_stated(text, (start, end), labels, option_texts)
+    if found is None:
+        return Parsed(_reasoning(text))
+    line = max(text.rfind("\n", start, found.span[0]), start)
+    return _parsed(_reasoning(text[:line]), found, "plain", line)
+
+
+def _parsed(reasoning: str | None, found: Reading | None, source: Source, opened: int) -> Parsed:
+    return Parsed(reasoning) if found is None else Parsed(reasoning, found.label, found.span, source, opened)
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
+    last = text.rpartition("\n")[2].strip()
+    return bool(last) and not any(last.endswith("</answer>"[:length]) for length in range(2, 9))
+
+
+def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
     """Read a response to a question."""
-    return parse(text, question.labels, [option.text for option in question.options])
+    return parse(text, question.labels, [option.text for option in question.options], cut=cut)
 
 
-def _is(tag: re.Match[str], name: str) -> bool:
-    return (tag[1] + tag[2]).lower() == name
+def tag_name(tag: re.Match[str]) -> str:
+    """`think`, `/think`, `answer` or `/answer`."""
+    return (tag[1] + tag[2]).lower()
 
 
 def _reasoning(head: str) -> str | None:
     """The reasoning in what stands before the answer."""
-    tags = list(_TAG.finditer(head))
-    start = next((tag.end() for tag in tags if _is(tag, "think")), 0)
-    end = next((tag for tag in reversed(tags) if _is(tag, "/think") and tag.start() >= start), None)
+    tags = list(TAG.finditer(head))
+    start = next((tag.end() for tag in tags if tag_name(tag) == "think"), 0)
+    end = next((tag for tag in reversed(tags) if tag_name(tag) == "/think" and tag.start() >= start), None)
     inside = head[start : end.start()] if end is not None else head[start:]
     after = head[end.end() :] if end is not None else ""
-    return _TAG.sub("", inside).strip() or _TAG.sub("", after).strip() or None
+    return TAG.sub("", inside).strip() or TAG.sub("", after).strip() or None
 
 
 class ChatTokenizer(Protocol):

@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from catto.methods import BUDGETS, METHODS, Budget
 from catto.records import Split, checked_name
@@ -55,7 +55,7 @@ class TeacherSettings(Settings):
 
     source: Literal["server", "transformers", "responses", "witnesses"] | None = None  # None: given in code
     model: str | None = None  # what the server calls it, or a model folder or hub id
-    base_url: str | None = None  # source server: https://api.deepseek.com, http://localhost:8000/v1, ...
+    base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
     extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
     responses: str | None = None  # source responses: a file, a folder or a hub id
@@ -69,7 +69,9 @@ class TeacherSettings(Settings):
 
     concurrency: int = Field(default=16, ge=1)  # requests in flight, or a local model's batch size
     timeout: float = Field(default=600, gt=0)  # seconds without a byte from the server
+    deadline: float = Field(default=1800, gt=0)  # seconds for a whole reply, the retries included
     retries: int = Field(default=8, ge=0)
+    max_refused: float = Field(default=0.2, ge=0, le=1)  # largest share of questions with refused requests; 1: no limit
 
     pairs_per_question: int = Field(default=1, ge=1)
     min_correct: int = Field(default=1, ge=1)
@@ -87,6 +89,11 @@ class TeacherSettings(Settings):
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
         return self
+
+    @field_serializer("base_url")
+    def _without_login(self, value: str | None) -> str | None:
+        """A user and password in the address are used and never written down."""
+        return None if value is None else re.sub(r"//[^/?#]*@", "//", value, count=1)
 
     def asked(self) -> dict[str, Any]:
         """What determines a response; where the server stands and how rows are picked do not."""
@@ -200,7 +207,7 @@ class Recipe(Settings):
     small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
     seeds: tuple[int, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     lr_choice: Literal["seed", "mean"] = "seed"
-    keep: Literal["val_accuracy", "val_ece", "val_nll"] = "val_accuracy"
+    keep: Literal["last", "val_accuracy", "val_nll", "val_ece"] = "val_accuracy"
     context: int = Field(default=2048, ge=16)
     prefix_sharing: bool = True
     teacher: TeacherSettings

@@ -97,6 +97,22 @@ class Response(Record):
     seconds: float | None = None
 
 
+class Refusal(Record):
+    """A request that got no usable reply and is left out: one line of why, without key or prompt.
+
+    `refused` stands first, so that a line of a file tells by its beginning what it is.
+    """
+
+    refused: str
+    question: str
+    sample: int = Field(ge=0)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(question, sample)."""
+        return self.question, self.sample
+
+
 class Message(Record):
     """One turn of a chat, as Transformers' chat templates take it."""
 
@@ -142,7 +158,7 @@ class Prediction(Record):
     sample: int = Field(ge=0)
     text: str
     label: str | None
-    source: Literal["free", "fallback"]
+    source: Literal["free", "plain", "fallback"]
     confidence: float = Field(ge=0, le=1)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, float] | None = None

@@ -111,11 +111,13 @@ def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
 def _show(answers: Table, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
     from catto.evaluation.metrics import METRICS
-    from catto.evaluation.summary import Settings, steps, summarise
+    from catto.evaluation.summary import Settings, steps, summarise, unheld
 
     settings = Settings(metrics=SHOWN, seed=seed)
     with progress("measuring", 2 * steps(settings, len(answers))) as tick:
         both = [summarise(part, settings, tick) for part in (answers, replace(answers, confidence=calibrated))]
+    if both[0].warning is not None:
+        say(both[0].warning)
     made = table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
     for name in SHOWN:
         percent = METRICS[name].percent
@@ -124,3 +126,6 @@ def _show(answers: Table, calibrated: Floats, seed: int) -> None:
         made.add_row(METRICS[name].title, *cells[0], *cells[1])
     print_table(made)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")
+    for when, summary in zip(("Before", "After"), both, strict=True):
+        for sentence in unheld(summary):
+            say(f"{when}: {sentence}")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,22 +58,42 @@ def evaluate(
     base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
     batch_size: Annotated[int, typer.Option(min=1, max=100_000, help="Responses at once.")] = 16,
+    deadline: Annotated[
+        float,
+        typer.Option(min=1.0, max=1e6, callback=finite, help="Server: seconds for a whole reply, with retries."),
+    ] = 1800.0,
+    max_refused: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, callback=finite, help="Server: stop above this share of refused questions; 1: never."
+        ),
+    ] = 0.2,
+    retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run goes on there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
 
-    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it.
+    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Requests that a server
+    refuses for good are listed in predictions.refused.jsonl.
     """
     file = out / "predictions.jsonl"
     settings = {"k": k, "temperature": temperature, "seed": seed, "max_tokens": max_tokens, "reasoning": reasoning}
     writable_folder("--out", out)
     _check_engine(engine, model, base_url)
     questions = _questions(task, split, n, split_seed, data_dir)
-    _answer(lambda: _engine(engine, model, base_url, api_key_env, batch_size), questions, settings, file)
+    refusals = {"retry_refused": retry_refused, "max_refused": max_refused}
+    opened = partial(_engine, engine, model, base_url, api_key_env, batch_size, deadline)
+    _answer(opened, questions, settings, refusals, file)
     _show(file)
 
 
-def _answer(open_engine: Callable[[], Engine], questions: list[Question], settings: dict[str, Any], file: Path) -> None:
+def _answer(
+    open_engine: Callable[[], Engine],
+    questions: list[Question],
+    settings: dict[str, Any],
+    refusals: dict[str, Any],
+    file: Path,
+) -> None:
     from catto.engines.server import ServerError
     from catto.evaluation.confidence import check_questions
     from catto.evaluation.confidence import evaluate as run
@@ -83,7 +104,7 @@ def _answer(open_engine: Callable[[], Engine], questions: list[Question], settin
         check_settings(file, settings)
         made = open_engine()
         with counting(len(questions) * settings["k"]) as progress:
-            run(made, questions, **settings, out=file, progress=progress)
+            run(made, questions, **settings, **refusals, out=file, progress=progress)
     except (ValueError, ServerError, ImportError) as error:
         refuse(str(error))
 
@@ -113,11 +134,20 @@ def _check_engine(name: EngineName, model: str, base_url: str | None) -> None:
         needs("torch", "train", "--engine transformers")
 
 
-def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int) -> Engine:
+def _engine(
+    name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
+) -> Engine:
     if name == "server":
         from catto.engines.server import ServerEngine
 
-        return ServerEngine(str(base_url), model, api_key_env=api_key_env, concurrency=batch_size, top_logprobs=20)
+        return ServerEngine(
+            str(base_url),
+            model,
+            api_key_env=api_key_env,
+            concurrency=batch_size,
+            deadline=deadline,
+            top_logprobs=20,
+        )
     if name == "vllm":
         from catto.engines.vllm import VLLMEngine
 
@@ -128,10 +158,23 @@ def _engine(name: EngineName, model: str, base_url: str | None, api_key_env: str
 
 
 def _show(path: Path) -> None:
-    """Print the table of `catto measure`, fallback rate and all."""
+    """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
+    from catto.engines.refusals import told
+    from catto.evaluation.predictions import refusals_of
+    from catto.records import read_manifest
 
     measure(path)
+    counts, refused = read_manifest(path).counts, refusals_of(path)
+    plain, forced = counts.get("plain", 0), counts["fallback"]
+    tagged = counts["predictions"] - plain - forced
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
+    if refused:
+        total = counts["predictions"] + len(refused)
+        say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({told(refused)}).")
+        say("--retry-refused asks them again.")
+    if counts.get("other_model"):
+        say(f"{counts['other_model']:,} replies came under another model name than was asked for.")
     say(f"Predictions: {path}")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
-__all__ = ["OutOption", "RecipeArgument", "SetOption", "folder", "go", "one_task", "opened"]
+__all__ = ["OutOption", "RecipeArgument", "RetryOption", "SetOption", "folder", "go", "one_task", "opened"]
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=completing.recipes)
@@ -26,6 +26,10 @@ RecipeArgument = Annotated[
 OutOption = Annotated[Path | None, typer.Option(help="The experiment's folder.", show_default="runs/<name>")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a setting: evaluation.bins=15. May stand several times.")
+]
+RetryOption = Annotated[
+    bool,
+    typer.Option("--retry-refused", help="Ask what the teacher's server refused again, and redo what depends on it."),
 ]
 
 # Progress bars and notices of libraries would tear the display apart.
@@ -74,9 +78,10 @@ def one_task(recipe: Recipe, task: str | None) -> str:
     return task
 
 
-def go(source: str, recipe: Recipe, root: Path, goals: Sequence[Stage]) -> None:
+def go(source: str, recipe: Recipe, root: Path, goals: Sequence[Stage], retry_refused: bool = False) -> None:
     """Run what is missing; leave with exit code 1 where a stage failed, 130 where a person stopped it."""
     from catto.cli.display import shown
+    from catto.experiment.retry import refused_stages, retry
     from catto.experiment.runner import run
 
     places(source, recipe)
@@ -84,10 +89,12 @@ def go(source: str, recipe: Recipe, root: Path, goals: Sequence[Stage]) -> None:
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
         with shown(root, goals) as display:
-            outcome = run(recipe, root, goals, display)
+            outcome = retry(recipe, root, goals, display) if retry_refused else run(recipe, root, goals, display)
     except KeyboardInterrupt:
         warn("stopped; the same command goes on from here")
         sys.exit(130)
+    for stage, refused in refused_stages(root, goals):
+        warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     if outcome.ok:
         return
     for problem, log in outcome.failed.items():

@@ -14,8 +14,7 @@ from catto.cli.measured import Result, document, show
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.evaluation.statistics import Comparison
-    from catto.evaluation.summary import Settings, Summary
+    from catto.evaluation.summary import Judged, Settings, Summary
     from catto.evaluation.tables import Table
     from catto.report.reliability import Panel
 
@@ -114,12 +113,14 @@ def _summaries(tables: list[Table], settings: Settings) -> list[Summary]:
         return [summarise(part, settings, tick) for part in tables]
 
 
-def _compared(answers: Table, other: Table, settings: Settings) -> dict[str, Comparison]:
-    from catto.evaluation.summary import compared
+def _compared(answers: Table, other: Table, settings: Settings) -> dict[str, Judged]:
+    from catto.evaluation.summary import compared, judged
 
     # Each resample and each swap asks the metric twice.
     with progress("comparing", 4 * len(settings.metrics) * settings.draws(len(answers))) as tick:
-        return compared(answers, other, settings, tick)
+        found = compared(answers, other, settings, tick)
+    forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
+    return judged(found, judge=not forced)
 
 
 def _draw(figure: Path, answers: Table, slices: dict[str, Table], result: Result) -> None:
@@ -139,4 +140,4 @@ def _panel(title: str, answers: Table, summary: Summary) -> Panel:
 
     ece = summary.metrics.get("ece")
     bins = reliability(answers.confidence, answers.correct, summary.settings.bins)
-    return Panel(title, bins, None if ece is None else ece.null)
+    return Panel(title, bins, None if ece is None else ece.null, summary.sources)

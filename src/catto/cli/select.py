@@ -12,7 +12,12 @@ from catto.cli.console import number, print_json, print_table, refuse, say, span
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from catto.evaluation.metrics import Within
     from catto.evaluation.selection import Selected
+    from catto.evaluation.sources import Sources
+    from catto.records import Prediction
 
 __all__ = ["select"]
 
@@ -38,35 +43,70 @@ def select(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
-    """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle."""
-    from catto.evaluation.selection import candidates
+    """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.
+
+    With it stands how well confidence orders the samples of the same question, and how many had no readable answer.
+    """
+    from catto.evaluation.predictions import refusals_of
+    from catto.evaluation.selection import candidates, within_questions
     from catto.evaluation.selection import select as selected
+    from catto.evaluation.sources import Sources
     from catto.records import Prediction, read_records
 
-    predictions = list(read_records(file, Prediction))
+    refused = {refusal.question for refusal in refusals_of(file)}
+    predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
     try:
         given = candidates(predictions, tau)
         found = [row for size in (*k, *(more or ())) for row in selected(given, size, seed=seed)]
     except ValueError as error:
         refuse(f"{file}: {error}")
+    within, counts = within_questions(given, seed=seed), Sources.of(one.source for one in predictions)
     if as_json:
-        print_json([_document(row) for row in found])
+        print_json([_document(row, within, counts) for row in found])
         return
-    _show(file, found)
-    fallback = sum(one.source == "fallback" for one in predictions) / len(predictions)
-    say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, fallback {100 * fallback:.1f} %.")
+    if counts.warning is not None:
+        say(counts.warning)
+    _show(file, found, counts)
+    if refused:
+        say(f"Left out: {len(refused):,} questions with refused requests.")
+    say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, {counts.told()}.")
+    say(_drawn_at(predictions, tau))
+    say(_told(within, found[0].questions))
 
 
-def _document(row: Selected) -> dict[str, object]:
+def _drawn_at(predictions: Sequence[Prediction], tau: float | None) -> str:
+    """At which temperatures the samples were drawn, and at which tau their confidences are compared."""
+    drawn = sorted({one.temperature for one in predictions})
+    stored = any(one.logsumexp is not None for one in predictions)
+    ranked = f"tau {tau:g}" if tau is not None else "that temperature" if stored else "tau 1"
+    return f"Sampled at temperature {', '.join(f'{value:g}' for value in drawn)}; confidence taken at {ranked}."
+
+
+def _told(within: Within, questions: int) -> str:
+    if not within.pairs:
+        return "AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win."
+    value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
+    resting = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
+    return f"AUROC of confidence within questions: {value}, from {resting}; at 50 confidence cannot tell which to pick."
+
+
+def _document(row: Selected, within: Within, counts: Sources) -> dict[str, object]:
     from dataclasses import asdict
-    from math import isnan
 
-    return {**asdict(row), "ece": None if isnan(row.ece) else row.ece}
+    from catto.evaluation.summary import jsonable
+
+    return {
+        **jsonable(row),
+        "fallback_rate": counts.share("fallback"),
+        "sources": asdict(counts),
+        "within": jsonable(within),
+    }
 
 
-def _show(file: Path, found: list[Selected]) -> None:
-    made = table(str(file), "rule", "k", "accuracy", "95 % interval", "ECE", "subsets")
+def _show(file: Path, found: list[Selected], counts: Sources) -> None:
+    made = table(str(file), "rule", "k", "accuracy", "95 % interval", "ECE", "subsets", "fallback")
+    fallback = f"{100 * counts.share('fallback'):.1f} %"
     for row in found:
         cells = (number(row.accuracy, True), span(row.low, row.high, True), number(row.ece, True))
-        made.add_row(row.rule, str(row.k), *cells, f"{row.subsets:,}{'' if row.exact else ' drawn'}")
+        made.add_row(row.rule, str(row.k), *cells, f"{row.subsets:,}{'' if row.exact else ' drawn'}", fallback)
     print_table(made)

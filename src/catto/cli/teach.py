@@ -9,7 +9,7 @@ import typer
 
 from catto.cli.checks import places
 from catto.cli.console import refuse, say
-from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, opened
+from catto.cli.experiment import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -35,6 +35,7 @@ def teach(
     out: OutOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost; ask nothing.")] = False,
     sets: SetOption = None,
+    retry_refused: RetryOption = False,
 ) -> None:
     """Ask the teacher and write SFT, preference and outcome rows; a run that was stopped goes on."""
     from catto.experiment.graph import Graph
@@ -44,9 +45,9 @@ def teach(
     root, graph, tasks = folder(read, out), Graph(read), _tasks(read, task)
     if dry_run:
         for name in tasks:
-            _estimate(read, root, name, graph.teacher(name))
+            _estimate(read, root, name, graph.teacher(name), retry_refused)
         return
-    go(recipe, read, root, [graph.teacher(name) for name in tasks])
+    go(recipe, read, root, [graph.teacher(name) for name in tasks], retry_refused)
     for name in tasks:
         _show(root, name, graph.teacher(name))
 
@@ -59,7 +60,7 @@ def _tasks(recipe: Recipe, task: str | None) -> list[str]:
     return [task] if task is not None else [recipe.train_on] if recipe.train_on is not None else list(recipe.tasks)
 
 
-def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage) -> None:
+def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage, retry_refused: bool) -> None:
     """Print what is still to be asked for one task."""
     from catto.experiment.stages import done, place
     from catto.teacher import dry_run
@@ -67,7 +68,8 @@ def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage) -> None:
     finished = place(root, stage)
     stored = finished if done(root, stage) else finished.with_name(stage.folder + ".part")
     try:
-        found = dry_run(_questions(root, stage.needs["questions"]), None, recipe.teacher, stored)
+        questions = _questions(root, stage.needs["questions"])
+        found = dry_run(questions, None, recipe.teacher, stored, retry_refused=retry_refused)
     except ValueError as error:
         refuse(f"{task}: {error}")
     for line in found.lines():

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pydantic import Field
 
-from catto.records import Message, Record
+from catto.records import Message, Record, Refusal
 
 # Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
 TAU_GRID: tuple[float, ...] = (
@@ -102,8 +102,11 @@ class Engine(Protocol):
     name: str  # stored with every prediction: engine, dtype, versions
     model: str
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
-        """Yield one generation for every request whose key is not in `done`, in any order, as they arrive."""
+    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+        """Yield one generation for every request whose key is not in `done`, in any order, as they arrive.
+
+        A server may refuse single requests: then a refusal stands in the generation's place.
+        """
         ...
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:

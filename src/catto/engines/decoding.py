@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ PAD = 0
 
 @contextmanager
 def evaluating(network: Any) -> Iterator[None]:
-    """Switch off dropout, gradients and autocast and run the head in fp32; put every module's mode back afterwards."""
+    """Switch off dropout and gradients and run the head in fp32; put every module's mode back afterwards.
+
+    Autocast is off too, except inside a model that Accelerate trains in mixed precision: its forward enters autocast
+    itself, so its layers run as in training and its head in fp32.
+    """
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:
@@ -38,17 +43,22 @@ def fp32_head(network: Any) -> Iterator[None]:
     model does to its logits afterwards (soft caps, scales) stays its own code and follows in fp32.
     """
     head: Any = network.get_output_embeddings()
-    if head.weight.dtype == torch.float32:
-        yield
-        return
-    if type(head) is not nn.Linear:
-        raise ValueError(
-            f"the output head is a {type(head).__name__} in {head.weight.dtype}: load the model in float32"
-        )
-    weight, bias = head.weight.float(), None if head.bias is None else head.bias.float()
+    product = head.forward
+    if head.weight.dtype != torch.float32:
+        if type(head) is not nn.Linear:
+            raise ValueError(
+                f"the output head is a {type(head).__name__} in {head.weight.dtype}: load the model in float32"
+            )
+        weight, bias = head.weight.float(), None if head.bias is None else head.bias.float()
+        product = functools.partial(nn.functional.linear, weight=weight, bias=bias)
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):  # a model in training enters it in its own forward
+            return product(hidden.float())  # type: ignore[no-any-return]
+
     attributes = vars(head)
     before = attributes.get("forward")  # set where a library has wrapped it on this instance
-    attributes["forward"] = lambda hidden: nn.functional.linear(hidden.float(), weight, bias)
+    attributes["forward"] = forward
     try:
         yield
     finally:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from catto.engines import Generation, Request
 from catto.engines.server import ServerEngine, ServerError
-from catto.records import Message
+from catto.records import Message, Refusal
 
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `probe` finds out.
 CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
 MOST_TOPS = 20
+PROBE_RETRIES = 2
 
 
 class Abilities(NamedTuple):
@@ -37,10 +38,10 @@ class Abilities(NamedTuple):
 def probe(engine: ServerEngine) -> Abilities:
     """Ask the server a few tokens to see what it can do. A server that cannot answer at all raises ServerError."""
     plain = _asked(_twin(engine, 0), "")
-    try:
-        tops = _asked(_twin(engine, engine.top_logprobs or MOST_TOPS), "").tops
-    except ServerError:
-        tops = None
+    if isinstance(plain, Refusal):
+        raise ServerError(f"{engine.place}: a first request was refused: {plain.refused}")
+    known = _asked(_twin(engine, engine.top_logprobs or MOST_TOPS), "")
+    tops = known.tops if isinstance(known, Generation) else None
     most = max((len(candidates) for _, candidates in tops), default=0) if tops else 0
     return Abilities(bool(tops), most, _continues(engine, plain.prompt_tokens))
 
@@ -50,41 +51,41 @@ def _continues(engine: ServerEngine, bare: int | None) -> bool:
 
     Twice the text costs twice the tokens then; a server that ignores the wish adds the end of a turn and a new one.
     """
-    try:
-        lengths = [_asked(_twin(engine, 0, CONTINUE), " ".join(["one"] * n)).prompt_tokens for n in (4, 8)]
-    except ServerError:
-        return False
+    found = [_asked(_twin(engine, 0, CONTINUE), " ".join(["one"] * n)) for n in (4, 8)]
+    lengths = [one.prompt_tokens if isinstance(one, Generation) else None for one in found]
     if bare is None or lengths[0] is None or lengths[1] is None:
         return False
     return lengths[0] - bare <= lengths[1] - lengths[0] + 1
 
 
-def _asked(engine: ServerEngine, begun: str) -> Generation:
+def _asked(engine: ServerEngine, begun: str) -> Generation | Refusal:
     chat = [Message(role="user", content="Count."), *([Message(role="assistant", content=begun)] if begun else [])]
     return next(iter(engine.generate([Request(question="probe", messages=tuple(chat), max_tokens=1)])))
 
 
 def _twin(engine: ServerEngine, top_logprobs: int, extra: Mapping[str, Any] | None = None) -> ServerEngine:
-    """The same server with other settings; what it refuses in a probe is not asked again."""
-    return ServerEngine(
-        engine.base_url,
-        engine.model,
-        api_key_env=engine.api_key_env,
-        concurrency=engine.concurrency,
-        timeout=engine.timeout,
-        max_retries=engine.max_retries,
-        top_logprobs=top_logprobs,
-        extra_body={**engine.extra_body, **(extra or {})},
-    )
+    """The same server with other settings; what a probe asks in vain is not asked for long."""
+    retries = min(engine.max_retries, PROBE_RETRIES)
+    return engine.twin(top_logprobs=top_logprobs, max_retries=retries, extra_body=extra or {})
 
 
-def next_tokens(engine: ServerEngine, begun: Sequence[tuple[tuple[Message, ...], str]]) -> list[dict[str, float]]:
+def next_tokens(
+    engine: ServerEngine, begun: Sequence[tuple[tuple[Message, ...], str]]
+) -> list[dict[str, float] | Refusal]:
     """Best next tokens after each (chat, begun answer), text -> log-probability; empty where the server gave none."""
-    twin = _twin(engine, engine.top_logprobs or MOST_TOPS, CONTINUE)
+    twin = engine.twin(
+        top_logprobs=engine.top_logprobs or MOST_TOPS, max_retries=engine.max_retries, extra_body=CONTINUE
+    )
     requests = [
         Request(question=str(place), messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
         for place, (chat, text) in enumerate(begun)
     ]
-    found = {int(one.question): one.tops for one in twin.generate(requests)}
+    found = {int(one.question): one for one in twin.generate(requests)}
     engine.retries += twin.retries
-    return [dict(tops[0][1]) if (tops := found.get(place)) else {} for place in range(len(begun))]
+    return [_candidates(found[place]) for place in range(len(begun))]
+
+
+def _candidates(outcome: Generation | Refusal) -> dict[str, float] | Refusal:
+    if isinstance(outcome, Refusal):
+        return outcome
+    return dict(outcome.tops[0][1]) if outcome.tops else {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from math import isfinite
+from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator
 
 Tops = tuple[tuple[str, dict[str, float]], ...]
 
@@ -35,25 +36,37 @@ class ReplyMessage(BaseModel):
         """The text; a refusal is a text too."""
         return self.content if self.content is not None else self.refusal or ""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
-        if self.content is None and self.refusal is None and self.reasoned is None:
-            raise ValueError("neither content nor reasoning")
-        return self
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all.
+
+        A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
+        """
+        return self.content is None and self.refusal is None and self.reasoned is None
 
 
 class TopToken(BaseModel):
     """One candidate token."""
 
     token: str
-    logprob: float
+    logprob: float = Field(allow_inf_nan=False)
 
 
 class Token(TopToken):
     """One token of the text with its best rivals."""
 
     top_logprobs: tuple[TopToken, ...] = ()
+
+    @field_validator("top_logprobs", mode="before")
+    @classmethod
+    def _possible(cls, value: Any) -> Any:
+        """Leave out candidates that cannot be drawn: servers write minus infinity or null for them."""
+        return [one for one in value or () if not _impossible(one)] if isinstance(value, list | None) else value
+
+
+def _impossible(candidate: Any) -> bool:
+    value = candidate.get("logprob", 0.0) if isinstance(candidate, dict) else 0.0
+    return value is None or (isinstance(value, float) and not isfinite(value))
 
 
 class Logprobs(BaseModel):
@@ -75,7 +88,7 @@ class Reply(BaseModel):
 
     model: str | None = None
     choices: tuple[Choice, ...] = Field(min_length=1)
-    usage: Usage = Usage()
+    usage: Usage | None = None
 
 
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | None, float | None]:

@@ -8,27 +8,49 @@ from typing import Any, Literal, NamedTuple
 
 from catto.engines import Context, Generation, Scores
 from catto.evaluation.fallback import closed_ids
-from catto.labels import locate
+from catto.labels import Rest, locate
 from catto.prompts import messages
 from catto.records import Question
+
+Source = Literal["free", "plain", "fallback"]
 
 
 class Answer(NamedTuple):
     """What a response answers, how that was found, and the log-probabilities at the label's place."""
 
     label: str | None
-    source: Literal["free", "fallback"]
+    source: Source
     confidence: float
     label_logprobs: dict[str, float] | None
     logsumexp: dict[str, float] | None
 
 
+NO_ANSWER = Answer(None, "fallback", 0.0, None, None)
+
+
 class _Spot(NamedTuple):
-    """Where a label is read: after these tokens, as one of these candidates; `label` None: the best of them."""
+    """Where a label is read: after these tokens, as one of these candidates; `label` None: the best of them.
+
+    `rest`: the tokens after its candidate, for a label that the candidate alone does not tell apart.
+    """
 
     label: str | None
+    source: Source
     prefix: tuple[int, ...]
     candidates: dict[str, int]
+    rest: Rest
+
+    def asked(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """The next tokens to score, by the tokens that go before them and after the prefix."""
+        asked: dict[tuple[int, ...], dict[int, None]] = {(): dict.fromkeys(self.candidates.values())}
+        for path in map(self.path, self.rest):
+            for length in range(1, len(path)):
+                asked.setdefault(path[:length], {})[path[length]] = None
+        return {before: tuple(tokens) for before, tokens in asked.items()}
+
+    def path(self, label: str) -> tuple[int, ...]:
+        """All tokens of a label that are read."""
+        return self.candidates[label], *self.rest.get(label, ())
 
 
 class TokenReader:
@@ -42,26 +64,33 @@ class TokenReader:
         spots = [self._spot(question, generation) for question, generation in pairs]
         contexts = [
             Context(
-                messages=messages(question, reasoning=self.reasoning),
-                prefix=spot.prefix,
-                candidates=tuple(spot.candidates.values()),
+                messages=messages(question, reasoning=self.reasoning), prefix=spot.prefix + before, candidates=tokens
             )
             for (question, _), spot in zip(pairs, spots, strict=True)
+            if spot is not None
+            for before, tokens in spot.asked().items()
         ]
-        scores = self.engine.score(contexts)
-        return [_answer(pair[0].labels, spot, score) for pair, spot, score in zip(pairs, spots, scores, strict=True)]
+        scores = iter(self.engine.score(contexts) if contexts else ())
+        return [
+            NO_ANSWER if spot is None else _answer(question.labels, spot, [next(scores) for _ in spot.asked()])
+            for (question, _), spot in zip(pairs, spots, strict=True)
+        ]
 
-    def _spot(self, question: Question, generation: Generation) -> _Spot:
+    def _spot(self, question: Question, generation: Generation) -> _Spot | None:
+        """Where the label is read; None where the prompt leaves no room for an answer."""
         ids = generation.token_ids
         if ids is None:
             raise ValueError(f"{self.engine.name} gave no token ids for question {question.id}")
-        place = locate(self.engine.tokenizer, ids, question.labels, [option.text for option in question.options])
-        if place is not None:
-            return _Spot(place.label, ids[: place.index], place.candidates)
-        positions = _positions(self.engine)
+        tokenizer, positions = self.engine.tokenizer, _positions(self.engine)
         room = None if positions is None else positions - (generation.prompt_tokens or 0)
-        closed = closed_ids(self.engine.tokenizer, ids, question.labels, room)
-        return _Spot(None, closed.ids, closed.candidates)
+        texts = [option.text for option in question.options]
+        place = locate(tokenizer, ids, question.labels, texts, cut=generation.finish_reason == "length")
+        if place is not None:
+            spot = _Spot(place.label, place.source, ids[: place.index], place.candidates, place.rest)
+            if room is None or len(spot.prefix) + max(map(len, spot.asked())) <= room:
+                return spot
+        closed = closed_ids(tokenizer, ids, question.labels, room)
+        return closed and _Spot(None, "fallback", closed.ids, closed.candidates, closed.rest)
 
 
 def _positions(engine: Any) -> int | None:
@@ -72,11 +101,22 @@ def _positions(engine: Any) -> int | None:
     return getattr(engine, "positions", None)
 
 
-def _answer(labels: Sequence[str], spot: _Spot, scores: Scores) -> Answer:
-    """Take the written label, or the most probable one, the first of equals; its probability is never renormalised."""
-    logprobs = dict(zip(spot.candidates, scores.logprobs, strict=True))
+def _answer(labels: Sequence[str], spot: _Spot, scores: Sequence[Scores]) -> Answer:
+    """Take the written label, or the most probable one, the first of equals; its probability is never renormalised.
+
+    A label of several tokens has the product of their probabilities, and then no `logsumexp`: that is of one place.
+    """
+    asked = spot.asked()
+    found = {
+        before: dict(zip(tokens, score.logprobs, strict=True))
+        for (before, tokens), score in zip(asked.items(), scores, strict=True)
+    }
+    logprobs = {
+        label: sum(found[path[:n]][token] for n, token in enumerate(path))
+        for label, path in ((label, spot.path(label)) for label in spot.candidates)
+    }
     label = spot.label if spot.label is not None else max(labels, key=lambda name: logprobs[name])
     complete = {name: logprobs[name] for name in labels} if set(labels) <= set(logprobs) else None
-    source: Literal["free", "fallback"] = "free" if spot.label is not None else "fallback"
     # float64 may round log 1 to 1e-17
-    return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, scores.logsumexp)
+    confidence = min(1.0, math.exp(logprobs[label]))
+    return Answer(label, spot.source, confidence, complete, None if spot.rest else scores[0].logsumexp)

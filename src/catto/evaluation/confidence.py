@@ -1,22 +1,25 @@
 """Questions -> predictions: generate, find the label in the generated tokens, read its probability there.
 
 The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
-it was written. A response without an answer is closed and the most probable label taken there: `source` is `fallback`.
+it was written. `source` is `free` after `<answer>`, `plain` where a response without that tag states its answer. Where
+there is no answer the response is closed and the most probable label taken there: `source` is `fallback`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from catto.engines import Engine, Generation, Request
+from catto.engines import Engine, Generation, Key, Request
+from catto.engines.refusals import MOST_REFUSED, RefusalCap, told
 from catto.evaluation.answers import Answer, TokenReader
-from catto.evaluation.predictions import PredictionFile, Run
+from catto.evaluation.predictions import Outcome, PredictionFile, Run, parted
 from catto.evaluation.scaling import confidence_at
 from catto.labels import check_labels
 from catto.prompts import messages
-from catto.records import Prediction, Question, content_hash
+from catto.records import Prediction, Question, Refusal, content_hash
 
 __all__ = [
     "Answer",
@@ -47,21 +50,45 @@ def evaluate(
     reasoning: bool = True,
     out: Path | None = None,
     progress: Progress | None = None,
+    retry_refused: bool = False,
+    max_refused: float = MOST_REFUSED,
 ) -> list[Prediction]:
     """Answer every question k times; the predictions come in the order of the questions, then of the samples.
 
     `out` is the file of predictions, its manifest beside it. It grows as `<name>.part.jsonl` by whole chunks, cut by
     the questions alone: a run that was killed goes on and ends with the same file; a finished one is only read.
+
+    A request that a server refuses for good has no prediction; it stands in `<name>.refused.jsonl` with the reason, and
+    `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
     """
     asked = check_questions(list(questions), k, temperature)
     run = Run(engine.name, engine.model, k, temperature, seed, max_tokens, reasoning, _chunk(engine, k))
     if out is None:
-        return _counted(_chunks(engine, asked, run, 0), [], len(asked) * k, progress)
+        cap = RefusalCap(max_refused)
+        return _ended(_counted(_chunks(engine, asked, run, 0, cap), [], len(asked) * k, progress), warn=True)
     with PredictionFile(out, asked, run) as file:
-        chunks = (file.append(chunk) for chunk in _chunks(engine, asked, run, file.whole_chunks()))
-        done = _counted(chunks, file.stored(), len(asked) * k, progress)
+        stored = file.stored()
+        predictions, refused = parted(stored)
+        cap = RefusalCap(max_refused, [(one.question, one.sample) for one in predictions], [one.key for one in refused])
+        chunks = (file.append(chunk) for chunk in _chunks(engine, asked, run, file.whole_chunks(), cap))
+        done = _counted(chunks, stored, len(asked) * k, progress)
+        answered = _ended(done)
         file.finish(done)
-    return done
+        if retry_refused and refused:
+            again = _asked_again(engine, asked, run, {one.key for one in refused}, RefusalCap(1.0))
+            done = [again.get((one.question, one.sample), one) for one in done]
+            answered = _ended(done)
+            file.amend(done)
+    return answered
+
+
+def _ended(outcomes: Sequence[Outcome], warn: bool = False) -> list[Prediction]:
+    """The predictions among the outcomes, of which there must be one."""
+    predictions, refused = parted(outcomes)
+    RefusalCap.check_some(len(predictions), refused)
+    if warn and refused:
+        warnings.warn(f"{len(refused)} of {len(outcomes)} requests were refused: {told(refused)}", stacklevel=3)
+    return predictions
 
 
 def evaluate_model(
@@ -75,7 +102,7 @@ def evaluate_model(
 
 def is_correct(prediction: Prediction, unparsed: Unparsed = "fallback") -> bool:
     """Whether the label is the gold one; `wrong` counts every fallback as wrong."""
-    return prediction.label == prediction.gold and (unparsed == "fallback" or prediction.source == "free")
+    return prediction.label == prediction.gold and (unparsed == "fallback" or prediction.source != "fallback")
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:
@@ -106,28 +133,41 @@ def _chunk(engine: Engine, k: int) -> int:
 
 
 def _counted(
-    chunks: Iterable[Sequence[Prediction]], stored: list[Prediction], total: int, progress: Progress | None
-) -> list[Prediction]:
+    chunks: Iterable[Sequence[Outcome]], stored: list[Outcome], total: int, progress: Progress | None
+) -> list[Outcome]:
+    """All outcomes; refused requests are taken off the total that is shown."""
     done = list(stored)
     for chunk in chunks:
         done.extend(chunk)
-        if progress is not None:
-            progress(len(done), total, sum(map(is_correct, done)))
+        predictions, refused = parted(done)
+        if progress is not None and predictions:
+            progress(len(predictions), total - len(refused), sum(map(is_correct, predictions)))
     return done
 
 
-def _chunks(engine: Engine, questions: list[Question], run: Run, skip: int) -> Iterator[list[Prediction]]:
-    """The predictions of each chunk of questions, without the first `skip` chunks."""
+def _chunks(engine: Engine, questions: list[Question], run: Run, skip: int, cap: RefusalCap) -> Iterator[list[Outcome]]:
+    """The outcomes of each chunk of questions, without the first `skip` chunks."""
     starts = range(skip * run.chunk, len(questions), run.chunk)
     if not starts:
         return
     reader = _reader(engine, questions, run)
     for start in starts:
-        yield _predictions(engine, reader, questions[start : start + run.chunk], run)
+        part = questions[start : start + run.chunk]
+        asked = [(question, sample) for question in part for sample in range(run.k)]
+        yield _outcomes(engine, reader, asked, run, cap)
+
+
+def _asked_again(
+    engine: Engine, questions: Sequence[Question], run: Run, keys: Collection[Key], cap: RefusalCap
+) -> dict[Key, Outcome]:
+    """The outcomes of single requests of any questions."""
+    reader = _reader(engine, questions, run)
+    asked = [(question, sample) for question in questions for sample in range(run.k) if (question.id, sample) in keys]
+    return {(one.question, one.sample): one for one in _outcomes(engine, reader, asked, run, cap)}
 
 
 class _Reader(Protocol):
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]: ...
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> Sequence[Answer | Refusal]: ...
 
 
 def _reader(engine: Engine, questions: Sequence[Question], run: Run) -> _Reader:
@@ -144,16 +184,28 @@ def _reader(engine: Engine, questions: Sequence[Question], run: Run) -> _Reader:
     return TokenReader(engine, run.reasoning)
 
 
-def _predictions(engine: Engine, reader: _Reader, questions: Sequence[Question], run: Run) -> list[Prediction]:
-    by_id = {question.id: question for question in questions}
-    requests = [_request(question, sample, run) for question in questions for sample in range(run.k)]
-    found = {generation.key: generation for generation in engine.generate(requests)}
+def _outcomes(
+    engine: Engine, reader: _Reader, asked: Sequence[tuple[Question, int]], run: Run, cap: RefusalCap
+) -> list[Outcome]:
+    """Generate and read a chunk of (question, sample); in the order in which they are given."""
+    requests = [_request(question, sample, run) for question, sample in asked]
+    found: dict[Key, Generation | Refusal] = {}
+    for outcome in engine.generate(requests):
+        found[outcome.key] = outcome
+        if isinstance(outcome, Refusal):
+            cap.refused(outcome)
+        else:
+            cap.answered(outcome.key)
     missing = [request for request in requests if request.key not in found]
     if missing:
         raise RuntimeError(f"{engine.name}: question {missing[0].question} sample {missing[0].sample} never came")
-    pairs = [(by_id[request.question], found[request.key]) for request in requests]
-    answers = reader.answers(pairs)
-    return [_prediction(*pair, answer, run) for pair, answer in zip(pairs, answers, strict=True)]
+    outcomes = [found[request.key] for request in requests]
+    pairs = [(one[0], out) for one, out in zip(asked, outcomes, strict=True) if isinstance(out, Generation)]
+    answers = iter(reader.answers(pairs))
+    return [
+        outcome if isinstance(outcome, Refusal) else _prediction(question, outcome, next(answers), run, cap)
+        for (question, _), outcome in zip(asked, outcomes, strict=True)
+    ]
 
 
 def _request(question: Question, sample: int, run: Run) -> Request:
@@ -168,7 +220,12 @@ def _request(question: Question, sample: int, run: Run) -> Request:
     )
 
 
-def _prediction(question: Question, generation: Generation, answer: Answer, run: Run) -> Prediction:
+def _prediction(
+    question: Question, generation: Generation, answer: Answer | Refusal, run: Run, cap: RefusalCap
+) -> Outcome:
+    if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
+        cap.refused(answer)
+        return answer
     return Prediction(
         question=question.id,
         task=question.task,

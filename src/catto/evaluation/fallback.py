@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from catto.labels import Opening, decoded, opening, token_at
-from catto.prompts import completion
+from catto.labels import Opening, decoded, encoded, opening, token_at
+from catto.prompts import TAG, completion, tag_name
 
-_TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -25,16 +23,12 @@ def close(text: str) -> Closed:
 
     A tag that was cut off at the end goes, and so does the white space before the cut.
     """
-    openings = [tag.start() for tag in _TAG.finditer(text) if _name(tag) == "answer"]
+    openings = [tag.start() for tag in TAG.finditer(text) if tag_name(tag) == "answer"]
     kept = text[: openings[-1] if openings else _without_torn_tag(text)].rstrip()
-    thinks = [_name(tag) for tag in _TAG.finditer(kept) if _name(tag).endswith("think")]
+    thinks = [tag_name(tag) for tag in TAG.finditer(kept) if tag_name(tag).endswith("think")]
     is_open = bool(thinks) and thinks[-1] == "think"
     ending = ("\n</think>" if is_open else "") + "\n" + completion(None, None)
     return Closed(len(kept), ending if kept else ending.lstrip("\n"))
-
-
-def _name(tag: re.Match[str]) -> str:
-    return (tag[1] + tag[2]).lower()
 
 
 def _without_torn_tag(text: str) -> int:
@@ -44,26 +38,33 @@ def _without_torn_tag(text: str) -> int:
     return start if torn else len(text)
 
 
-def closed_ids(tokenizer: Any, ids: Sequence[int], labels: Sequence[str], room: int | None = None) -> Opening:
+def closed_ids(tokenizer: Any, ids: Sequence[int], labels: Sequence[str], room: int | None = None) -> Opening | None:
     """Tokens of a response closed by `close`, ready for a label, and every label's next token.
 
-    `room`: most tokens that it may have; the reasoning's end is given up where it has more.
+    `room`: most tokens that it may have; the reasoning's end is given up where it has more. None where the answer's
+    opening alone has more.
     """
     kept = list(ids)
     while True:
         found = _closed(tokenizer, kept, labels)
-        excess = 0 if room is None else len(found.ids) - room
+        longest = len(found.ids) + max(map(len, found.rest.values()), default=0)
+        excess = 0 if room is None else longest - room
         if excess <= 0:
             return found
         if not kept:
-            raise ValueError(f"the answer's opening needs {len(found.ids)} tokens, there is room for {room}")
+            return None
         kept = kept[: max(0, len(kept) - excess)]
 
 
 def _closed(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> Opening:
     text = decoded(tokenizer, ids)
     keep, ending = close(text)
-    index, begin = token_at(tokenizer, ids, text, keep) if keep < len(text) else (len(ids), keep)
-    # A token that holds kept and dropped characters is dropped; what it held of the kept ones is written again.
-    found = opening(tokenizer, text[begin:keep] + ending, labels)
-    return Opening((*ids[:index], *found.ids), found.candidates)
+    try:
+        index, begin = token_at(tokenizer, ids, text, keep) if keep < len(text) else (len(ids), keep)
+        # A token that holds kept and dropped characters is dropped; what it held of the kept ones is written again.
+        found = opening(tokenizer, text[begin:keep] + ending, labels)
+    except ValueError:
+        # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it all anew.
+        found = opening(tokenizer, ending, labels)
+        return Opening((*encoded(tokenizer, text[:keep]), *found.ids), found.candidates, found.rest)
+    return Opening((*ids[:index], *found.ids), found.candidates, found.rest)

@@ -20,6 +20,7 @@ from catto.evaluation.calibration import (
     accuracy,
     brier,
     brier_split,
+    confidence_gap,
     debiased_ece,
     ece,
     ece_mass,
@@ -37,9 +38,11 @@ from catto.evaluation.calibration import (
 )
 from catto.evaluation.selective import (
     RiskCoverage,
+    Within,
     accuracy_at_coverage,
     aurc,
     auroc,
+    auroc_within,
     coverage_at_risk,
     e_aurc,
     risk_coverage,
@@ -55,12 +58,15 @@ __all__ = [
     "Reliability",
     "RiskCoverage",
     "Strategy",
+    "Within",
     "accuracy",
     "accuracy_at_coverage",
     "aurc",
     "auroc",
+    "auroc_within",
     "brier",
     "brier_split",
+    "confidence_gap",
     "coverage_at_risk",
     "debiased_ece",
     "e_aurc",
@@ -85,7 +91,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table; `better` is None where no direction is, `calibration` asks for a null band beside it."""
+    """One row of the table.
+
+    `better` is None where no direction is. `calibration` asks for a null band beside the value. `least` is the smallest
+    difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
+    """
 
     function: Callable[[ArrayLike, ArrayLike], float]
     title: str
@@ -93,6 +103,7 @@ class Metric:
     better: Literal["higher", "lower"] | None
     percent: bool
     calibration: bool = False
+    least: float = 0.005
 
     def __call__(self, confidence: ArrayLike, correct: ArrayLike) -> float:
         """Compute the metric. (N,), (N,)."""
@@ -152,7 +163,12 @@ METRICS: dict[str, Metric] = {
     ),
     "brier": Metric(brier, "Brier score", "Mean squared distance of confidence and correctness.", "lower", False),
     "nll": Metric(
-        nll, "NLL", "Mean negative log-likelihood of being right or wrong under the confidence.", "lower", False
+        nll,
+        "NLL",
+        "Mean negative log-likelihood of being right or wrong under the confidence.",
+        "lower",
+        False,
+        least=0.01,
     ),
     "auroc": Metric(
         auroc,

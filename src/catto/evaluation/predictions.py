@@ -1,14 +1,20 @@
-"""The file of predictions while it grows: whole chunks are appended, a killed run goes on behind the last one."""
+"""The file of predictions while it grows: whole chunks are appended, a killed run goes on behind the last one.
+
+While it grows, a request that the server refused has a line in its place, a `Refusal`. At the end refusals go into
+`<name>.refused.jsonl`, and the file of predictions holds predictions alone.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Self
+
+from pydantic import ValidationError
 
 from catto.prompts import messages
 from catto.records import (
@@ -16,14 +22,20 @@ from catto.records import (
     Manifest,
     Prediction,
     Question,
+    Refusal,
     content_hash,
+    first_problem,
     library_versions,
     manifest_path,
+    read_lines,
     read_manifest,
     read_records,
     write_manifest,
+    write_records,
 )
 
+Outcome = Prediction | Refusal
+_REFUSED = b'{"refused":'  # how a refusal's line begins; a prediction's never does
 OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
 
 
@@ -50,14 +62,12 @@ class Run:
 
 
 def check_settings(path: Path, settings: Mapping[str, object]) -> None:
-    """Refuse the file of a run with other settings, as far as they are known before the model is loaded."""
-    part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
-    for file in (path, part):
-        if manifest_path(file).exists():
-            notes = read_manifest(file).notes
-            for name, value in settings.items():
-                if name in notes and notes[name] != value:
-                    raise DataError(file, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded."""
+    if manifest_path(path).exists():
+        notes = read_manifest(path).notes
+        for name, value in settings.items():
+            if name in notes and notes[name] != value:
+                raise DataError(path, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
 
 
 class PredictionFile:
@@ -78,16 +88,30 @@ class PredictionFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_renamed():
             return self
-        if manifest_path(self.part).exists():
-            self._check(self.part)
-        elif self.part.exists() and self.part.stat().st_size:
-            raise DataError(self.part, None, "has no manifest beside it: move it away")
-        else:
-            write_manifest(self.part, self._manifest({}))
         self._file = self.part.open("ab")
         self._lock(self._file)
-        self._file.truncate(self._whole_bytes())
+        try:
+            if self._is_anew():
+                self._file.truncate(0)
+                write_manifest(self.part, self._manifest({}))
+            self._file.truncate(self._whole_bytes())
+        except BaseException:
+            self._file.close()
+            raise
         return self
+
+    def _is_anew(self) -> bool:
+        """Whether the unfinished file is new, or another run's that stored no prediction; one that did is refused."""
+        if not manifest_path(self.part).exists():
+            if self.part.stat().st_size:
+                raise DataError(self.part, None, "has no manifest beside it: move it away")
+            return True
+        if read_manifest(self.part).recipe_hash == self.hash:
+            return False
+        with self.part.open("rb") as file:
+            if any(line.endswith(b"\n") and not line.startswith(_REFUSED) for line in file):
+                raise DataError(self.part, None, OTHER_RUN)
+        return True
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -125,36 +149,64 @@ class PredictionFile:
         whole = len(lines) if len(lines) == len(self.keys) else len(lines) // lines_a_chunk * lines_a_chunk
         return sum(lines[:whole])
 
-    def stored(self) -> list[Prediction]:
-        """The predictions so far, each at its place."""
+    def stored(self) -> list[Outcome]:
+        """The outcomes so far, each at its place."""
         source = self.path if self._file is None else self.part
-        found = list(read_records(source, Prediction))
-        for row, (prediction, key) in enumerate(zip(found, self.keys, strict=False), 1):
-            if (prediction.question, prediction.sample) != key:
+        found = self._merged() if self._file is None else list(_outcomes(self.part))
+        for row, (outcome, key) in enumerate(zip(found, self.keys, strict=False), 1):
+            if (outcome.question, outcome.sample) != key:
                 raise DataError(source, row, f"expected question {key[0]} sample {key[1]}")
         if len(found) > len(self.keys) or (self._file is None and len(found) < len(self.keys)):
             raise DataError(source, None, f"{len(found)} predictions, expected {len(self.keys)}")
         return found
 
+    def _merged(self) -> list[Outcome]:
+        """The finished file's predictions with the refusals at their places; a prediction wins over an older one."""
+        found: list[Outcome] = list(read_records(self.path, Prediction))
+        have = {(one.question, one.sample) for one in found}
+        refused = {one.key: one for one in refusals_of(self.path) if one.key not in have}
+        rest = iter(found)
+        merged = [refused[key] if key in refused else next(rest, None) for key in self.keys]
+        return [*(one for one in merged if one is not None), *rest]
+
     def whole_chunks(self) -> int:
         """How many chunks are stored."""
         return -(-len(self.stored()) // (self.run.chunk * self.run.k))
 
-    def append(self, chunk: Sequence[Prediction]) -> Sequence[Prediction]:
+    def append(self, chunk: Sequence[Outcome]) -> Sequence[Outcome]:
         """Store a chunk; once this returns, killing the process does not lose it."""
         assert self._file is not None
-        self._file.write("".join(prediction.model_dump_json() + "\n" for prediction in chunk).encode())
+        self._file.write("".join(outcome.model_dump_json() + "\n" for outcome in chunk).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         return chunk
 
-    def finish(self, predictions: Sequence[Prediction]) -> None:
-        """Rename the file and write its manifest."""
-        if self._file is not None:
+    def finish(self, outcomes: Sequence[Outcome]) -> None:
+        """Rename the file, or write it without its refusals, and write its manifest."""
+        predictions, refused = parted(outcomes)
+        if self._file is not None and refused:
+            write_records(refused_path(self.path), refused)
+            write_records(self.path, predictions)
+        elif self._file is not None:
             self.part.replace(self.path)
         if not manifest_path(self.path).exists():
-            write_manifest(self.path, self._manifest(_counts(predictions, self.questions)))
+            counts = _counts(predictions, self.questions, self.run.model)
+            write_manifest(self.path, self._manifest({**counts, "refused": len(refused)}))
+        self.part.unlink(missing_ok=True)
         manifest_path(self.part).unlink(missing_ok=True)
+
+    def amend(self, outcomes: Sequence[Outcome]) -> None:
+        """Write the finished file anew, after refused requests were asked again."""
+        predictions, refused = parted(outcomes)
+        self._file = None
+        write_manifest(self.part, self._manifest({}))  # what a kill leaves is finished from here
+        manifest_path(self.path).unlink()
+        write_records(self.path, predictions)
+        if refused:
+            write_records(refused_path(self.path), refused)
+        else:
+            refused_path(self.path).unlink(missing_ok=True)
+        self.finish(outcomes)
 
     def _manifest(self, counts: dict[str, int]) -> Manifest:
         versions = library_versions("transformers", "torch", "vllm", "openai")
@@ -169,11 +221,44 @@ class PredictionFile:
         )
 
 
-def _counts(predictions: Sequence[Prediction], questions: int) -> dict[str, int]:
+def refused_path(path: Path) -> Path:
+    """Where refusals stand: `predictions.jsonl` -> `predictions.refused.jsonl`."""
+    return path.with_name(path.name.removesuffix(".jsonl") + ".refused.jsonl")
+
+
+def refusals_of(path: Path) -> list[Refusal]:
+    """The refused requests of a finished file of predictions."""
+    return list(read_records(refused_path(path), Refusal)) if refused_path(path).exists() else []
+
+
+def parted(outcomes: Iterable[Outcome]) -> tuple[list[Prediction], list[Refusal]]:
+    """Predictions and refusals, each in order."""
+    predictions: list[Prediction] = []
+    refused: list[Refusal] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Refusal):
+            refused.append(outcome)
+        else:
+            predictions.append(outcome)
+    return predictions, refused
+
+
+def _outcomes(path: Path) -> Iterator[Outcome]:
+    for row, line in read_lines(path):
+        kind: type[Outcome] = Refusal if line.encode().startswith(_REFUSED) else Prediction
+        try:
+            yield kind.model_validate_json(line)
+        except ValidationError as error:
+            raise DataError(path, row, first_problem(error)) from None
+
+
+def _counts(predictions: Sequence[Prediction], questions: int, model: str) -> dict[str, int]:
     return {
         "predictions": len(predictions),
         "questions": questions,
         "correct": sum(prediction.label == prediction.gold for prediction in predictions),
+        "plain": sum(prediction.source == "plain" for prediction in predictions),
         "fallback": sum(prediction.source == "fallback" for prediction in predictions),
         "without_label_logprobs": sum(prediction.label_logprobs is None for prediction in predictions),
+        "other_model": sum(prediction.model != model for prediction in predictions),
     }

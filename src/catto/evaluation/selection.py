@@ -17,11 +17,11 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from catto.evaluation.metrics import ece
+from catto.evaluation.metrics import Within, auroc_within, ece
 from catto.evaluation.scaling import confidence_at
 from catto.records import Prediction
 
-__all__ = ["RULES", "Candidates", "Selected", "candidates", "select", "subsets"]
+__all__ = ["RULES", "Candidates", "Selected", "candidates", "select", "subsets", "within_questions"]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -172,6 +172,17 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     oracle = np.stack([part.correct.any(axis=1) for part in parts], axis=1).astype(np.float64)
     rows.append(_row("oracle", k, (np.full(oracle.shape, np.nan), oracle), exact, seed))
     return rows
+
+
+def within_questions(given: Candidates, *, seed: int = 0) -> Within:
+    """AUROC of the confidence among the samples of the same question: above a half, confidence helps to pick one.
+
+    It is of all n samples and does not depend on k. A sample without an answer is a wrong one.
+    """
+    names = [name for name in given.questions for _ in range(given.label.shape[1])]
+    return auroc_within(
+        names, given.confidence.ravel(), given.correct.ravel(), resamples=RESAMPLES, level=LEVEL, seed=seed
+    )
 
 
 def _stacked(picks: Sequence[Choice]) -> tuple[Floats, Floats]:

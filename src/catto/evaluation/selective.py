@@ -6,18 +6,22 @@ closed form), so it does not depend on the order in which the rows were written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.random import default_rng
 from numpy.typing import ArrayLike
 
 from catto.evaluation.binning import Floats, Ints, checked
 
 __all__ = [
     "RiskCoverage",
+    "Within",
     "accuracy_at_coverage",
     "aurc",
     "auroc",
+    "auroc_within",
     "coverage_at_risk",
     "e_aurc",
     "risk_coverage",
@@ -61,6 +65,69 @@ def auroc(confidence: ArrayLike, correct: ArrayLike) -> float:
         return float("nan")
     below = wrong.sum() - np.cumsum(wrong)
     return float(np.sum(found.right * (below + 0.5 * wrong))) / pairs
+
+
+@dataclass(frozen=True)
+class Within:
+    """AUROC of confidence within questions, its bootstrap interval over questions, and on how much it rests.
+
+    questions: those that have a right and a wrong row; pairs: right and wrong rows of the same question. Without any
+    pair the value is nan.
+    """
+
+    value: float
+    low: float
+    high: float
+    questions: int
+    pairs: int
+
+
+def auroc_within(
+    question: Sequence[object],
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Within:
+    """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
+
+    question: N ids; (N,), (N,). Picking the most confident of several answers can win only where this is above a half:
+    AUROC over all rows also rises when easy questions are answered more surely, which tells nothing about which answer
+    to pick. Questions whose rows are all right or all wrong have no pair and do not count.
+
+    >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
+    0.75
+    """
+    c, z = checked(confidence, correct)
+    if len(question) != len(c):
+        raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
+    codes: dict[object, int] = {}
+    code = np.array([codes.setdefault(name, len(codes)) for name in question], dtype=np.intp)
+    # Sorted by question, then confidence: each question is a run, and a run of equal confidences inside it a tie.
+    order = np.lexsort((c, code))
+    code, c, z = code[order], c[order], z[order]
+    starts = np.flatnonzero(np.append(True, (code[1:] != code[:-1]) | (c[1:] != c[:-1])))
+    right = np.add.reduceat(z.astype(np.int64), starts)
+    wrong = np.add.reduceat((~z).astype(np.int64), starts)
+    of = code[starts]
+    total: Floats = np.bincount(of, wrong, len(codes)).astype(np.float64)
+    below = np.cumsum(wrong) - wrong - (np.cumsum(total) - total)[of]
+    won: Floats = np.bincount(of, right * (below + 0.5 * wrong), len(codes)).astype(np.float64)
+    pairs: Floats = np.bincount(of, right, len(codes)) * total
+    mixed = pairs > 0
+    if not mixed.any():
+        return Within(float("nan"), float("nan"), float("nan"), 0, 0)
+    low, high = _ratio_interval(won[mixed], pairs[mixed], resamples, level, seed)
+    return Within(float(won.sum() / pairs.sum()), low, high, int(mixed.sum()), int(pairs.sum()))
+
+
+def _ratio_interval(won: Floats, pairs: Floats, resamples: int, level: float, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap of `sum(won) / sum(pairs)` over questions that have pairs."""
+    drawn = default_rng(seed).multinomial(len(won), np.full(len(won), 1.0 / len(won)), size=resamples)
+    low, high = np.quantile((drawn @ won) / (drawn @ pairs), [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+    return float(low), float(high)
 
 
 def aurc(confidence: ArrayLike, correct: ArrayLike) -> float:

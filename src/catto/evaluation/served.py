@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from catto.engines import Generation
 from catto.engines.probing import next_tokens, probe
 from catto.engines.server import ServerEngine, ServerError
-from catto.evaluation.answers import Answer
+from catto.evaluation.answers import NO_ANSWER, Answer, Source
 from catto.evaluation.fallback import close
 from catto.prompts import messages, parse_answer
-from catto.records import Question
+from catto.records import Question, Refusal
 
 
 class ServerReader:
@@ -34,35 +34,52 @@ class ServerReader:
             warnings.warn(f"{engine.model}: {line}", stacklevel=2)
         self._continues = abilities.continues
 
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
-        """The answer of every response, those without one by constrained continuation."""
-        free = [_free(question, generation) for question, generation in pairs]
+    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
+        """The answer of every response, those without one by constrained continuation.
+
+        A response whose label has no readable log-probability is refused, and so is one whose continuation was.
+        """
+        free = [_read(question, generation) for question, generation in pairs]
         open_pairs = [pair for pair, answer in zip(pairs, free, strict=True) if answer is None]
         closed = iter(self._constrained(open_pairs))
         return [answer if answer is not None else next(closed) for answer in free]
 
-    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer]:
+    def _constrained(self, pairs: Sequence[tuple[Question, Generation]]) -> list[Answer | Refusal]:
         if not self._continues:
-            return [Answer(None, "fallback", 0.0, None, None) for _ in pairs]
+            return [NO_ANSWER for _ in pairs]
         begun = []
         for question, generation in pairs:
             keep, ending = close(generation.text)
             begun.append((messages(question, reasoning=self.reasoning), generation.text[:keep] + ending))
         tops = next_tokens(self.engine, begun)
-        return [_best(question.labels, found) for (question, _), found in zip(pairs, tops, strict=True)]
+        return [
+            _refused(generation, found.refused) if isinstance(found, Refusal) else _best(question.labels, found)
+            for (question, generation), found in zip(pairs, tops, strict=True)
+        ]
+
+
+def _refused(generation: Generation, why: str) -> Refusal:
+    return Refusal(refused=why, question=generation.question, sample=generation.sample)
+
+
+def _read(question: Question, generation: Generation) -> Answer | Refusal | None:
+    try:
+        return _free(question, generation)
+    except ServerError as error:
+        return _refused(generation, str(error))
 
 
 def _free(question: Question, generation: Generation) -> Answer | None:
     """The answer as it was written; None where there is none."""
-    parsed = parse_answer(generation.text, question)
-    if parsed.label is None or parsed.span is None:
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+    if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
     place = _place(generation, parsed.span)
     tops = place.tops
     logprobs = label_logprobs(question.labels, tops, place.lead, place.after)
     # The token that was drawn, and not the likeliest beginning of the label, is the one that counts.
     logprobs[parsed.label] = tops[place.token]
-    return _answer(question.labels, parsed.label, "free", logprobs)
+    return _answer(question.labels, parsed.label, parsed.source, logprobs)
 
 
 class _Place(NamedTuple):
@@ -82,10 +99,7 @@ def _place(generation: Generation, span: tuple[int, int]) -> _Place:
         if begin <= span[0] < end:
             return _Place(token, tops, token[: span[0] - begin], token[span[1] - begin :] if end > span[1] else "")
         begin = end
-    raise ServerError(
-        f"question {generation.question} sample {generation.sample}: the log-probabilities do not reach the label, "
-        f"or their tokens do not add up to the text"
-    )
+    raise ServerError("the log-probabilities do not reach the label, or their tokens do not add up to the text")
 
 
 def label_logprobs(
@@ -111,12 +125,10 @@ def _begins(token: str, lead: str, label: str) -> bool:
 def _best(labels: Sequence[str], tops: Mapping[str, float]) -> Answer:
     logprobs = label_logprobs(labels, tops)
     if not logprobs:
-        return Answer(None, "fallback", 0.0, None, None)
+        return NO_ANSWER
     return _answer(labels, max(logprobs, key=lambda label: logprobs[label]), "fallback", logprobs)
 
 
-def _answer(
-    labels: Sequence[str], label: str, source: Literal["free", "fallback"], logprobs: dict[str, float]
-) -> Answer:
+def _answer(labels: Sequence[str], label: str, source: Source, logprobs: dict[str, float]) -> Answer:
     complete = {name: logprobs[name] for name in labels} if set(labels) <= set(logprobs) else None
     return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, None)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from catto.evaluation.cells import did_you_mean
-from catto.evaluation.metrics import METRICS
+from catto.evaluation.metrics import METRICS, confidence_gap, debiased_ece
 from catto.evaluation.resampling import MetricFunction
+from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import (
     Answers,
     Comparison,
@@ -22,6 +23,8 @@ from catto.evaluation.statistics import (
     NullBand,
     bootstrap_table,
     compare,
+    holm,
+    mark,
     null_band,
 )
 from catto.evaluation.tables import Table
@@ -29,6 +32,7 @@ from catto.records import DataError
 
 __all__ = [
     "HEADLINE",
+    "Judged",
     "Measured",
     "Settings",
     "Summary",
@@ -36,8 +40,10 @@ __all__ = [
     "chosen",
     "compared",
     "jsonable",
+    "judged",
     "steps",
     "summarise",
+    "unheld",
     "verdict",
 ]
 
@@ -53,6 +59,8 @@ HEADLINE = (
     "aurc",
 )
 RESAMPLES = 1000
+# The gap's place among the resampled metrics; it has a row of its own whatever was chosen.
+GAP = "gap"
 # A resample of a million rows takes 0.2 s for the headline metrics; 200 of them still place the 2.5 % quantile.
 MANY_ROWS, FEW_RESAMPLES = 200_000, 200
 
@@ -85,16 +93,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Summary:
-    """All numbers of one table; shares lie in [0, 1]. fallback_rate, accuracy_unparsed_wrong: None where unknown."""
+    """All numbers of one table; shares lie in [0, 1]. sources, fallback_rate, accuracy_unparsed_wrong: None if unknown.
+
+    gap: mean confidence less accuracy, whose interval is nominal where that of an ECE is not.
+    """
 
     rows: int
     questions: int | None
     accuracy: float
     mean_confidence: float
+    gap: Interval
+    debiased_ece: float
+    sources: Sources | None
     fallback_rate: float | None
     accuracy_unparsed_wrong: float | None
     settings: Settings
     metrics: dict[str, Measured]
+
+    @property
+    def warning(self) -> str | None:
+        """What has to be said before any number: too many answers were forced."""
+        return None if self.sources is None else self.sources.warning
 
 
 def chosen(names: str | None) -> tuple[str, ...]:
@@ -122,22 +141,27 @@ def summarise(table: Table, settings: Settings | None = None, tick: Tick | None 
     settings = settings or Settings()
     settings = replace(settings, resamples=settings.draws(len(table)))
     fallback = table.fallback
+    metrics, gap = _measured(table, settings, tick)
     return Summary(
         rows=len(table),
         questions=None if table.question is None else len(set(table.question)),
         accuracy=float(table.correct.mean()),
         mean_confidence=float(table.confidence.mean()),
+        gap=gap,
+        debiased_ece=debiased_ece(table.confidence, table.correct, bins=settings.bins),
+        sources=table.sources,
         fallback_rate=None if fallback is None else float(fallback.mean()),
         accuracy_unparsed_wrong=None if fallback is None else float((table.correct & ~fallback).mean()),
         settings=settings,
-        metrics=_measured(table, settings, tick),
+        metrics=metrics,
     )
 
 
-def _measured(table: Table, settings: Settings, tick: Tick | None) -> dict[str, Measured]:
+def _measured(table: Table, settings: Settings, tick: Tick | None) -> tuple[dict[str, Measured], Interval]:
+    """The chosen metrics, and the gap on the same resamples."""
     functions = _functions(settings, tick)
     intervals = bootstrap_table(
-        functions,
+        {**functions, GAP: confidence_gap},
         table.confidence,
         table.correct,
         questions=_repeated(table),
@@ -146,7 +170,8 @@ def _measured(table: Table, settings: Settings, tick: Tick | None) -> dict[str, 
         method=settings.method,
         seed=settings.seed,
     )
-    return {name: Measured(intervals[name], _null(name, settings, table, tick)) for name in functions}
+    gap = intervals.pop(GAP)
+    return {name: Measured(intervals[name].held(), _null(name, settings, table, tick)) for name in functions}, gap
 
 
 def _functions(settings: Settings, tick: Tick | None) -> dict[str, MetricFunction]:
@@ -191,9 +216,9 @@ def _null(name: str, settings: Settings, table: Table, tick: Tick | None) -> Nul
 
 
 def verdict(summary: Summary) -> str | None:
-    """Say in one sentence what the ECE means; None where it was not measured."""
+    """Say in one sentence what the ECE means; None where it was not measured, or too many answers were forced."""
     ece = summary.metrics.get("ece")
-    if ece is None or ece.null is None:
+    if ece is None or ece.null is None or summary.warning is not None:
         return None
     value, low, high = (100 * number for number in (ece.interval.value, ece.null.low, ece.null.high))
     chance = f"what a perfectly calibrated model would score by chance ({low:.1f} to {high:.1f})"
@@ -212,6 +237,48 @@ def _direction(summary: Summary, ece: float) -> str:
     return f"{'over' if gap > 0 else 'under'}-confident by {100 * abs(gap):.1f} points on average"
 
 
+def unheld(summary: Summary) -> list[str]:
+    """For each calibration metric whose interval is withheld: what to read in its place, in one sentence."""
+    gap = summary.gap
+    instead = (
+        f"debiased ECE {100 * summary.debiased_ece:.1f}, mean confidence less accuracy {100 * gap.value:+.1f} "
+        f"({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+    )
+    return [
+        f"{METRICS[name].title} has no interval: resampling adds to it, and its percentiles do not hold its value. "
+        f"In its place: by chance {100 * found.null.low:.1f} to {100 * found.null.high:.1f}, {instead}."
+        for name, found in summary.metrics.items()
+        if found.interval.reason is not None and found.null is not None
+    ]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A comparison with its p-value corrected for the number of metrics compared, and the mark that it earns."""
+
+    comparison: Comparison
+    p_corrected: float
+    mark: str
+
+
+def judged(comparison: Mapping[str, Comparison], judge: bool = True) -> dict[str, Judged]:
+    """Correct the p-values by Holm over the metrics that have a better side; the others are not compared to win.
+
+    `judge` False, for files of mostly forced answers, gives no marks.
+    """
+    family = [name for name in comparison if METRICS[name].better is not None]
+    corrected = dict(zip(family, holm([comparison[name].p_value for name in family]), strict=True))
+    return {
+        name: Judged(one, p := corrected.get(name, float("nan")), _mark(name, one, p) if judge else "")
+        for name, one in comparison.items()
+    }
+
+
+def _mark(name: str, found: Comparison, corrected: float) -> str:
+    metric = METRICS[name]
+    return mark(found.difference, (found.low, found.high), corrected, metric.better, metric.least)
+
+
 def compared(a: Table, b: Table, settings: Settings | None = None, tick: Tick | None = None) -> dict[str, Comparison]:
     """Compare two tables of one answer a question, paired by question id, metric by metric."""
     settings = settings or Settings()
@@ -223,7 +290,7 @@ def compared(a: Table, b: Table, settings: Settings | None = None, tick: Tick | 
             resamples=settings.draws(len(a)),
             level=settings.level,
             seed=settings.seed,
-        )
+        ).held()
         for name, function in _functions(settings, None).items()
     }
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from catto.evaluation.binning import Bools, Floats, Ints
 from catto.evaluation.cells import Fields, cell, known_column, logprobs_cell, probability, text, truth
+from catto.evaluation.sources import KINDS, Sources
 from catto.records import DataError
 from catto.tasks.readers import read_rows
 
@@ -53,13 +54,26 @@ class Names:
 
 @dataclass(frozen=True)
 class Confidences:
-    """Answers as columns. confidence: (N,); question, by: N texts; fallback: (N,). None: the file does not tell."""
+    """Answers as columns. confidence: (N,); question, by, read_as: N texts. None: the file does not tell.
+
+    read_as: the column `source`, how each answer was read (`free`, `plain` or `fallback`).
+    """
 
     source: Path
     confidence: Floats
     question: list[str] | None
-    fallback: Bools | None
+    read_as: list[str] | None
     by: list[str] | None
+
+    @property
+    def fallback(self) -> Bools | None:
+        """Which answers had to be forced. (N,)."""
+        return None if self.read_as is None else np.array([kind == "fallback" for kind in self.read_as], dtype=np.bool_)
+
+    @property
+    def sources(self) -> Sources | None:
+        """How many answers were read where."""
+        return None if self.read_as is None else Sources.of(self.read_as)
 
     def __len__(self) -> int:
         return len(self.confidence)
@@ -78,7 +92,7 @@ class Table(Confidences):
             confidence=self.confidence[rows],
             correct=self.correct[rows],
             question=None if self.question is None else [self.question[row] for row in rows],
-            fallback=None if self.fallback is None else self.fallback[rows],
+            read_as=None if self.read_as is None else [self.read_as[row] for row in rows],
             by=None if self.by is None else [self.by[row] for row in rows],
         )
 
@@ -93,9 +107,12 @@ class Table(Confidences):
 
     def unparsed_wrong(self) -> Self:
         """Count every answer that came from the fallback as wrong."""
-        if self.fallback is None:
-            raise DataError(self.source, None, "no column 'source' with 'free' or 'fallback' to count unparsed rows by")
-        return replace(self, correct=self.correct & ~self.fallback)
+        fallback = self.fallback
+        if fallback is None:
+            raise DataError(
+                self.source, None, "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
+            )
+        return replace(self, correct=self.correct & ~fallback)
 
 
 def read_table(path: Path, names: Names | None = None, unparsed: Unparsed = "fallback") -> Table:
@@ -128,17 +145,15 @@ def read_confidences(path: Path, names: Names | None = None) -> Confidences:
 
 def _table(path: Path, columns: Mapping[str, Any]) -> Confidences:
     confidence = np.frombuffer(columns["confidence"], dtype=np.float64)
-    common = (path, confidence, columns.get("question"), _fallback(columns.get("source")), columns.get("by"))
+    common = (path, confidence, columns.get("question"), _read_as(columns.get("source")), columns.get("by"))
     if "correct" not in columns:
         return Confidences(*common)
     return Table(*common, np.frombuffer(columns["correct"], dtype=np.bool_))
 
 
-def _fallback(source: list[object] | None) -> Bools | None:
+def _read_as(source: list[str] | None) -> list[str] | None:
     """A foreign file may call something else `source`: the column is ours only if all its values are."""
-    if source is None or not set(source) <= {"free", "fallback"}:
-        return None
-    return np.fromiter((value == "fallback" for value in source), dtype=np.bool_, count=len(source))
+    return source if source is not None and set(source) <= set(KINDS) else None
 
 
 def _readers(first: Fields, names: Names) -> dict[str, Read]:

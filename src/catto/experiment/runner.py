@@ -99,7 +99,9 @@ def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outco
     seconds = time.monotonic() - began
     for left in work.out.rglob(".*.part"):  # what a killed run was writing when it was killed
         left.unlink()
-    work.write("done.json", {"name": stage.name, "key": stage.key, "seconds": seconds, "versions": library_versions()})
+    needs = {role: need.key for role, need in stage.needs.items()}
+    told = {"name": stage.name, "key": stage.key, "needs": needs, "seconds": seconds, "versions": library_versions()}
+    work.write("done.json", told)
     work.out.rename(place(root, stage))
     outcome.finished.append(stage)
     display.ended(stage, "done", seconds)

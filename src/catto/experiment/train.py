@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -20,14 +20,14 @@ from catto.evaluation.scaling import confidence_at
 from catto.experiment.data import read_questions
 from catto.experiment.stages import Work
 from catto.labels import check_labels
-from catto.methods import METHODS, Method
+from catto.methods import METHODS, Method, acting
 from catto.recipe import ModelSettings
-from catto.records import PreferenceRow, SftRow, read_records, replacing
+from catto.records import Prediction, PreferenceRow, SftRow, read_records, replacing
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
-from catto.training.monitor import keeping, saving
+from catto.training.monitor import LAST, keeping
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import Example, examples, preference_columns
+from catto.training.rows import Example, examples, fitting, pair_tokens, preference_columns
 from catto.training.scratch import scratch_model, word_tokenizer
 from catto.training.supervised import RcftBins, SupervisedTrainer
 
@@ -40,27 +40,42 @@ def run_train(work: Work) -> None:
         return _clear(work)
     of = METHODS[work.settings["method"]]
     model, tokenizer = start(work)
-    trainer, tokens, rows = (_preference if of.stage == "preference" else _supervised)(work, of, model, tokenizer)
+    trainer, data = (_preference if of.stage == "preference" else _supervised)(work, of, model, tokenizer)
     clock = _Clock(work)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
     checkpoint = newest_complete(_checkpoints(work))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     _save(trainer.model, tokenizer, work.out / "model")
-    work.write(
-        "training.json",
-        {
-            "learning_rate": work.settings["learning_rate"],
-            "seconds": round(clock.seconds(), 1),
-            "tokens": tokens * work.settings["epochs"],
-            "rows": rows,
-            "epochs": work.settings["epochs"],
-            "steps": trainer.state.global_step,
-            "reward_accuracy": reward_accuracy(trainer.state.log_history),
-            "history": history(trainer.state.log_history),
-        },
-    )
+    work.write("training.json", _story(work, trainer, data, clock.seconds()))
     return _clear(work)
+
+
+class _Data(NamedTuple):
+    """What a model is trained on: rows or pairs, their tokens an epoch, and how many were too long, by kind."""
+
+    rows: int
+    tokens: int
+    dropped: dict[str, int]
+
+
+def _story(work: Work, trainer: Any, data: _Data, seconds: float) -> dict[str, Any]:
+    """What training.json holds; the fields are those of `report.results.Training`."""
+    state, kept = trainer.state, trainer.kept_step
+    epochs = round(state.epoch, 4)
+    return {
+        "learning_rate": work.settings["learning_rate"],
+        "seconds": round(seconds, 1),
+        "tokens": round(data.tokens * epochs),
+        "rows": data.rows,
+        "dropped": data.dropped,
+        "epochs": epochs,
+        "steps": state.global_step,
+        "kept_step": kept,
+        "kept_epochs": round(epochs * kept / state.global_step, 4),
+        "reward_accuracy": reward_accuracy(state.log_history),
+        "history": history(state.log_history),
+    }
 
 
 def _clear(work: Work) -> None:
@@ -105,6 +120,11 @@ def _common(work: Work, *, watched: bool = True) -> dict[str, Any]:
     """
     of = work.settings
     accelerated = torch.accelerator.is_available()
+    if not watched and of["keep"] != LAST:
+        logger.warning("keep is %s, but nothing is held out to measure it on: the last step is kept", of["keep"])
+    if owned := [name for name in ("calibration", "max_length") if name in of["trl"]]:
+        instead = {"calibration": "the method", "max_length": "context"}[owned[0]]
+        raise ValueError(f"trl: {owned[0]} is not set here: {instead} gives it")
     return {
         "output_dir": str(_checkpoints(work)),
         "seed": of["seed"],
@@ -119,16 +139,16 @@ def _common(work: Work, *, watched: bool = True) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": min(10, of["checkpoint_steps"]),  # a training of few steps is logged too
-        **(keeping(of["keep"], of["checkpoint_steps"]) if watched else saving(of["checkpoint_steps"])),
-        **of["trl"],
+        **keeping(of["keep"], of["checkpoint_steps"], measured=watched),
+        # The knobs of the calibration term are for the methods that have that term.
+        **acting(METHODS[of["method"]].calibration, of["trl"]),
     }
 
 
-def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, int, int]:
-    rows = chosen_rows(
-        read_records(work.input("teacher") / "sft.jsonl", SftRow), work.settings["rows"], work.settings["seed"]
-    )
-    found = _examples(work, tokenizer, rows)
+def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+    rows = list(read_records(work.input("teacher") / "sft.jsonl", SftRow))
+    fit = _examples(work, tokenizer, rows)
+    found = chosen_rows(fit, work.settings["rows"], work.settings["seed"])
     watched = "traces" if of.stage == "sft" else "reasoning"
     validation: list[Example] = []
     if watched in work.stage.needs:
@@ -143,7 +163,7 @@ def _supervised(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
         bins=_bins(work, tokenizer) if of.rcft_weight else None,
         rcft_weight=of.rcft_weight,
     )
-    return trainer, _tokens(found), len(found)
+    return trainer, _Data(len(found), _tokens(found), {"rows": len(rows) - len(fit)})
 
 
 def _bins(work: Work, tokenizer: Any) -> RcftBins:
@@ -151,7 +171,7 @@ def _bins(work: Work, tokenizer: Any) -> RcftBins:
     of = work.settings["evaluation"]
     questions = read_questions(work.input("held_out") / "validation.jsonl")
 
-    def answers(model: Any) -> tuple[list[float], list[bool]]:
+    def answers(model: Any) -> tuple[list[float | None], list[bool]]:
         found = evaluate_model(
             model,
             tokenizer,
@@ -160,24 +180,37 @@ def _bins(work: Work, tokenizer: Any) -> RcftBins:
             max_tokens=of["max_tokens"],
             reasoning=of["reasoning"],
         )
-        return [confidence_at(one, kind="normalized") for one in found], [is_correct(one) for one in found]
+        return [label_share(one) for one in found], [is_correct(one) for one in found]
 
     return RcftBins(answers)
 
 
-def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, int, int]:
+def label_share(prediction: Prediction) -> float | None:
+    """The answer's probability among the labels; None where the form it was written in does not tell of every label."""
+    if prediction.label is None or prediction.label_logprobs is None:
+        return None
+    return confidence_at(prediction, kind="normalized")
+
+
+def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     rows = list(read_records(work.input("teacher") / "preferences.jsonl", PreferenceRow))
-    limits = [n for n in (work.settings["pairs"], work.settings["rows"]) if n is not None]
-    rows = chosen_rows(rows, min(limits, default=None), work.settings["seed"])
     if not rows:
         raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
     for labels in dict.fromkeys(row.labels for row in rows):
         check_labels(tokenizer, labels)
-    columns = [preference_columns(tokenizer, row) for row in rows]
+    # Long pairs go before the draw, so that 500 pairs are 500 that are trained on, the same for every method.
+    context = work.settings["context"]
+    tokenised = [preference_columns(tokenizer, row) for row in rows]
+    fit = fitting(tokenised, context, pair_tokens, lambda columns: str(columns["question"]))
+    limits = [n for n in (work.settings["pairs"], work.settings["rows"]) if n is not None]
+    columns = chosen_rows(fit, min(limits, default=None), work.settings["seed"])
+    dropped = {"pairs": len(rows) - len(fit)}
     stream: Sequence[Example] = ()
     outcome = work.settings.get("outcome")
     if outcome is not None:
-        stream = _examples(work, tokenizer, read_records(work.input("stream") / "outcome.jsonl", SftRow))
+        sampled = list(read_records(work.input("stream") / "outcome.jsonl", SftRow))
+        stream = _examples(work, tokenizer, sampled)
+        dropped["stream"] = len(sampled) - len(stream)
     config = CATTOConfig(
         **{
             "max_length": work.settings["context"],
@@ -203,12 +236,13 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
     )
     tokens = sum(2 * len(c["prompt_ids"]) + len(c["chosen_ids"]) + len(c["rejected_ids"]) for c in columns)
     if outcome is not None:  # so many rows of the stream beside every pair
-        tokens += round(outcome["rows_per_pair"] * len(rows) * _tokens(stream) / len(stream))
-    return trainer, tokens, len(rows)
+        each = sum(len(one.row.prompt) + one.label.at for one in stream) / len(stream)  # up to the label
+        tokens += round(config.outcome_rows_per_pair * len(columns) * each)
+    return trainer, _Data(len(columns), tokens, dropped)
 
 
 def _tokens(found: Sequence[Example]) -> int:
-    return sum(len(one.row.prompt) + len(one.row.completion) for one in found)
+    return sum(one.tokens for one in found)
 
 
 def _examples(work: Work, tokenizer: Any, rows: Any) -> list[Example]:

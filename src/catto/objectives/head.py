@@ -8,6 +8,7 @@ code is the dense computation.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,16 +100,15 @@ def token_stats(
     temperature. Statistics and gradients accumulate in fp32, those of float64 inputs in float64. `extras` names the
     optional statistics; the default is all of them, and each costs another pass over every tile.
     """
-    vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-    head = Head(weight, bias, softcap, scale, temperature, vocabulary, tile, frozenset(extras))
-    _check(hidden, targets, head)
-    kept = targets != IGNORE
-    everything = bool(kept.all())
-    rows = hidden.reshape(-1, hidden.shape[-1]) if everything else hidden[kept]
-    plain = head._replace(weight=None, bias=None)  # tensors reach the function as its own arguments only
-    values: tuple[Tensor | None, ...] = _Tiled.apply(rows, weight, bias, targets[kept], plain)  # type: ignore[no-untyped-call]
-    shaped = (None if v is None else v.view_as(targets) if everything else _spread(v, kept) for v in values)
-    return TokenStats(*shaped)  # type: ignore[arg-type]
+    with gathered(weight, bias):
+        vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
+        head = Head(weight, bias, softcap, scale, temperature, vocabulary, tile, frozenset(extras))
+        _check(hidden, targets, head)
+        kept = targets != IGNORE
+        everything = bool(kept.all())
+        rows = hidden.reshape(-1, hidden.shape[-1]) if everything else hidden[kept]
+        *values, _ = _tiled(rows, targets[kept], None, head)
+    return TokenStats(*(None if value is None else _shaped(value, kept, everything) for value in values))  # type: ignore[arg-type]
 
 
 def label_logprobs(
@@ -127,19 +127,34 @@ def label_logprobs(
 
     hidden: (B, T, H) or, with weight None, logits (B, T, V); positions: (B,); labels: (B, K) token ids -> (B, K).
     """
-    rows = hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
-    ids = labels.clamp(min=0)
-    y = _logits_at(rows.to(statistics_dtype(rows)), weight, bias, ids) * scale
-    z = (y if softcap is None else softcap * torch.tanh(y / softcap)) / temperature
-    options = {"bias": bias, "tile": tile, "softcap": softcap, "scale": scale, "temperature": temperature}
-    everything = token_stats(rows, weight, ids[:, 0], extras=(), **options).logsumexp  # type: ignore[arg-type]
-    return (z - everything.unsqueeze(-1)).masked_fill(labels == IGNORE, -torch.inf)
+    with gathered(weight, bias):
+        rows = hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
+        ids = labels.clamp(min=0)
+        vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
+        head = Head(weight, bias, softcap, scale, temperature, vocabulary, tile, frozenset())
+        _check(rows, ids[:, 0], head)
+        *_, values = _tiled(rows, ids[:, 0], ids, head)
+    assert values is not None
+    return values.masked_fill(labels == IGNORE, -torch.inf)
 
 
-def _logits_at(rows: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor) -> Tensor:
-    """Raw logits of the named tokens only. rows: (B, H) or logits (B, V); ids: (B, K) -> (B, K)."""
-    y = rows.gather(-1, ids) if weight is None else torch.einsum("bh,bkh->bk", rows, weight[ids].to(rows.dtype))
-    return y if bias is None else y + bias[ids].to(rows.dtype)
+def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+    """Hold parameters whole that DeepSpeed ZeRO-3 keeps in pieces; every other tensor is whole already."""
+    pieces = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
+    if not pieces:
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    # A tied head is whole while the embedding's module holds it: gathering it here would cut it up under that module.
+    missing = [p for p in pieces.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
+    return GatheredParameters(missing) if missing else nullcontext()
+
+
+def _tiled(rows: Tensor, targets: Tensor, labels: Tensor | None, head: Head) -> tuple[Tensor | None, ...]:
+    """Apply the function below; tensors reach it as its own arguments only."""
+    plain = head._replace(weight=None, bias=None)
+    labels = targets.new_zeros(len(targets), 0) if labels is None else labels
+    return _Tiled.apply(rows, head.weight, head.bias, targets, labels, plain)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _check(hidden: Tensor, targets: Tensor, head: Head) -> None:
@@ -160,27 +175,40 @@ def _check(hidden: Tensor, targets: Tensor, head: Head) -> None:
         raise ValueError(f"extras {sorted(unknown)} are not among {', '.join(EXTRAS)}")
 
 
-def _spread(values: Tensor, kept: Tensor) -> Tensor:
+def _shaped(values: Tensor, kept: Tensor, everything: bool) -> Tensor:
     """Put the computed values (N,) back where `kept` (...) is true; 0 elsewhere."""
+    if everything:  # never a view without need: FSDP2 warns of a forward that returns one
+        return values if values.shape == kept.shape else values.view_as(kept)
     return values.new_zeros(kept.shape).masked_scatter(kept, values)
 
 
 class _Tiled(torch.autograd.Function):
-    """(N, H), (V, H), (V,), (N,) -> the seven statistics of `TokenStats`, (N,) each."""
+    """(N, H), (V, H), (V,), (N,), (N, K) -> the seven statistics of `TokenStats`, (N,), and the labels' (N, K).
+
+    Autocast is off inside: it would run a product of fp32 numbers in bf16, and the statistics with it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        targets: Tensor,
+        labels: Tensor,
+        head: Head,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.head = head
         head = head._replace(weight=weight, bias=bias)
-        parts = [fold(hidden[some], targets[some], head) for some in slices(hidden.shape[0], TOKENS)]
-        sums = Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        values = finish(sums, head)
-        _, _, logsumexp, log_doubt, _, entropy, log_sum_sq = values
+        with torch.autocast(hidden.device.type, enabled=False):
+            parts = [fold(hidden[some], targets[some], labels[some], head) for some in slices(len(hidden), TOKENS)]
+            sums = Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
+            values = finish(sums, head)
+        _, _, logsumexp, log_doubt, _, entropy, log_sum_sq, _ = values
         right = sums.target > sums.rival
-        ctx.save_for_backward(hidden, weight, bias, targets, sums.rival_id, right, logsumexp, log_doubt, entropy)
+        saved = Saved(targets, labels, sums.rival_id, right, logsumexp, log_doubt, entropy)  # type: ignore[arg-type]
+        ctx.save_for_backward(hidden, weight, bias, *saved)
         if log_sum_sq is not None:
             ctx.mark_non_differentiable(log_sum_sq)
         return values
@@ -189,17 +217,18 @@ class _Tiled(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
-        head, inputs = ctx.head._replace(weight=weight, bias=bias), (hidden, weight, bias)
-        into = [_accumulator(x, needed) for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
-        if into[0] is not None:
-            into[0].zero_()
-        for some in slices(hidden.shape[0], TOKENS):
-            rows = None if into[0] is None else into[0][some]
-            of = Saved(*_cut(saved, some))  # type: ignore[arg-type]
-            grad = Grads(*_cut(grads[:-1], some))
-            unfold(hidden[some], head, of, grad, (rows, *into[1:]), first=some.start == 0)
-        given = (None if g is None else g.to(x.dtype) for g, x in zip(into, inputs, strict=True))
-        return *given, None, None
+        with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+            head, inputs = ctx.head._replace(weight=weight, bias=bias), (hidden, weight, bias)
+            into = [_accumulator(x, needed) for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
+            if into[0] is not None:
+                into[0].zero_()
+            statistics = (*grads[:6], grads[7])  # the seventh, log_sum_sq, has no gradient
+            for some in slices(hidden.shape[0], TOKENS):
+                rows = None if into[0] is None else into[0][some]
+                of, grad = Saved(*_cut(saved, some)), Grads(*_cut(statistics, some))  # type: ignore[arg-type]
+                unfold(hidden[some], head, of, grad, (rows, *into[1:]), first=some.start == 0)
+            given = [None if g is None else g.to(x.dtype) for g, x in zip(into, inputs, strict=True)]
+        return *given, None, None, None
 
 
 def _cut(values: Iterable[Tensor | None], some: Any) -> list[Tensor | None]:

@@ -41,10 +41,11 @@ class Sums(NamedTuple):
     rest_z: Tensor  # sum exp(z - z_r) z
     rest_sq: Tensor  # sum exp(2 (z - z_r))
     total: Tensor  # sum z, over the whole vocabulary
+    labels: Tensor  # z of K further tokens, (N, K)
 
 
 class Grads(NamedTuple):
-    """Incoming gradients of N tokens, (N,) each or None."""
+    """Incoming gradients of N tokens, (N,) each, labels (N, K), or None."""
 
     target: Tensor | None
     rival: Tensor | None
@@ -52,12 +53,14 @@ class Grads(NamedTuple):
     log_doubt: Tensor | None
     mean_logit: Tensor | None
     entropy: Tensor | None
+    labels: Tensor | None
 
 
 class Saved(NamedTuple):
     """What the backward pass needs of N tokens."""
 
     targets: Tensor
+    labels: Tensor
     rival_id: Tensor
     right: Tensor  # whether the target is the argmax
     logsumexp: Tensor
@@ -75,13 +78,21 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def fold(hidden: Tensor, targets: Tensor, head: Head) -> Sums:
-    """Walk the vocabulary once. hidden: (N, H) or logits (N, V); targets: (N,) -> sums (N,)."""
+def fold(hidden: Tensor, targets: Tensor, labels: Tensor, head: Head) -> Sums:
+    """Walk the vocabulary once. hidden: (N, H) or logits (N, V); targets: (N,); labels: (N, K) -> sums (N,)."""
     zero = hidden.new_zeros(hidden.shape[0], dtype=statistics_dtype(hidden))
-    sums = Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero)
+    sums = Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero, torch.zeros_like(labels, dtype=zero.dtype))
     for columns, y, _ in _tiles(hidden, head):
-        sums = _fold_tile(_transformed(y, head), targets - columns.start, columns, sums, head.extras)
+        z = _transformed(y, head)
+        at_labels = _picked(z, labels - columns.start, sums.labels)
+        sums = _fold_tile(z, targets - columns.start, columns, sums, head.extras)._replace(labels=at_labels)
     return sums
+
+
+def _picked(z: Tensor, local: Tensor, before: Tensor) -> Tensor:
+    """The tile's logits at columns `local` (N, K) where they lie in it; what was there `before` elsewhere."""
+    inside = (local >= 0) & (local < z.shape[1])
+    return torch.where(inside, z.gather(-1, local.clamp(0, z.shape[1] - 1)), before)
 
 
 def _tiles(hidden: Tensor, head: Head) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -131,6 +142,7 @@ def _fold_tile(z: Tensor, local: Tensor, columns: slice, sums: Sums, extras: fro
         sums.rest_z * old + rest_z * new + second * lesser.clamp(min=nothing) if "entropy" in extras else rest_z,
         sums.rest_sq * old**2 + rest_sq * new**2 + second**2 if "log_sum_sq" in extras else rest_sq,
         total,
+        sums.labels,
     )
 
 
@@ -146,15 +158,20 @@ def _rest(z: Tensor, best: Tensor, extras: frozenset[str]) -> tuple[Tensor, Tens
 
 
 def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
-    """Sums -> target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq: (N,) each, None if unasked."""
-    others = sums.rival + sums.rest.log1p()
-    logsumexp = torch.logaddexp(sums.target, others)
-    share = logsigmoid(others - sums.target)  # log of the mass of all but the target
+    """Sums -> target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq: (N,) each, None if unasked.
+
+    Last come the log-probabilities of the labels, (N, K).
+    """
+    logsumexp = torch.logaddexp(sums.target, sums.rival + sums.rest.log1p())
+    # Differences of logits, never of log-sum-exps: a logit of 40 has only six digits after the point.
+    gap = sums.target - sums.rival
+    share = logsigmoid(sums.rest.log1p() - gap)  # log of the mass of all but the target
     # The greater of the two is computed, the lesser follows from the gap: both keep their digits, and which one is
     # greater is what the logits say.
-    gap = sums.target - sums.rival
-    target = torch.where(gap > 0, logsigmoid(sums.target - others), share - sums.rest.log1p() + gap)
+    target = torch.where(gap > 0, logsigmoid(gap - sums.rest.log1p()), share - sums.rest.log1p() + gap)
     rival = torch.where(gap > 0, target - gap, share - sums.rest.log1p())
+    top, log_top = torch.maximum(sums.target, sums.rival), torch.maximum(target, rival)
+    labels = sums.labels - top.unsqueeze(-1) + log_top.unsqueeze(-1)
     log_doubt = _log_doubt(sums, share, logsumexp) if "log_doubt" in head.extras else None
     mean_logit = sums.total / head.vocabulary if "mean_logit" in head.extras else None
     entropy = log_sum_sq = None
@@ -162,7 +179,7 @@ def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
         entropy = logsumexp - target.exp() * sums.target - rival.exp() * (sums.rival + sums.rest_z)
     if "log_sum_sq" in head.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
-    return target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq
+    return target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq, labels
 
 
 def _log_doubt(sums: Sums, share: Tensor, logsumexp: Tensor) -> Tensor:
@@ -201,6 +218,9 @@ def _logit_gradient(y: Tensor, columns: slice, head: Head, saved: Saved, grads: 
     d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(_mass(saved, grads).unsqueeze(-1))
     _add_at(d, saved.targets - columns.start, grads.target)
     _add_at(d, saved.rival_id - columns.start, grads.rival)
+    if grads.labels is not None:
+        for label, grad in zip(saved.labels.unbind(-1), grads.labels.unbind(-1), strict=True):
+            _add_at(d, label - columns.start, grad)
     if grads.mean_logit is not None:
         d.add_(grads.mean_logit.unsqueeze(-1) / head.vocabulary)
     for part in more:
@@ -212,9 +232,10 @@ def _logit_gradient(y: Tensor, columns: slice, head: Head, saved: Saved, grads: 
 
 
 def _mass(saved: Saved, grads: Grads) -> Tensor:
-    """The multiple of p in the gradient: g_logsumexp - g_target - g_rival - g_log_doubt, (N,)."""
+    """The multiple of p in the gradient: g_logsumexp - g_target - g_rival - g_log_doubt - sum g_labels, (N,)."""
     mass = torch.zeros_like(saved.logsumexp)
-    for grad in (grads.target, grads.rival, grads.log_doubt):
+    labels = None if grads.labels is None else grads.labels.sum(-1)
+    for grad in (grads.target, grads.rival, grads.log_doubt, labels):
         if grad is not None:
             mass -= grad
     return mass if grads.logsumexp is None else mass + grads.logsumexp

@@ -16,7 +16,7 @@ __all__ = ["MOST_ROWS", "Browser", "script_json"]
 MOST_ROWS = 20_000
 # A response of more characters is cut on the page; the file has all of it.
 LONGEST = 4_000
-RIGHT, FALLBACK, CUT = 1, 2, 4
+RIGHT, FALLBACK, CUT, PLAIN = 1, 2, 4, 8
 
 
 def script_json(value: object) -> str:
@@ -52,6 +52,7 @@ class Browser:
         labels = question.labels if question is not None else tuple(filter(None, (one.label, one.gold)))
         said = parse(one.text, labels).reasoning or one.text
         flags = RIGHT * (one.label == one.gold) + FALLBACK * (one.source == "fallback") + CUT * (len(said) > LONGEST)
+        flags += PLAIN * (one.source == "plain")
         return [cell, self._place(one, question), one.label, round(one.confidence, 5), flags, said[:LONGEST]]
 
     def _place(self, one: Prediction, question: Question | None) -> int:

@@ -66,9 +66,11 @@ def _read(results: Results, folder: Path) -> _Read:
 
 def _write_tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
-        for ending, render in (("md", markdown), ("tex", latex), ("csv", csv_text)):
+        # LaTeX is for a printed page, where the paper's columns are as many as fit.
+        texts = {"md": markdown(table), "tex": latex(table.in_papers_shape()), "csv": csv_text(table)}
+        for ending, text in texts.items():
             with replacing(folder / f"{table.name}.{ending}") as file:
-                file.write(render(table))
+                file.write(text)
 
 
 def _pictures(results: Results, numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:

@@ -43,8 +43,8 @@ def _of_block(numbers: Numbers, groups: Groups, setting: Setting, budget: Budget
     drawn = [
         _picture(
             chance, "ece", f"ECE against chance: {where}", groups, setting, budget,
-            "Dot and whisker: ECE and its interval. Grey bar: where a perfectly calibrated model with the same "
-            "confidences would fall by chance. Bar |: debiased ECE. Open circle: smooth ECE.",
+            "Dot and whisker: ECE and its interval, where that holds the value. Grey bar: where a perfectly calibrated "
+            "model with the same confidences would fall by chance. Bar |: debiased ECE. Open circle: smooth ECE.",
         ),
         _picture(
             scatter, "scatter", f"Accuracy against ECE: {where}", groups, setting, budget,
@@ -107,6 +107,14 @@ def _draw_chance(axes: Axes, group: GroupNumbers, line: int) -> None:
     axes.plot(100 * group.metrics["debiased_ece"].mean, line, marker="|", color=shade, markersize=11, linestyle="")
     smooth = 100 * group.metrics["smooth_ece"].mean
     axes.plot(smooth, line, marker="o", markerfacecolor="none", color=shade, markersize=6.5, linestyle="")
+    _say_forced(axes, group, 100 * ece, line)
+
+
+def _say_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
+    """Write beside a mark that it stands for the fallback."""
+    if group.sources.forced:
+        share = f"{100 * group.fallback_rate.mean:.0f} % forced"
+        axes.annotate(share, (x, y), (8, 6), textcoords="offset points", fontsize=7, color=INK)
 
 
 def _whisker(axes: Axes, group: GroupNumbers, line: int) -> None:
@@ -164,3 +172,4 @@ def _point(axes: Axes, group: GroupNumbers) -> None:
         axes.plot([x, x], [100 * along.low, 100 * along.high], color=shade, linewidth=0.8, alpha=0.5)
     size = 10 if marker(group.method) == "*" else 7
     axes.plot(x, y, marker=marker(group.method), color=shade, markersize=size, markeredgecolor=INK, markeredgewidth=0.4)
+    _say_forced(axes, group, x, y)

@@ -92,7 +92,8 @@ def _reliability(shown: Sequence[Answered], numbers: Numbers) -> Figure:
 def _panel(one: Answered, numbers: Numbers) -> Panel:
     null = _record(one.cell, numbers).null
     band = NullBand(null.mean, null.low, null.high, numbers.level)
-    return Panel(method_title(one.cell.method), reliability(one.confidence, one.correct, numbers.bins), band)
+    bins = reliability(one.confidence, one.correct, numbers.bins)
+    return Panel(method_title(one.cell.method), bins, band, one.sources)
 
 
 def _histograms(shown: Sequence[Answered], bins: int) -> Figure:
@@ -106,12 +107,17 @@ def _histograms(shown: Sequence[Answered], bins: int) -> Figure:
             parts = [one.confidence[one.correct], one.confidence[~one.correct]]
             weights = [np.full(len(part), 1 / len(one)) for part in parts]
             panel.hist(parts, edges.tolist(), weights=weights, stacked=True, histtype="stepfilled", color=[BLUE, RED])
-            tidy(panel, title=method_title(one.cell.method))
+            tidy(panel, title=_narrow(one.cell.method))
             panel.title.set_fontsize(8)
             panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes[0].legend(["wrong", "right"], frameon=False, loc="upper left", fontsize=8)
         figure.supxlabel("Confidence", fontsize=9)
     return figure
+
+
+def _narrow(method: str) -> str:
+    """A method as a small panel is headed: scaling on a line of its own."""
+    return method_title(method).replace(" + temperature scaling", "\n+ temperature scaling")
 
 
 def _risk(shown: Sequence[Answered]) -> Figure:
@@ -148,7 +154,10 @@ def selection_pictures(numbers: Numbers) -> list[Picture]:
         for task in tasks_of(groups):
             shown = [group for _, group in groups if group.task == task]
             title = f"Picking one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
-            caption = "The oracle is right if any of the k answers is: an upper bound for every rule."
+            caption = (
+                "The oracle is right if any of the k answers is: an upper bound for every rule. Red, the same at every "
+                "k: the one greedy answer."
+            )
             name = stem(f"confidence-at-k-{task}", budget)
             inputs = content_hash([group.input for group in shown])
             found.append(Picture(name, title, caption, partial(_over_k, shown), inputs, "k", budget, (task,)))
@@ -175,7 +184,9 @@ def _rule_lines(axes: Axes, group: GroupNumbers) -> None:
     for rule, (shade, line, mark) in RULE_LINES.items():
         values = [100 * group.selection[k][rule].mean for k in sizes]
         axes.plot(sizes, values, color=shade, linestyle=line, marker=mark, markersize=4, linewidth=1.3, label=rule)
-    tidy(axes, title=method_title(group.method))
+    greedy = 100 * group.metrics["accuracy"].mean
+    axes.axhline(greedy, color=RED, linewidth=1.0, linestyle=(0, (5, 2)), label="one greedy answer")
+    tidy(axes, title=_narrow(group.method))
     axes.title.set_fontsize(8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(k) for k in sizes])

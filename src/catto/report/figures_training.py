@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from catto.methods import METHODS, Budget
+from catto.methods import Budget
 from catto.records import content_hash
 from catto.report.names import budget_title, method_order, method_title, task_order, task_title
 from catto.report.numbers import Numbers
 from catto.report.plotting import Picture, canvas, colour, legend, marker, panel_width, styled, tidy
 from catto.report.results import Cell, Results, Training
 from catto.report.tables import stem
-from catto.report.tables_training import trained_cells, trained_rows
+from catto.report.tables_training import by_preferences, trained_cells, trained_rows
 
 __all__ = ["training_pictures"]
 
@@ -41,7 +41,7 @@ def training_pictures(results: Results, numbers: Numbers) -> list[Picture]:
                 name = stem(f"history-{task}", budget)
                 draw, inputs = partial(_history, shown), _inputs(shown)
                 found.append(Picture(name, title, caption, draw, inputs, "history", budget, (task,)))
-        if any(METHODS[cell.method].stage == "preference" for cell, _ in mine):
+        if any(by_preferences(cell.method) for cell, _ in mine):
             caption = "Chosen by validation ECE, seed by seed."
             title = f"Learning rates: {task_title(task)}"
             name, draw = f"learning-rates-{task}", partial(_rates, mine)
@@ -97,7 +97,7 @@ def _row_axis(axes: Axes, rows: Sequence[tuple[str, Budget | None]]) -> None:
 
 
 def _rates(trained: Trained) -> Figure:
-    shown = [one for one in trained if METHODS[one[0].method].stage == "preference"]
+    shown = [one for one in trained if by_preferences(one[0].method)]
     rows = trained_rows(shown)
     with styled():
         figure, (axes,) = canvas(1, 1, 4.8, 0.8 + 0.34 * len(rows))

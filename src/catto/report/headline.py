@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from catto.methods import known, method
 from catto.report.names import budget_title, method_order, method_title
+from catto.report.names import setting as setting_title
 from catto.report.numbers import GroupNumbers, Numbers
-from catto.report.tables import Better, Setting, marked, of_setting
+from catto.report.tables import Setting, of_setting
 
 __all__ = ["Headline", "headline"]
 
-CLAUSES: tuple[tuple[str, str, Better, tuple[str, str]], ...] = (
-    ("ece", "ECE", "lower", ("lower", "higher")),
-    ("accuracy", "accuracy", "higher", ("higher", "lower")),
+CLAUSES: tuple[tuple[str, str, tuple[str, str]], ...] = (
+    ("ece", "ECE", ("lower", "higher")),
+    ("accuracy", "accuracy", ("higher", "lower")),
 )
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The first sentence and, for each budget, how the methods compare with DPO."""
+    """What has to be said before all else, the first sentence, and for each budget how the methods compare with DPO."""
 
+    warnings: tuple[str, ...]
     lead: str
     points: tuple[str, ...]
 
@@ -35,11 +38,30 @@ def headline(numbers: Numbers) -> Headline:
             said.setdefault(_against(groups), []).append(budget_title(budget))
     places = {text: titles[0] if len(titles) == 1 else "Both budgets" for text, titles in said.items()}
     points = (f"{place}, against DPO on the same questions: {text}." for text, place in places.items())
-    return Headline(_lead(blocks[numbers.budgets[0]], numbers), tuple(points))
+    return Headline(_warnings(numbers.groups), _lead(blocks[numbers.budgets[0]], numbers), tuple(points))
 
 
-def _lead(groups: Sequence[GroupNumbers], numbers: Numbers) -> str:
-    """Which methods' ECE cannot be told from that of a perfectly calibrated model."""
+def _warnings(groups: Sequence[GroupNumbers]) -> tuple[str, ...]:
+    """Name the groups of mostly forced answers; a model that both budgets share is named once."""
+    found: dict[str, None] = {}
+    for group in groups:
+        if group.sources.forced:
+            where = f"{group.title} on {setting_title(group.trained_on, group.task)}"
+            budget = f", {budget_title(group.budget).lower()}" if _budgeted(group) else ""
+            found[f"{where}{budget}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
+    return tuple(found)
+
+
+def _budgeted(group: GroupNumbers) -> bool:
+    return group.budget is not None and known(group.method) and method(group.method).budgeted
+
+
+def _lead(everything: Sequence[GroupNumbers], numbers: Numbers) -> str:
+    """Which methods' ECE cannot be told from that of a perfectly calibrated model; forced answers are not judged."""
+    forced = {group.method for group in everything if group.sources.forced}
+    groups = [group for group in everything if group.method not in forced]
+    if not groups:
+        return "No verdict on calibration: too many answers had to be forced."
     methods, tasks = _methods(groups), {group.task for group in groups}
     counts = {name: sum(group.method == name and group.within_null for group in groups) for name in methods}
     always = [name for name in methods if counts[name] == len(tasks)]
@@ -83,9 +105,9 @@ def _against(groups: Sequence[GroupNumbers]) -> str:
     compared = [group for group in groups if group.versus]
     tasks = {group.task for group in groups}
     parts = []
-    for metric, name, better, words in CLAUSES:
-        good = [group for group in compared if marked(group.versus[metric], better) == "*"]
-        bad = [group for group in compared if marked(group.versus[metric], better) == "†"]
+    for metric, name, words in CLAUSES:
+        good = [group for group in compared if group.versus[metric].mark(metric) == "*"]
+        bad = [group for group in compared if group.versus[metric].mark(metric) == "†"]
         parts.append(_clause(name, words, good, bad, tasks))
     return "; ".join(parts)
 

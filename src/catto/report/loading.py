@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from catto.evaluation.binning import Bools, Floats
+from catto.evaluation.sources import Sources
 from catto.records import DataError, Prediction, Question, read_lines, read_records
 from catto.report.results import Cell, Results
 
@@ -47,6 +48,7 @@ class Answered:
     confidence: Floats
     correct: Bools
     fallback: Bools
+    sources: Sources
     model: str
 
     def __len__(self) -> int:
@@ -78,6 +80,7 @@ def answered(cell: Cell, predictions: Sequence[Prediction], folder: Path, unpars
         confidence=np.array([one.confidence for one in predictions], dtype=np.float64),
         correct=correct & ~fallback if unparsed_wrong else correct,
         fallback=fallback,
+        sources=Sources.of(one.source for one in predictions),
         model=predictions[0].model,
     )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
 
-from catto.evaluation.metrics import METRICS, auroc, brier, ece, nll
+from catto.evaluation.metrics import METRICS, auroc, brier, confidence_gap, ece, nll
 from catto.evaluation.metrics import accuracy as share_right
 from catto.evaluation.resampling import MetricFunction
-from catto.evaluation.statistics import bootstrap_table, null_band, over_seeds
-from catto.methods import METHODS, Budget
+from catto.evaluation.sources import Sources
+from catto.evaluation.statistics import bootstrap_table, holm, null_band, over_seeds
+from catto.methods import Budget, known, method, order
 from catto.records import DataError, Question, content_hash
 from catto.report.loading import Answered, Protocol, file_hash
 from catto.report.numbers import (
@@ -27,16 +30,19 @@ from catto.report.numbers import (
     World,
     finite,
 )
-from catto.report.results import VERSION, Cell, Results
-from catto.report.seeds import Name, Scored, mean_difference, mean_interval, mean_null, scored
+from catto.report.paper import budget_is_the_papers
+from catto.report.results import VERSION, Cell, Results, Training
+from catto.report.seeds import Name, Seed, mean_difference, mean_interval, mean_null, scored
 from catto.report.selected import selection_of
 
 __all__ = ["BASELINE", "Tick", "blocks", "measure", "steps"]
 
 BASELINE = "dpo"
-COMPARED: tuple[Name, ...] = ("accuracy", "ece")
-# With a bootstrap interval; the others are slow (a smooth ECE takes a millisecond) and read beside these.
-WITH_INTERVAL = ("accuracy", "ece", "brier", "nll", "auroc")
+COMPARED: tuple[Name, ...] = ("accuracy", "ece", "brier", "auroc")
+# Swaps a comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m) < 0.02.
+# With a fixed number of swaps nothing in a large table could be shown.
+SWAPS = 50
+# Without a bootstrap interval: they are slow (a smooth ECE takes a millisecond) and read beside the others.
 VALUE_ONLY = ("mean_confidence", "debiased_ece", "smooth_ece", "aurc")
 
 Tick = Callable[[], None]
@@ -51,6 +57,11 @@ class _Group:
     budget: Budget | None
     cells: list[Answered]
     baseline: list[Answered]
+
+    @property
+    def table(self) -> tuple[Budget | None, bool]:
+        """The table in which the group stands: its budget, and whether in distribution."""
+        return self.budget, self.cells[0].cell.task == self.cells[0].cell.trained_on
 
 
 def place_of(cell: Cell | CellNumbers) -> Place:
@@ -88,23 +99,57 @@ def measure(
         measured[place_of(one.cell)] = old_cells.get(key) or _cell(one, folder, questions, protocol, key)
         tick()
     groups: list[GroupNumbers] = []
-    for group in _groups(results, cells):
-        key = content_hash([group.budget, [hashes[place_of(one.cell)] for one in (*group.cells, *group.baseline)]])
-        groups.append(old_groups.get(key) or _group(group, measured, protocol, key))
+    found = _groups(results, cells)
+    tables = Counter(group.table for group in found if group.baseline)
+    for group in found:
+        inputs = [hashes[place_of(one.cell)] for one in (*group.cells, *group.baseline)]
+        swaps = max(protocol.resamples, SWAPS * len(COMPARED) * tables[group.table])
+        papers = _papers_budget(group, results)
+        key = content_hash([group.budget, swaps, papers, inputs])
+        groups.append(old_groups.get(key) or _group(group, measured, protocol, swaps, papers, key))
         tick()
     return Numbers(
         level=protocol.level,
         bins=protocol.bins,
         resamples=protocol.resamples,
         cells=tuple(measured.values()),
-        groups=tuple(groups),
+        groups=tuple(_corrected(groups)),
     )
+
+
+def _corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+    """Correct the p-values of each table, by Holm; a comparison with mostly forced answers is left out of it."""
+    forced = {
+        (group.budget, group.trained_on, group.task)
+        for group in groups
+        if group.method == BASELINE and group.sources.forced
+    }
+    families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = {}
+    for place, group in enumerate(groups):
+        if not group.sources.forced and (group.budget, group.trained_on, group.task) not in forced:
+            family = families.setdefault((group.budget, group.task == group.trained_on), [])
+            family += [(place, metric) for metric in group.versus]
+    corrected: dict[tuple[int, str], float] = {}
+    for members in families.values():
+        p_values = holm([groups[place].versus[metric].p_value for place, metric in members])
+        corrected |= dict(zip(members, p_values, strict=True))
+    return [
+        group.model_copy(
+            update={
+                "versus": {
+                    metric: one.model_copy(update={"p_corrected": corrected.get((place, metric))})
+                    for metric, one in group.versus.items()
+                }
+            }
+        )
+        for place, group in enumerate(groups)
+    ]
 
 
 def _cell_hash(cell: Cell, results: Results, folder: Path, protocol: Protocol) -> str:
     files = [cell.predictions, cell.candidates, *results.questions.get(cell.task, ())]
     digests = [None if name is None else file_hash(folder / name) for name in files]
-    return content_hash([VERSION, asdict(protocol), place_of(cell), digests, cell.tau])
+    return content_hash([VERSION, asdict(protocol), place_of(cell), digests, cell.tau, cell.sampling_temperature])
 
 
 def _cell(one: Answered, folder: Path, questions: Questions, protocol: Protocol, key: str) -> CellNumbers:
@@ -115,9 +160,11 @@ def _cell(one: Answered, folder: Path, questions: Questions, protocol: Protocol,
         "brier": brier,
         "nll": nll,
         "auroc": auroc,
+        "gap": confidence_gap,
     }
     table = bootstrap_table(chosen, c, z, resamples=protocol.resamples, level=protocol.level)
     metrics = {name: Number.of(interval) for name, interval in table.items()}
+    gap, selection = metrics.pop("gap"), selection_of(cell, folder)
     metrics |= {name: Number(value=finite(METRICS[name](c, z))) for name in VALUE_ONLY}
     null = null_band(chosen["ece"], c, simulations=protocol.resamples, level=protocol.level)
     return CellNumbers(
@@ -126,11 +173,15 @@ def _cell(one: Answered, folder: Path, questions: Questions, protocol: Protocol,
         n=len(one),
         model=one.model,
         metrics=metrics,
+        gap=gap,
         null=Band.of(null),
+        sources=one.sources,
         fallback_rate=float(one.fallback.mean()),
+        plain_rate=one.sources.share("plain"),
         accuracy_unparsed_wrong=float((z & ~one.fallback).mean()),
         world=_world(one, questions.get(cell.task, {}), folder / cell.predictions),
-        selection=selection_of(cell, folder),
+        selection=selection.rules,
+        sampled=selection.sampled,
     )
 
 
@@ -155,9 +206,8 @@ def _world(one: Answered, questions: Mapping[str, Question], source: Path) -> Wo
 def _places(results: Results) -> list[tuple[Budget | None, str, str, str]]:
     """Every (budget, trained_on, task, method) that has cells, in the order of the tables."""
     found: dict[tuple[Budget | None, str, str, str], None] = {}
-    order = {name: place for place, name in enumerate(METHODS)}
     for budget in blocks(results.cells):
-        for cell in sorted(results.cells, key=lambda cell: order.get(cell.method, len(order))):
+        for cell in sorted(results.cells, key=lambda cell: order(cell.method)):
             if cell.budget in (None, budget):
                 found[budget, cell.trained_on, cell.task, cell.method] = None
     return list(found)
@@ -165,16 +215,16 @@ def _places(results: Results) -> list[tuple[Budget | None, str, str, str]]:
 
 def _groups(results: Results, cells: Sequence[Answered]) -> list[_Group]:
     found = []
-    for budget, trained_on, task, method in _places(results):
+    for budget, trained_on, task, name in _places(results):
         same = [
             one
             for one in sorted(cells, key=lambda one: one.cell.seed)
             if (one.cell.trained_on, one.cell.task) == (trained_on, task) and one.cell.budget in (None, budget)
         ]
-        mine = [one for one in same if one.cell.method == method]
+        mine = [one for one in same if one.cell.method == name]
         _check_seeds(mine)
         by_seed = {one.cell.seed: one for one in same if one.cell.method == BASELINE}
-        paired = method != BASELINE and all(one.cell.seed in by_seed for one in mine)
+        paired = name != BASELINE and all(one.cell.seed in by_seed for one in mine)
         found.append(_Group(budget, mine, [by_seed[one.cell.seed] for one in mine] if paired else []))
     return found
 
@@ -186,7 +236,9 @@ def _check_seeds(cells: Sequence[Answered]) -> None:
         raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
 
 
-def _group(group: _Group, by_place: Mapping[Place, CellNumbers], protocol: Protocol, key: str) -> GroupNumbers:
+def _group(
+    group: _Group, by_place: Mapping[Place, CellNumbers], protocol: Protocol, swaps: int, papers: bool, key: str
+) -> GroupNumbers:
     numbers = [by_place[place_of(one.cell)] for one in group.cells]
     first = group.cells[0].cell
     return GroupNumbers(
@@ -199,16 +251,44 @@ def _group(group: _Group, by_place: Mapping[Place, CellNumbers], protocol: Proto
         n=max(one.n for one in numbers),
         metrics=_metric_spread(numbers),
         intervals=_intervals(group.cells, numbers, protocol),
+        gap=_gap(group.cells, numbers, protocol),
         null=_null(group.cells, numbers, protocol),
+        sources=Sources.total_of(one.sources for one in numbers),
         fallback_rate=_spread([one.fallback_rate for one in numbers]),
+        plain_rate=_spread([one.plain_rate for one in numbers]),
         accuracy_unparsed_wrong=_spread([one.accuracy_unparsed_wrong for one in numbers]),
-        versus=_versus(group.cells, group.baseline, protocol),
+        papers_budget=papers,
+        versus=_versus(group.cells, group.baseline, protocol, swaps),
         versus_seed={
-            mine.cell.seed: _versus([mine], [base], protocol)
+            mine.cell.seed: _versus([mine], [base], protocol, protocol.resamples)
             for mine, base in zip(group.cells, group.baseline, strict=False)
         },
         world=_world_spread(numbers),
         selection=_selection_spread(numbers),
+        sampled=_sampled_spread(numbers),
+    )
+
+
+def _papers_budget(group: _Group, results: Results) -> bool:
+    """Whether every seed's model was trained as the paper's; of a rescaled one, the model that is rescaled."""
+    return all(
+        budget_is_the_papers(one.cell.method, group.budget, trained_model(one.cell, group.budget, results))
+        for one in group.cells
+    )
+
+
+def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
+    """How the model of a cell was trained, or that which it rescales; None where nothing is recorded."""
+    if cell.training is not None or not known(cell.method) or method(cell.method).stage != "scaling":
+        return cell.training
+    start = (cell.task, cell.trained_on, method(cell.method).start, cell.seed)
+    return next(
+        (
+            one.training
+            for one in results.cells
+            if (one.task, one.trained_on, one.method, one.seed) == start and one.budget in (None, budget)
+        ),
+        None,
     )
 
 
@@ -233,6 +313,12 @@ def _intervals(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protoc
     }
 
 
+def _gap(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: Protocol) -> Number:
+    if len(cells) == 1:
+        return numbers[0].gap
+    return Number.of(mean_interval(_scored("gap", cells, protocol), protocol.resamples, protocol.level))
+
+
 def _null(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: Protocol) -> Band:
     if len(cells) == 1:
         return numbers[0].null
@@ -240,21 +326,21 @@ def _null(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: P
     return Band.of(found)
 
 
-def _scored(name: Name, cells: Sequence[Answered], protocol: Protocol) -> list[Scored]:
+def _scored(name: Name, cells: Sequence[Answered], protocol: Protocol) -> list[Seed]:
     return [scored(name, one.question, one.confidence, one.correct, protocol.bins) for one in cells]
 
 
-def _versus(cells: Sequence[Answered], baseline: Sequence[Answered], protocol: Protocol) -> dict[str, Versus]:
-    if not baseline:
-        return {}
-    return {
-        name: Versus.of(
-            mean_difference(
-                _scored(name, cells, protocol), _scored(name, baseline, protocol), protocol.resamples, protocol.level
-            )
-        )
-        for name in COMPARED
-    }
+def _versus(
+    cells: Sequence[Answered], baseline: Sequence[Answered], protocol: Protocol, swaps: int
+) -> dict[str, Versus]:
+    """The metrics less those of DPO; an AUROC that one side does not have is left out."""
+    found = {}
+    for name in COMPARED if baseline else ():
+        mine, other = (_scored(name, side, protocol) for side in (cells, baseline))
+        comparison = mean_difference(mine, other, protocol.resamples, protocol.level, swaps=swaps)
+        if isfinite(comparison.difference):
+            found[str(name)] = Versus.of(comparison)
+    return found
 
 
 def _world_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
@@ -262,6 +348,12 @@ def _world_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
     if len(worlds) < len(numbers):
         return {}
     return {name: _spread([getattr(world, name) for world in worlds]) for name in World.model_fields}
+
+
+def _sampled_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
+    """What is known of the samples, as far as every seed knows it."""
+    common = set.intersection(*(set(one.sampled) for one in numbers))
+    return {name: _spread([one.sampled[name] for one in numbers]) for name in numbers[0].sampled if name in common}
 
 
 def _selection_spread(numbers: Sequence[CellNumbers]) -> dict[int, dict[str, Spread]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from catto.methods import METHODS, Budget
+from catto import methods
+from catto.methods import Budget
 
 __all__ = ["BUDGET_TITLES", "budget_title", "method_group", "method_title", "setting", "task_title"]
 
@@ -32,18 +33,17 @@ def task_order(task: str) -> tuple[int, str]:
 
 def method_title(method: str) -> str:
     """A method as a row is headed."""
-    return METHODS[method].title if method in METHODS else method
+    return methods.method(method).title if methods.known(method) else method
 
 
 def method_group(method: str) -> str:
     """The block of rows in which a method stands: SFT or DPO."""
-    return METHODS[method].group if method in METHODS else "Other"
+    return methods.method(method).group if methods.known(method) else "Other"
 
 
-def method_order(method: str) -> tuple[int, str]:
+def method_order(method: str) -> tuple[int, bool, str]:
     """Sort key of a method's row."""
-    names = list(METHODS)
-    return (names.index(method) if method in METHODS else len(names), method)
+    return methods.order(method)
 
 
 def budget_title(budget: Budget | None) -> str:

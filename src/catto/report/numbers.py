@@ -7,8 +7,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from catto.evaluation.statistics import Comparison, Interval, NullBand
-from catto.methods import METHODS, Budget
+from catto.evaluation.metrics import METRICS
+from catto.evaluation.sources import Sources
+from catto.evaluation.statistics import Comparison, Interval, NullBand, mark
+from catto.methods import Budget, known, method
 from catto.records import DataError, Record, first_problem, replacing
 from catto.report.results import VERSION
 
@@ -21,16 +23,18 @@ def finite(value: float) -> float | None:
 
 
 class Number(Record):
-    """A value and its bootstrap interval; None where undefined or not computed."""
+    """A value and its bootstrap interval; None where undefined, not computed, or withheld for the `reason`."""
 
     value: float | None
     low: float | None = None
     high: float | None = None
+    reason: str | None = None
 
     @classmethod
     def of(cls, interval: Interval) -> Number:
-        """Keep what a report shows of an interval."""
-        return cls(value=finite(interval.value), low=finite(interval.low), high=finite(interval.high))
+        """Keep what a report shows of an interval: no ends that do not hold the value."""
+        found = interval.held()
+        return cls(value=finite(found.value), low=finite(found.low), high=finite(found.high), reason=found.reason)
 
 
 class Band(Record):
@@ -47,17 +51,30 @@ class Band(Record):
 
 
 class Versus(Record):
-    """A metric less DPO's on the same questions, its interval and the p-value of the swap test."""
+    """A metric less DPO's on the same questions, its interval and the p-value of the swap test.
+
+    low, high: None where they do not hold the difference. p_corrected: by Holm over the comparisons of one table; None
+    where there is none, or where too many answers of either side were forced for a verdict.
+    """
 
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p_value: float
+    p_corrected: float | None = None
 
     @classmethod
-    def of(cls, found: Comparison) -> Versus:
+    def of(cls, comparison: Comparison) -> Versus:
         """Keep what a report shows of a comparison."""
-        return cls(difference=found.difference, low=found.low, high=found.high, p_value=found.p_value)
+        found = comparison.held()
+        return cls(difference=found.difference, low=finite(found.low), high=finite(found.high), p_value=found.p_value)
+
+    def mark(self, metric: str) -> str:
+        """`*` where better than DPO, a dagger where worse, nothing where neither is shown; see `statistics.mark`."""
+        if self.low is None or self.high is None or self.p_corrected is None:
+            return ""
+        of = METRICS[metric]
+        return mark(self.difference, (self.low, self.high), self.p_corrected, of.better, of.least)
 
 
 class World(Record):
@@ -80,7 +97,10 @@ class Spread(Record):
 
 
 class CellNumbers(Record):
-    """One method on one task at one seed. `selection`: k -> rule -> accuracy."""
+    """One method on one task at one seed. `selection`: k -> rule -> accuracy; `sampled`: what is known of the samples.
+
+    gap: mean confidence less accuracy. sources: how the answers were read.
+    """
 
     task: str
     trained_on: str
@@ -91,11 +111,15 @@ class CellNumbers(Record):
     n: int
     model: str
     metrics: dict[str, Number]
+    gap: Number
     null: Band
+    sources: Sources
     fallback_rate: float
+    plain_rate: float
     accuracy_unparsed_wrong: float
     world: World | None
     selection: dict[int, dict[str, Number]]
+    sampled: dict[str, float]
 
 
 class GroupNumbers(Record):
@@ -110,13 +134,18 @@ class GroupNumbers(Record):
     n: int
     metrics: dict[str, Spread]
     intervals: dict[str, Number]
+    gap: Number
     null: Band
+    sources: Sources
     fallback_rate: Spread
+    plain_rate: Spread
     accuracy_unparsed_wrong: Spread
+    papers_budget: bool  # whether the paper's numbers may stand beside these
     versus: dict[str, Versus]
     versus_seed: dict[int, dict[str, Versus]]
     world: dict[str, Spread]
     selection: dict[int, dict[str, Spread]]
+    sampled: dict[str, Spread]
 
     @property
     def within_null(self) -> bool:
@@ -126,7 +155,7 @@ class GroupNumbers(Record):
     @property
     def title(self) -> str:
         """The method as tables print it."""
-        return METHODS[self.method].title if self.method in METHODS else self.method
+        return method(self.method).title if known(self.method) else self.method
 
 
 class Numbers(Record):

@@ -13,9 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from catto.evaluation.metrics import METRICS
-from catto.methods import METHODS, Budget
+from catto.methods import Budget, known, method
 from catto.report.browser import Browser, script_json
 from catto.report.headline import headline
+from catto.report.measure import COMPARED
 from catto.report.names import (
     BUDGET_TITLES,
     budget_title,
@@ -29,11 +30,13 @@ from catto.report.names import (
 from catto.report.numbers import GroupNumbers, Numbers
 from catto.report.plotting import Picture, inlined, themed
 from catto.report.results import Results
-from catto.report.tables import ALPHA, LEGEND, Table
+from catto.report.tables import LEGEND, MARKS, Table
 from catto.report.tables_training import budget_note
 
 __all__ = ["DEFINITIONS", "Drawn", "page"]
 
+# What is known of the samples and is no share.
+RAW = ("sampling_temperature", "tau", "questions_with_both")
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPTS = ("report.js", "browser.js")  # as they follow each other in the page's one script element
 DEFINITIONS: dict[str, tuple[str, str]] = {
@@ -46,15 +49,22 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
     "interval": (
         "Interval [a, b]",
         "Percentile bootstrap over questions, 95 %. It is an interval of the estimator: chance only ever adds to ECE, "
-        "so for a nearly calibrated model it lies above the true value. Read it beside the null band.",
+        "so for a nearly calibrated model it lies above the true value. Read it beside the null band. Where it does "
+        "not even hold the value, it is left out.",
+    ),
+    "gap": (
+        "Confidence - accuracy",
+        "Mean confidence less accuracy: above 0 is over-confidence. A mean over questions, so its interval holds also "
+        "for a calibrated model.",
     ),
     "versus": (
         "Difference to DPO",
         "Paired on the same questions of the same seeds and budget. The p-value is from a swap test: how often a "
-        "difference this large arises if each question's two answers change places at random. A mark asks for "
-        f"p < {ALPHA} and an interval of the difference that lies on its side of 0.",
+        "difference this large arises if each question's two answers change places at random; corrected is its value "
+        f"after Holm's correction for all comparisons of the table. A mark asks for {MARKS}.",
     ),
     "fallback_rate": ("Fallback rate", "Share of responses in which no answer could be read."),
+    "plain_rate": ("Plain answers", "Share of responses without answer tags whose last line gave the answer."),
     "accuracy_unparsed_wrong": ("Accuracy, unreadable = wrong", "Accuracy if those responses count as wrong."),
     "true_error": ("True error", "Mean distance of the confidence and the exact posterior probability of the answer."),
     "bayes_accuracy": ("Bayes accuracy", "Share of questions whose most probable answer is the right one."),
@@ -62,6 +72,15 @@ DEFINITIONS: dict[str, tuple[str, str]] = {
     "majority vote": ("Majority vote", "Accuracy of the answer that most of the k samples give."),
     "confidence-weighted vote": ("Weighted vote", "The same with every vote weighted by its confidence."),
     "mean log-probability": ("Mean log-probability", "Accuracy of the sample whose tokens were likeliest on average."),
+    "auroc_within": (
+        "AUROC within questions",
+        "Chance that, of a right and a wrong sample of the same question, the right one is more confident; ties count "
+        "half, all such pairs count the same. At 50 confidence cannot tell which sample to pick.",
+    ),
+    "questions_with_both": ("Questions with both", "Questions that have a right and a wrong sample."),
+    "sample_fallback_rate": ("Fallback of samples", "Share of the k samples in which no answer could be read."),
+    "sampling_temperature": ("Sampling temperature", "Temperature at which the k answers were sampled."),
+    "tau": ("tau", "Temperature at which the confidences of the k answers are compared."),
     "one random sample": ("Random", "Accuracy of one sample picked at random."),
     "oracle": ("Oracle", "Share of questions with a right answer among the k samples: a bound for every rule."),
     "std": ("Standard deviation", "Over seeds, with n - 1 in the denominator."),
@@ -206,7 +225,6 @@ def _limits(numbers: Numbers) -> dict[str, Any]:
         "n_low": min(cell.n for cell in numbers.cells),
         "n_high": max(cell.n for cell in numbers.cells),
         "comparisons": comparisons,
-        "by_chance": ALPHA * comparisons,
         "fallback": highest,
         "budgets": [budget for budget in numbers.budgets if budget is not None],
     }
@@ -220,11 +238,11 @@ def _data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
     return {
         "groups": [_card(group, numbers) for group in numbers.groups],
         "definitions": {name: list(text) for name, text in DEFINITIONS.items()},
-        "raw": [name for name, metric in METRICS.items() if not metric.percent],
+        "raw": [*(name for name, metric in METRICS.items() if not metric.percent), *RAW],
         "methods": {name: method_title(name) for name in sorted(methods, key=method_order)},
         "tasks": {name: task_title(name) for name in sorted(tasks, key=task_order)},
         "budgets": {str(budget): title for budget, title in titles.items()},
-        "shared": [name for name in methods if name in METHODS and not METHODS[name].budgeted],
+        "shared": [name for name in methods if known(name) and not method(name).budgeted],
         "browser": browser.data(),
     }
 
@@ -232,10 +250,12 @@ def _data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
 def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     """One group as its card shows it."""
     fields = {"task", "trained_on", "method", "budget", "seeds", "n", "metrics", "intervals", "null", "versus", "world"}
-    fields |= {"fallback_rate", "accuracy_unparsed_wrong", "versus_seed", "selection"}
+    fields |= {"fallback_rate", "plain_rate", "accuracy_unparsed_wrong", "versus_seed", "selection", "sampled", "gap"}
     card = group.model_dump(mode="json", include=fields)
+    card["forced"] = f"{group.sources.counted}: these numbers describe the fallback, not the model."
+    card["forced"] = card["forced"] if group.sources.forced else None
     card["by_seed"] = [
-        {name: cell.metrics[name].value for name in ("accuracy", "ece")} | {"seed": cell.seed}
+        {name: value for name in COMPARED if (value := cell.metrics[name].value) is not None} | {"seed": cell.seed}
         for cell in numbers.cells
         if (cell.task, cell.trained_on, cell.method) == (group.task, group.trained_on, group.method)
         and cell.budget in (None, group.budget)

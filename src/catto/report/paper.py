@@ -3,6 +3,9 @@
 Every value is copied from a table (text and tables differ in places). Percentages, as printed; "variance" in the
 captions of the paper means standard deviation over five seeds. One row of the Confidence@k deviations is printed twice
 (RCFT) and none for BCE, which is therefore missing here.
+
+A number stands beside ours only where the setting is the paper's: its tasks, its training set and its budget. In
+distribution that is training on the task itself; its out-of-distribution table is training on MMLU.
 """
 
 from __future__ import annotations
@@ -10,12 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["LEARNING_RATES", "MINUTES", "TASKS", "confidence_at_k", "learning_rate", "minutes", "score"]
+from catto.methods import METHODS, Budget, known, method
+from catto.report.results import Training
+
+__all__ = [
+    "LEARNING_RATES",
+    "MINUTES",
+    "TASKS",
+    "budget_is_the_papers",
+    "confidence_at_k",
+    "learning_rate",
+    "minutes",
+    "score",
+    "setting_of",
+]
 
 Setting = Literal["in", "out"]
-Quantity = Literal["accuracy", "ece"]
 Row = tuple[float, ...]
 
+# What the models of the out-of-distribution table were trained on.
+OUT_OF = "mmlu"
 # The order of the columns in every table of the paper.
 TASKS = ("reward_bench_2", "snli", "anli", "tldr", "commonsense_qa")
 
@@ -116,8 +133,39 @@ def _at(table: dict[str, Row], method: str, task: str, place: int, width: int) -
     return row[width * TASKS.index(task) + place]
 
 
-def score(setting: Setting, method: str, task: str, quantity: Quantity, std: bool = False) -> float | None:
+def budget_is_the_papers(name: str, budget: Budget | None, training: Training | None) -> bool:
+    """Whether a model had the paper's training: its budget, and its epochs and pairs as far as they are recorded.
+
+    A method that both budgets share is the same model in both. training: of the model itself, or of the one that is
+    rescaled; None where nothing is recorded.
+    """
+    if not known(name):
+        return False
+    of = method(name)
+    if budget == "matched" and of.budgeted:
+        return False
+    if training is None:
+        return True
+    effort = of.effort["paper"] if of.stage != "scaling" else METHODS[of.start].effort["paper"]
+    pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
+    return pairs and training.epochs in (None, effort.epochs)
+
+
+def setting_of(trained_on: str, task: str) -> Setting | None:
+    """The table of the paper in which such a model stands, None where it has none.
+
+    >>> setting_of("snli", "snli"), setting_of("mmlu", "snli"), setting_of("anli", "snli")
+    ('in', 'out', None)
+    """
+    if trained_on == task:
+        return "in"
+    return "out" if trained_on == OUT_OF else None
+
+
+def score(setting: Setting | None, method: str, task: str, quantity: str, std: bool = False) -> float | None:
     """The paper's accuracy or ECE of a method, or its deviation over seeds; None where it prints none."""
+    if setting is None or quantity not in ("accuracy", "ece"):
+        return None
     mean_of = {"in": IN_DISTRIBUTION, "out": OUT_OF_DISTRIBUTION}
     std_of = {"in": IN_DISTRIBUTION_STD, "out": OUT_OF_DISTRIBUTION_STD}
     return _at((std_of if std else mean_of)[setting], method, task, 0 if quantity == "accuracy" else 1, 2)

@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from catto.methods import Budget
+from catto.methods import SCALED, Budget
 from catto.report.names import method_title
 from catto.report.reliability import BLUE, GREY, INK, PALE, RED, STYLE
 
@@ -75,9 +75,20 @@ class Picture:
     methods: tuple[str, ...] = ()
 
 
+def _look(method: str) -> tuple[str, str]:
+    """Colour and marker. A rescaled method without its own takes its start's colour, paler, and a thin diamond."""
+    if method in COLOURS:
+        return COLOURS[method]
+    start = method.removesuffix(SCALED)
+    if start == method or start not in COLOURS:
+        return GREY, "o"
+    red, green, blue = (int(COLOURS[start][0][place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(0.55 * part + 0.45 * 255):02X}" for part in (red, green, blue)), "d"
+
+
 def colour(method: str) -> str:
     """The colour of a method in every figure."""
-    return COLOURS.get(method, (GREY, "o"))[0]
+    return _look(method)[0]
 
 
 def themed(method: str) -> str:
@@ -87,7 +98,7 @@ def themed(method: str) -> str:
 
 def marker(method: str) -> str:
     """The marker of a method in every figure."""
-    return COLOURS.get(method, (GREY, "o"))[1]
+    return _look(method)[1]
 
 
 def canvas(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Axes]]:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from catto.evaluation.binning import Reliability
+from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import NullBand
 from catto.records import DataError
 
@@ -53,11 +54,12 @@ UNDATED: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"Creation
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: its title, its bins, and the ECE that a perfectly calibrated model would score by chance."""
+    """One diagram: its title, its bins, the ECE of a perfectly calibrated model by chance, how answers were read."""
 
     title: str
     bins: Reliability
     null: NullBand | None = None
+    sources: Sources | None = None
 
     @property
     def ece(self) -> float:
@@ -75,8 +77,10 @@ class Panel:
         return float(self.bins.confidence_sum.sum()) / self.bins.rows
 
     def note(self) -> str:
-        """What the box says: ECE, its null band, N and the number of bins."""
-        lines = [f"ECE {100 * self.ece:.1f}"]
+        """What the box says: ECE, its null band, N and the number of bins; first that too many answers were forced."""
+        forced = self.sources is not None and self.sources.forced
+        lines = [f"{100 * self.sources.share('fallback'):.0f} % forced"] if self.sources and forced else []
+        lines.append(f"ECE {100 * self.ece:.1f}")
         if self.null is not None:
             lines.append(f"by chance {100 * self.null.low:.1f} to {100 * self.null.high:.1f}")
         return "\n".join([*lines, f"N = {self.bins.rows:,}, {len(self.bins.count)} bins"])

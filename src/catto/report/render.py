@@ -54,21 +54,18 @@ def _markdown_text(text: str) -> str:
 
 def _markdown_entry(entry: Entry) -> str:
     value = f"**{entry.text}**" if entry.best else entry.text
-    return "<br>".join([value + entry.mark.replace("*", "\\*"), *details(entry)]).replace("[", "\\[")
+    lines = [*warned(entry), value + entry.mark.replace("*", "\\*"), *details(entry)]
+    return "<br>".join(line.replace("[", "\\[").replace("<", "&lt;") for line in lines)
+
+
+def warned(entry: Entry) -> list[str]:
+    """What stands above a value: that its answers were forced."""
+    return [entry.forced] if entry.forced else []
 
 
 def details(entry: Entry) -> list[str]:
-    """What stands beside a value: its interval, its null band, the paper's number."""
-    found = []
-    if entry.interval is not None:
-        found.append("[{:.2f}, {:.2f}]".format(*entry.interval))
-    elif entry.std is not None:
-        found.append(f"± {entry.std_text()}")
-    if entry.null is not None:
-        found.append("null {:.2f} to {:.2f}".format(*entry.null))
-    if entry.paper:
-        found.append(f"paper: {entry.paper}")
-    return found
+    """What stands under a value, and the paper's number."""
+    return [*entry.details(), *([f"paper: {entry.paper}"] if entry.paper else [])]
 
 
 def latex(table: Table) -> str:
@@ -106,14 +103,17 @@ def _latex_text(text: str) -> str:
 def _latex_entry(entry: Entry) -> str:
     value = rf"\textbf{{{_latex_text(entry.text)}}}" if entry.best else _latex_text(entry.text)
     mark = {"": "", "*": "$^{*}$"}.get(entry.mark, _latex_text(entry.mark))
-    notes = [rf"{{\scriptsize {_latex_text(note)}}}" for note in details(entry)]
-    stacked = r" \\ ".join([value + mark, *notes])
-    return rf"\shortstack[r]{{{stacked}}}" if notes else value + mark
+    above, below = (
+        [rf"{{\scriptsize {_latex_text(note)}}}" for note in notes] for notes in (warned(entry), details(entry))
+    )
+    stacked = r" \\ ".join([*above, value + mark, *below])
+    return rf"\shortstack[r]{{{stacked}}}" if above or below else value + mark
 
 
 CSV_HEAD = (
     *("table", "budget", "block", "method", "task", "column", "metric", "value", "std", "low", "high"),
-    *("null_low", "null_high", "difference_to_dpo", "difference_low", "difference_high", "p_value", "mark", "paper"),
+    *("null_low", "null_high", "difference_to_dpo", "difference_low", "difference_high", "p_value", "p_corrected"),
+    *("mark", "paper", "forced", "notes"),
 )
 
 
@@ -146,10 +146,12 @@ def _csv_entry(entry: Entry) -> list[str]:
     low, high = entry.interval or (None, None)
     null_low, null_high = entry.null or (None, None)
     versus = entry.versus
-    difference = (100 * versus.difference, 100 * versus.low, 100 * versus.high) if versus else (None, None, None)
-    numbers = [entry.value, entry.std, low, high, null_low, null_high, *difference]
-    p_value = None if versus is None else versus.p_value
-    return [*("" if number is None else f"{number:.6g}" for number in [*numbers, p_value]), entry.mark, entry.paper]
+    ends = (versus.difference, versus.low, versus.high) if versus else (None, None, None)
+    difference = (None if end is None else entry.scale * end for end in ends)
+    p_values = (versus.p_value, versus.p_corrected) if versus else (None, None)
+    numbers = [entry.value, entry.std, low, high, null_low, null_high, *difference, *p_values]
+    written = ("" if number is None else f"{number:.6g}" for number in numbers)
+    return [*written, entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
 
 
 def terminal(table: Table) -> RichTable:
@@ -175,7 +177,8 @@ def terminal(table: Table) -> RichTable:
 def _terminal_entry(entry: Entry) -> RichText:
     from rich.text import Text
 
-    text = Text(entry.text + entry.mark, style="bold" if entry.best else "")
+    text = Text("".join(f"{line}\n" for line in warned(entry)))
+    text.append(entry.text + entry.mark, style="bold" if entry.best else "")
     for note in details(entry):
-        text.append(f"\n{note}", style="not bold dim")
+        text.append(f"\n{note}", style="dim")
     return text

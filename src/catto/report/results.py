@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from catto.methods import Budget
 from catto.records import Record, checked_name
 
 # Raised when a number changes its meaning or the page its make: a report of another version is made again.
-VERSION = 3
+VERSION = 4
 
 
 class Training(Record):
@@ -19,9 +19,12 @@ class Training(Record):
     learning_rate: float | None = None
     seconds: float | None = None
     tokens: int | None = None
-    rows: int | None = None  # SFT rows or pairs
-    epochs: int | None = None
+    rows: int | None = None  # SFT rows or pairs that it was trained on
+    dropped: dict[str, int] = Field(default_factory=dict)  # rows, pairs, stream: too long for the context
+    epochs: float | None = None
     steps: int | None = None
+    kept_step: int | None = None  # the step whose weights were kept, and the epochs up to it
+    kept_epochs: float | None = None
     reward_accuracy: float | None = None  # share of pairs ordered as preferred, over the last quarter of the steps
     history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
 
@@ -36,7 +39,8 @@ class Cell(Record):
     seed: int
     predictions: str  # one line a test question
     candidates: str | None = None  # k sampled lines a test question
-    tau: float | None = None  # the temperature of scaling, or of the candidates
+    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
+    sampling_temperature: float | None = None  # at which the candidates were drawn
     training: Training | None = None
 
     @field_validator("task", "trained_on", "method")

@@ -6,29 +6,40 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from catto.methods import METHODS, Budget
+from catto.evaluation.metrics import METRICS
+from catto.evaluation.sources import MOST_FORCED
+from catto.evaluation.statistics import ALPHA
+from catto.methods import Budget
 from catto.report import paper
 from catto.report.names import budget_title, method_group, method_order, method_title, task_order, task_title
 from catto.report.numbers import GroupNumbers, Numbers, Spread, Versus
 
-__all__ = ["LEGEND", "Column", "Entry", "Line", "Table", "grouped", "marked", "of_setting", "score_tables"]
+__all__ = ["LEGEND", "MARKS", "Column", "Entry", "Line", "Table", "grouped", "of_setting", "score_tables"]
 
 Setting = Literal["in", "out"]
 Better = Literal["higher", "lower"] | None
-# Below this, and with an interval on its side of 0, a difference to DPO gets its mark.
-ALPHA = 0.05
+MARKS = (
+    f"p < {ALPHA} in a swap test after Holm's correction for all comparisons of the table, the 95 % interval of the "
+    "difference on its side of 0, and a difference of at least 0.5 points (Brier score 0.005)"
+)
 LEGEND = (
-    "Mean over seeds, in per cent. [a, b]: 95 % bootstrap interval over questions. null a to b: where the ECE of a "
-    "perfectly calibrated model with the same confidences falls 95 % of the time. "
-    f"* better and † worse than DPO of the same budget on the same questions (swap test, p < {ALPHA}, and the 95 % "
-    "interval of the difference lies on the same side of 0; not corrected for the number of comparisons). "
-    "paper: the number printed in the paper."
+    "Mean over seeds, in per cent; Brier score from 0 to 1. [a, b]: 95 % bootstrap interval over questions. null a to "
+    "b: where the ECE of a perfectly calibrated model with the same confidences falls 95 % of the time. An ECE outside "
+    "its own bootstrap interval has none; in its place stand the debiased ECE and the mean confidence less the "
+    "accuracy with its interval. to DPO: the difference to DPO of the same budget on the same questions, its interval "
+    f"and its corrected p-value. * better and † worse than DPO: {MARKS}. forced: above a fifth of the answers had to "
+    "be forced, so the numbers describe the fallback and get no mark. paper: the number printed in the paper, where "
+    "task, training set and budget are the paper's."
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One number as it is printed; numbers are in the unit of the table (per cent, minutes, ...)."""
+    """One number as it is printed; numbers are in the unit of the table (per cent, minutes, ...).
+
+    scale: what makes a share a number of this unit. notes: what else stands under the value. forced: stands above it,
+    where the number describes the fallback.
+    """
 
     value: float | None
     text: str
@@ -40,10 +51,36 @@ class Entry:
     paper: str = ""
     best: bool = False
     group: int | None = None
+    scale: float = 100.0
+    notes: tuple[str, ...] = ()
+    forced: str = ""
 
-    def std_text(self) -> str:
-        """The deviation with as many decimals as the value."""
-        return f"{self.std or 0.0:.{len(self.text.partition('.')[2])}f}"
+    def printed(self, number: float, signed: bool = False) -> str:
+        """A number with as many decimals as the value."""
+        return f"{number:{'+' if signed else ''}.{len(self.text.partition('.')[2])}f}"
+
+    def details(self) -> list[str]:
+        """What stands under the value: interval or deviation, null band, notes, the difference to DPO."""
+        found = []
+        if self.interval is not None:
+            found.append(f"[{', '.join(map(self.printed, self.interval))}]")
+        elif self.std is not None:
+            found.append(f"± {self.printed(self.std)}")
+        if self.null is not None:
+            found.append(f"null {' to '.join(map(self.printed, self.null))}")
+        found += self.notes
+        if self.versus is not None:
+            found += self._difference(self.versus)
+        return found
+
+    def _difference(self, versus: Versus) -> list[str]:
+        p = versus.p_corrected
+        judged = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
+        found = [f"to DPO {self.printed(self.scale * versus.difference, signed=True)}{judged}"]
+        if versus.low is not None and versus.high is not None:
+            ends = (self.printed(self.scale * end, signed=True) for end in (versus.low, versus.high))
+            found.append(f"[{', '.join(ends)}]")
+        return found
 
 
 EMPTY = Entry(None, "-")
@@ -51,13 +88,17 @@ EMPTY = Entry(None, "-")
 
 @dataclass(frozen=True)
 class Column:
-    """A column: the heading it shares with its neighbours, its own, and what it is about."""
+    """A column: the heading it shares with its neighbours, its own, and what it is about.
+
+    in_paper: whether a table in the paper's shape has it too.
+    """
 
     top: str
     name: str
     task: str = ""
     metric: str = ""
     better: Better = None
+    in_paper: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +123,12 @@ class Table:
     budget: Budget | None = None
     kind: str = ""
 
+    def in_papers_shape(self) -> Table:
+        """The table without the columns that the paper's has not, for a page as narrow."""
+        kept = [place for place, column in enumerate(self.columns) if column.in_paper]
+        lines = (replace(line, entries=tuple(line.entries[place] for place in kept)) for line in self.lines)
+        return replace(self, columns=tuple(self.columns[place] for place in kept), lines=tuple(lines))
+
     def blocks(self) -> list[tuple[str, list[Line]]]:
         """The lines by block, in order."""
         found: dict[str, list[Line]] = {}
@@ -105,21 +152,6 @@ def percent(value: float) -> str:
     return f"{100 * value:.2f}"
 
 
-def marked(versus: Versus | None, better: str | None) -> str:
-    """`*` where significantly better than DPO, a dagger where significantly worse.
-
-    Both tests have to agree. Of two nearly equal models the swap test notices a shift of every confidence by 0.001,
-    whatever that does to ECE in another draw of questions; the interval asks for that. It has to lie on the side of
-    the difference: ECE grows under resampling, so an interval of a small difference can lie on the other one.
-    """
-    if versus is None or better is None or versus.p_value >= ALPHA:
-        return ""
-    more = versus.difference > 0
-    if not (versus.low > 0 if more else versus.high < 0):
-        return ""
-    return "*" if more == (better == "higher") else "†"
-
-
 def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
     """The groups of one block, each with its place in `numbers.groups`."""
     return [
@@ -132,13 +164,33 @@ def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> lis
 Cellwise = Callable[[int, GroupNumbers, Column], Entry]
 
 
-def grouped(groups: Sequence[tuple[int, GroupNumbers]], columns: Sequence[Column], entry: Cellwise) -> tuple[Line, ...]:
-    """One line a method; a column takes the group of its task. The best of each block is told apart."""
+def of_answers(group: GroupNumbers) -> float:
+    """The share of answers that had to be forced."""
+    return group.fallback_rate.mean
+
+
+def grouped(
+    groups: Sequence[tuple[int, GroupNumbers]],
+    columns: Sequence[Column],
+    entry: Cellwise,
+    forced: Callable[[GroupNumbers], float] = of_answers,
+) -> tuple[Line, ...]:
+    """One line a method; a column takes the group of its task. The best of each block is told apart.
+
+    `forced`: the share of forced answers behind the numbers; where it is too high, the entry says so first and gets
+    neither a mark nor the print of the best.
+    """
     lines = []
-    for method in sorted({group.method for _, group in groups}, key=method_order):
-        by_task = {group.task: (place, group) for place, group in groups if group.method == method}
-        entries = [entry(*by_task[column.task], column) if column.task in by_task else EMPTY for column in columns]
-        lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
+    for name in sorted({group.method for _, group in groups}, key=method_order):
+        by_task = {group.task: (place, group) for place, group in groups if group.method == name}
+        entries = []
+        for column in columns:
+            found = entry(*by_task[column.task], column) if column.task in by_task else EMPTY
+            share = forced(by_task[column.task][1]) if column.task in by_task else 0.0
+            if share > MOST_FORCED and found.value is not None:
+                found = replace(found, forced=f"{100 * share:.0f} % forced", mark="")
+            entries.append(found)
+        lines.append(Line(name, method_title(name), method_group(name), tuple(entries)))
     return best_marked(lines, columns)
 
 
@@ -149,7 +201,7 @@ def best_marked(lines: Iterable[Line], columns: Sequence[Column]) -> tuple[Line,
     for place, column in enumerate(columns):
         for block in {line.block for line in found}:
             entries = [line.entries[place] for line in found if line.block == block]
-            values = [entry for entry in entries if entry.value is not None]
+            values = [entry for entry in entries if entry.value is not None and not entry.forced]
             if column.better and len(values) > 1:
                 pick = max if column.better == "higher" else min
                 best.add((block, place, pick(values, key=lambda entry: entry.value or 0.0).text))
@@ -157,7 +209,8 @@ def best_marked(lines: Iterable[Line], columns: Sequence[Column]) -> tuple[Line,
         replace(
             line,
             entries=tuple(
-                replace(entry, best=(line.block, place, entry.text) in best) for place, entry in enumerate(line.entries)
+                replace(entry, best=not entry.forced and (line.block, place, entry.text) in best)
+                for place, entry in enumerate(line.entries)
             ),
         )
         for line in found
@@ -169,50 +222,61 @@ def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
     return sorted({group.task for _, group in groups}, key=task_order)
 
 
-def paper_applies(group: GroupNumbers) -> bool:
-    """The paper's models are those of its own budget; a method that both budgets share is the same model in both."""
-    return group.budget != "matched" or group.method not in METHODS or not METHODS[group.method].budgeted
+def papers(group: GroupNumbers, value: float | None) -> str:
+    """A number of the paper with its two decimals; empty where there is none, or the budget is not the paper's."""
+    return "" if value is None or not group.papers_budget else f"{value:.2f}"
 
 
-def printed(value: float | None) -> str:
-    """A number of the paper with its two decimals, empty where there is none."""
-    return "" if value is None else f"{value:.2f}"
+def _papers_score(group: GroupNumbers, metric: str, std: bool = False) -> str:
+    setting = paper.setting_of(group.trained_on, group.task)
+    return papers(group, paper.score(setting, group.method, group.task, metric, std))
 
 
 def _score(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread, interval = group.metrics[column.metric], group.intervals[column.metric]
-    known = paper.score(
-        "in" if group.task == group.trained_on else "out",
-        group.method,
-        group.task,
-        "accuracy" if column.metric == "accuracy" else "ece",
-    )
+    spread, interval = group.metrics.get(column.metric), group.intervals[column.metric]
+    if spread is None:
+        return EMPTY
+    percents = METRICS[column.metric].percent
+    scale = 100.0 if percents else 1.0
     versus = group.versus.get(column.metric)
     return Entry(
-        value=100 * spread.mean,
-        text=percent(spread.mean),
-        std=None if spread.std is None else 100 * spread.std,
-        interval=_span(interval.low, interval.high),
-        null=_span(group.null.low, group.null.high) if column.metric == "ece" else None,
+        value=scale * spread.mean,
+        text=percent(spread.mean) if percents else f"{spread.mean:.4f}",
+        std=None if spread.std is None else scale * spread.std,
+        interval=_span(interval.low, interval.high, scale),
+        null=_span(group.null.low, group.null.high, scale) if column.metric == "ece" else None,
         versus=versus,
-        mark=marked(versus, column.better),
-        paper=printed(known) if paper_applies(group) else "",
+        mark="" if versus is None else versus.mark(column.metric),
+        paper=_papers_score(group, column.metric),
         group=place,
+        scale=scale,
+        notes=_in_place_of_interval(group) if interval.reason is not None else (),
     )
 
 
-def _span(low: float | None, high: float | None) -> tuple[float, float] | None:
-    return None if low is None or high is None else (100 * low, 100 * high)
+def _in_place_of_interval(group: GroupNumbers) -> tuple[str, ...]:
+    """What stands beside an ECE outside its own interval, with the null band that every ECE has."""
+    debiased, gap = group.metrics["debiased_ece"].mean, group.gap
+    found = [f"debiased {percent(debiased)}"]
+    if gap.value is not None and gap.low is not None and gap.high is not None:
+        found.append(f"conf. - acc. {100 * gap.value:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]")
+    return tuple(found)
+
+
+def _span(low: float | None, high: float | None, scale: float) -> tuple[float, float] | None:
+    return None if low is None or high is None else (scale * low, scale * high)
 
 
 def score_columns(tasks: Iterable[str]) -> tuple[Column, ...]:
-    """Accuracy and ECE of each task."""
+    """Accuracy and ECE of each task, which the paper's table has too, and beside them Brier score and AUROC."""
     return tuple(
         column
         for task in tasks
         for column in (
             Column(task_title(task), "Acc. ↑", task, "accuracy", "higher"),
             Column(task_title(task), "ECE ↓", task, "ece", "lower"),
+            Column(task_title(task), "Brier ↓", task, "brier", "lower", in_paper=False),
+            Column(task_title(task), "AUROC ↑", task, "auroc", "higher", in_paper=False),
         )
     )
 
@@ -227,7 +291,7 @@ def stem(name: str, budget: Budget | None) -> str:
 
 
 def score_tables(numbers: Numbers, setting: Setting) -> list[Table]:
-    """Accuracy and ECE of every method and task: one table a budget."""
+    """Accuracy, ECE, Brier score and AUROC of every method and task: one table a budget."""
     found = []
     for budget in numbers.budgets:
         groups = of_setting(numbers, setting, budget)
@@ -241,14 +305,7 @@ def score_tables(numbers: Numbers, setting: Setting) -> list[Table]:
 
 def _deviation(place: int, group: GroupNumbers, column: Column) -> Entry:
     spread = group.metrics[column.metric]
-    known = paper.score(
-        "in" if group.task == group.trained_on else "out",
-        group.method,
-        group.task,
-        "accuracy" if column.metric == "accuracy" else "ece",
-        std=True,
-    )
-    return spread_entry(spread, printed(known) if paper_applies(group) else "", place)
+    return spread_entry(spread, _papers_score(group, column.metric, std=True), place)
 
 
 def spread_entry(spread: Spread, known: str, place: int) -> Entry:
@@ -264,7 +321,8 @@ def deviation_tables(numbers: Numbers, setting: Setting) -> list[Table]:
     for budget in numbers.budgets:
         groups = of_setting(numbers, setting, budget)
         if groups:
-            columns = tuple(replace(column, better=None) for column in score_columns(tasks_of(groups)))
+            wanted = score_columns(tasks_of(groups))
+            columns = tuple(replace(column, better=None) for column in wanted if column.in_paper)
             title = f"{SETTING_TITLES[setting]}: standard deviation over seeds, {budget_title(budget).lower()}"
             lines = grouped(groups, columns, _deviation)
             name = stem(f"deviation-{SETTING_STEMS[setting]}", budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from catto.evaluation.metrics import METRICS
 from catto.report import paper
@@ -10,7 +11,7 @@ from catto.report.names import budget_title, task_order, task_title
 from catto.report.names import setting as setting_title
 from catto.report.numbers import GroupNumbers, Numbers, Spread
 from catto.report.results import Results
-from catto.report.selected import CONFIDENCE, RULE_TITLES
+from catto.report.selected import CONFIDENCE, MAJORITY, RULE_TITLES
 from catto.report.tables import (
     EMPTY,
     Better,
@@ -20,9 +21,8 @@ from catto.report.tables import (
     deviation_tables,
     grouped,
     of_setting,
-    paper_applies,
+    papers,
     percent,
-    printed,
     score_tables,
     spread_entry,
     stem,
@@ -56,25 +56,56 @@ def all_tables(numbers: Numbers, results: Results) -> list[Table]:
 
 
 def _confidence_tables(numbers: Numbers, std: bool) -> list[Table]:
-    """Accuracy of the most confident of k candidates, in the paper's shape, or its deviation over seeds."""
+    """Accuracy of the most confident of k candidates, in the paper's shape, or its deviation over seeds.
+
+    Beside it, but not in the paper's shape, stands what tells whether it is worth sampling: the greedy answer, the
+    majority vote, how well confidence orders the samples of a question, and how the samples were drawn.
+    """
     found = []
     for budget in numbers.budgets:
         groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.selection]
-        columns = tuple(
-            Column(task_title(task), f"k = {k}", task, str(k), None if std else "higher")
-            for task in tasks_of(groups)
-            for k in _shown(groups)
-        )
+        columns: list[Column] = []
+        for task in tasks_of(groups):
+            better: Better = None if std else "higher"
+            columns += [Column(task_title(task), f"k = {k}", task, str(k), better) for k in _shown(groups)]
+            columns += [] if std else _beside(task, _shown(groups))
         name = "deviation-confidence-at-k" if std else "confidence-at-k"
         what = ": standard deviation over seeds" if std else ""
         title = f"Confidence@k{what}, {budget_title(budget).lower()}"
-        caption = "Accuracy of the most confident of k sampled answers, in per cent, mean over seeds."
+        caption = BESIDE_K
         if std:
             caption = "Standard deviation over seeds (n - 1), in points; the paper prints none for BCE."
-        lines = grouped(groups, columns, _std_at_k if std else _at_k)
+        lines = grouped(groups, columns, _std_at_k if std else _at_k, _of_samples)
         kind = "std-k" if std else "k"
-        found.append(Table(stem(name, budget), title, caption, columns, lines, budget, kind))
+        found.append(Table(stem(name, budget), title, caption, tuple(columns), lines, budget, kind))
     return found
+
+
+BESIDE_K = (
+    "k: accuracy of the most confident of k sampled answers, in per cent, mean over seeds. Vote: of their majority. "
+    "Greedy: of the one greedy answer, at a k-th of the cost. AUROC within: how often of a right and a wrong sample of "
+    "the same question, the right one is the more confident; at 50 confidence cannot tell which to pick, whatever its "
+    "AUROC over all answers. Fallback: share of the samples without a readable answer. Temp.: at which the samples "
+    "were drawn; tau: at which their confidences are compared."
+)
+
+
+def _beside(task: str, sizes: Sequence[int]) -> list[Column]:
+    """The columns beside Confidence@k."""
+    top = task_title(task)
+    return [
+        *(Column(top, f"Vote, k = {k}", task, f"{k} {MAJORITY}", in_paper=False) for k in sizes),
+        Column(top, "Greedy", task, "accuracy", in_paper=False),
+        Column(top, "AUROC within", task, "auroc_within", in_paper=False),
+        Column(top, "Fallback", task, "sample_fallback_rate", in_paper=False),
+        Column(top, "Temp.", task, "sampling_temperature", in_paper=False),
+        Column(top, "tau", task, "tau", in_paper=False),
+    ]
+
+
+def _of_samples(group: GroupNumbers) -> float:
+    """The share of samples that had to be forced."""
+    return group.sampled["sample_fallback_rate"].mean
 
 
 def _shown(groups: Groups) -> list[int]:
@@ -84,17 +115,33 @@ def _shown(groups: Groups) -> list[int]:
 
 
 def _at_k(place: int, group: GroupNumbers, column: Column) -> Entry:
+    if not column.metric[0].isdigit():
+        return _of_the_samples(place, group, column.metric)
+    if not column.metric.isdigit():
+        return _by_rule(place, group, column)
     spread = group.selection.get(int(column.metric), {}).get(CONFIDENCE)
-    known = paper.confidence_at_k(group.method, group.task, int(column.metric))
     if spread is None:
         return EMPTY
-    return _share(spread, printed(known) if paper_applies(group) else "", place)
+    return _share(spread, papers(group, paper.confidence_at_k(group.method, group.task, int(column.metric))), place)
+
+
+def _of_the_samples(place: int, group: GroupNumbers, metric: str) -> Entry:
+    """A column beside Confidence@k: greedy accuracy, AUROC within questions, fallback, temperatures."""
+    spread = group.metrics.get(metric) or group.sampled.get(metric)
+    if spread is None:
+        return EMPTY
+    if metric in ("sampling_temperature", "tau"):
+        return Entry(spread.mean, f"{spread.mean:.2f}", std=spread.std, group=place, scale=1.0)
+    entry = _share(spread, place=place)
+    if metric != "auroc_within":
+        return entry
+    return replace(entry, notes=(f"in {group.sampled['questions_with_both'].mean:g} of {group.n:,} questions",))
 
 
 def _std_at_k(place: int, group: GroupNumbers, column: Column) -> Entry:
     spread = group.selection.get(int(column.metric), {}).get(CONFIDENCE)
     known = paper.confidence_at_k(group.method, group.task, int(column.metric), std=True)
-    return EMPTY if spread is None else spread_entry(spread, printed(known) if paper_applies(group) else "", place)
+    return EMPTY if spread is None else spread_entry(spread, papers(group, known), place)
 
 
 def _share(spread: Spread, known: str = "", place: int | None = None) -> Entry:
@@ -113,7 +160,7 @@ def _rule_tables(numbers: Numbers) -> list[Table]:
                 for k in _shown(groups)
                 for rule, title in RULE_TITLES.items()
             )
-            lines = grouped([one for one in groups if one[1].task == task], columns, _by_rule)
+            lines = grouped([one for one in groups if one[1].task == task], columns, _by_rule, _of_samples)
             title = f"Ways to pick one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
             caption = (
                 "Accuracy in per cent, mean over seeds. The oracle is right if any of the k is: a bound, not a rule."
@@ -203,6 +250,9 @@ def _metric(place: int, group: GroupNumbers, column: Column) -> Entry:
     return Entry(spread.mean, f"{spread.mean:.4f}", std=spread.std, group=place)
 
 
+UNPARSED = {"fallback_rate": "Fallback", "accuracy_unparsed_wrong": "Acc. if wrong", "plain_rate": "Plain"}
+
+
 def _fallback_tables(numbers: Numbers) -> list[Table]:
     """How often no answer could be read, and the accuracy if such answers count wrong."""
     found = []
@@ -212,13 +262,14 @@ def _fallback_tables(numbers: Numbers) -> list[Table]:
             columns = tuple(
                 Column(task_title(task), title, task, metric)
                 for task in tasks_of(groups)
-                for metric, title in (("fallback_rate", "Fallback"), ("accuracy_unparsed_wrong", "Acc. if wrong"))
+                for metric, title in UNPARSED.items()
             )
             where = "in distribution" if setting == "in" else "out of distribution"
             title = f"Answers that could not be read, {where}, {budget_title(budget).lower()}"
             caption = (
                 "Fallback: share of responses without a readable answer, which were then decoded over the label set. "
-                "Acc. if wrong: accuracy with these counted wrong. In per cent, mean over seeds."
+                "Acc. if wrong: accuracy with these counted wrong. Plain: share of responses without answer tags whose "
+                "last line gave the answer. In per cent, mean over seeds."
             )
             lines = grouped(groups, columns, _unparsed)
             found.append(Table(stem(name, budget), title, caption, columns, lines, budget, "fallback"))
@@ -226,5 +277,5 @@ def _fallback_tables(numbers: Numbers) -> list[Table]:
 
 
 def _unparsed(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread = group.fallback_rate if column.metric == "fallback_rate" else group.accuracy_unparsed_wrong
+    spread: Spread = getattr(group, column.metric)
     return _share(spread, place=place)

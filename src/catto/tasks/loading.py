@@ -210,6 +210,8 @@ class _Loading:
         elif self.task.order != "fixed":
             order = permutation(key, len(row.options))
         labels = self.task.labels
+        if row.options == labels:  # words that are their own labels keep them wherever they stand
+            labels = tuple(labels[index] for index in order)
         options = tuple(Option(label=labels[place], text=row.options[index]) for place, index in enumerate(order))
         gold = labels[order.index(row.gold)]
         return Question(id=key, task=self.task.name, split=self.split, fields=row.fields, options=options, gold=gold)

@@ -1,4 +1,4 @@
-"""SNLI and ANLI: premise, hypothesis and one of three label words, in their fixed order."""
+"""SNLI and ANLI: premise, hypothesis and one of three label words, listed in an order of the question's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SNLI = Task(
         "validation": ("snli_1.0_dev.jsonl*", "plain_text/validation*"),
         "test": ("snli_1.0_test.jsonl*", "plain_text/test*"),
     },
-    order="fixed",
+    order="shuffled",
 )
 
 ANLI = Task(
@@ -65,5 +65,5 @@ ANLI = Task(
         "validation": ("*dev_r1*", "R1/dev.jsonl*", "plain_text/dev_r1*"),
         "test": ("*test_r1*", "R1/test.jsonl*", "plain_text/test_r1*"),
     },
-    order="fixed",
+    order="shuffled",
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from catto.engines import Generation, Key, Request
+from catto.engines.refusals import RefusalCap
 from catto.prompts import messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import (
@@ -16,6 +17,7 @@ from catto.records import (
     Message,
     Question,
     Record,
+    Refusal,
     Response,
     content_hash,
     library_versions,
@@ -27,11 +29,20 @@ from catto.records import (
 )
 from catto.teacher.rows import Answered, grouped, outcome_rows, preference_rows, sft_rows
 from catto.teacher.sources import Source, StoredResponses, open_source
-from catto.teacher.store import OTHER_RECIPE, PartFile, index, locked
+from catto.teacher.store import (
+    OTHER_RECIPE,
+    PART,
+    REFUSED,
+    RESPONSES,
+    PartFile,
+    forget_refusals,
+    index,
+    locked,
+    refusals,
+)
 from catto.teacher.summary import Estimate, Yield, estimate, summarise
 
 Progress = Callable[[int, int], None]
-RESPONSES, PART = "responses.jsonl", "responses.part.jsonl"
 ROWS: dict[str, Callable[[Iterable[Answered], TeacherSettings], Iterator[Record]]] = {
     "sft": sft_rows,
     "preferences": preference_rows,
@@ -45,36 +56,51 @@ def teach(
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
+    *,
+    retry_refused: bool = False,
 ) -> Yield:
     """Collect n responses to every training question into `out` and write the rows made of them.
 
     Writes responses.jsonl, sft.jsonl, preferences.jsonl and outcome.jsonl, each with its manifest. A killed run goes
     on from responses.part.jsonl and asks only for what is missing; a finished one asks nothing. `source` None: the one
     that the settings name, opened only if something is to be asked. `progress(done, total)` counts responses.
+
+    Requests that the server refuses for good go into refused.jsonl with the reason and are left out; `retry_refused`
+    asks them again. Too many of them (`settings.max_refused`) raise ServerError.
     """
     training = training_questions(questions)
     with locked(out):
         recipe = recipe_hash(training, source, settings)
+        if retry_refused:
+            forget_refusals(out)
         if not _finished(out / RESPONSES, recipe):
             _collect(training, source or open_source(settings, training), settings, out, recipe, progress)
         (out / PART).unlink(missing_ok=True)
         rows = {kind: _write_rows(kind, training, settings, out, recipe) for kind in ROWS}
-        return summarise(training, _answered(training, out), settings, rows)
+        return summarise(training, _answered(training, out), settings, rows, refusals(out))
 
 
 def dry_run(
-    questions: Iterable[Question], source: Source | None, settings: TeacherSettings, out: Path | None = None
+    questions: Iterable[Question],
+    source: Source | None,
+    settings: TeacherSettings,
+    out: Path | None = None,
+    *,
+    retry_refused: bool = False,
 ) -> Estimate:
     """Count what `teach` would still ask, without asking or writing."""
     training = training_questions(questions)
     recipe = recipe_hash(training, source, settings)
+    keys: set[Key] = set()
+    refused: set[Key] = set()
     if out is not None and _finished(out / RESPONSES, recipe):
-        keys: Iterable[Key] = _keys(training, settings)
+        refused = {refusal.key for refusal in refusals(out)}
+        keys = set(_keys(training, settings)) - refused
     elif out is not None and (out / PART).exists():
-        keys, _ = index(out / PART, recipe, set(_keys(training, settings)))
-    else:
-        keys = ()
-    return estimate(training, settings, Counter(question for question, _ in keys))
+        stored = index(out / PART, recipe, set(_keys(training, settings)))
+        keys, refused = set(stored.places), set(stored.refused)
+    refused = set() if retry_refused else refused
+    return estimate(training, settings, *(Counter(question for question, _ in part) for part in (keys, refused)))
 
 
 def training_questions(questions: Iterable[Question]) -> list[Question]:
@@ -162,18 +188,36 @@ def _collect(
     by_id = {question.id: question for question in training}
     requests = Requests(training, settings)
     with PartFile(out / PART, recipe, set(_keys(training, settings))) as part:
-        for generation in source.generate(requests, frozenset(part.places)):
-            part.append(_response(by_id[generation.question], generation, source, settings))
+        cap = RefusalCap(settings.max_refused, part.places, part.refused)
+        for outcome in source.generate(requests, {*part.places, *part.refused}):
+            if isinstance(outcome, Refusal):
+                part.append(outcome)
+                cap.refused(outcome)
+            else:
+                part.append(_response(by_id[outcome.question], outcome, source, settings))
+                cap.answered(outcome.key)
             if progress is not None:
-                progress(len(part.places), len(requests))
-        if len(part.places) < len(requests) and not isinstance(source, StoredResponses):
-            raise RuntimeError(f"{source.name}: {len(requests) - len(part.places)} requests were never answered")
-        _write_responses(part.responses(_keys(training, settings)), source, settings, out / RESPONSES, recipe)
+                progress(part.stored, len(requests))
+        RefusalCap.check_some(len(part.places), part.refused.values())
+        if part.stored < len(requests) and not isinstance(source, StoredResponses):
+            raise RuntimeError(f"{source.name}: {len(requests) - part.stored} requests were never answered")
+        order = list(_keys(training, settings))
+        _write_refused([part.refused[key] for key in order if key in part.refused], out / REFUSED)
+        notes = {"source": source.name, **getattr(source, "notes", {})}
+        _write_responses(part.responses(order), len(part.refused), notes, settings, out / RESPONSES, recipe)
+
+
+def _write_refused(refused: Sequence[Refusal], path: Path) -> None:
+    """Write what was refused; no file is nothing refused."""
+    if refused:
+        write_records(path, refused)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _response(question: Question, generation: Generation, source: Source, settings: TeacherSettings) -> Response:
     """Read a generation's reasoning and label. Reasoning in the text goes before what the server returned apart."""
-    parsed = parse_answer(generation.text, question)
+    parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     drawn = draw(settings, question.id, generation.sample)
     temperature, seed = drawn if not isinstance(source, StoredResponses) else (None, None)
     return Response(
@@ -197,9 +241,15 @@ def _response(question: Question, generation: Generation, source: Source, settin
 
 
 def _write_responses(
-    responses: Iterable[Response], source: Source, settings: TeacherSettings, path: Path, recipe: str
+    responses: Iterable[Response],
+    refused: int,
+    notes: dict[str, object],
+    settings: TeacherSettings,
+    path: Path,
+    recipe: str,
 ) -> None:
-    counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0)
+    counts: Counter[str] = Counter(responses=0, correct=0, unparsed=0, temperature_ignored=0, other_model=0)
+    counts["refused"] = refused
 
     def counted() -> Iterator[Response]:
         for response in responses:
@@ -207,10 +257,10 @@ def _write_responses(
             counts["correct"] += response.correct
             counts["unparsed"] += response.label is None
             counts["temperature_ignored"] += not response.temperature_acts
+            counts["other_model"] += settings.source == "server" and response.model != settings.model
             yield response
 
     write_records(path, counted())
-    notes = {"source": source.name, **getattr(source, "notes", {})}
     _manifest(path, "responses", dict(counts), settings, recipe, notes)
 
 

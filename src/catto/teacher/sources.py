@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from catto.engines import Generation, Key, Request
 from catto.prompts import completion, messages, parse_answer
 from catto.recipe import ResponseFields, TeacherSettings
-from catto.records import DataError, Question
+from catto.records import DataError, Question, Refusal
 from catto.teacher.tables import Row, read_table
 
 
@@ -20,8 +20,8 @@ class Source(Protocol):
     name: str
     model: str
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
-        """Yield one generation for every request whose key is not in `done`, in any order, as they arrive."""
+    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+        """Yield one outcome for every request whose key is not in `done`, in any order, as they arrive."""
         ...
 
 
@@ -36,6 +36,7 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Sou
             api_key_env=settings.api_key_env,
             concurrency=settings.concurrency,
             timeout=settings.timeout,
+            deadline=settings.deadline,
             max_retries=settings.retries,
             extra_body=settings.extra_body,
         )

@@ -1,4 +1,8 @@
-"""Where responses are kept while they arrive: a line each, written at once, below a header that names the recipe."""
+"""Where responses are kept while they arrive: a line each, written at once, below a header that names the recipe.
+
+A request that was refused for good has a line too, a `Refusal`, so that a restart does not ask it again. When all have
+come, refusals go into a file of their own and `responses.jsonl` holds responses alone.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,40 @@ import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 
 from catto.engines import Key
-from catto.records import MAX_LINE_BYTES, SCHEMA_VERSION, DataError, Response, first_problem
+from catto.records import (
+    MAX_LINE_BYTES,
+    SCHEMA_VERSION,
+    DataError,
+    Refusal,
+    Response,
+    first_problem,
+    manifest_path,
+    read_manifest,
+    read_records,
+    replacing,
+)
+
+RESPONSES, REFUSED, PART = "responses.jsonl", "refused.jsonl", "responses.part.jsonl"
 
 OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new folder"
 Places = dict[Key, tuple[int, int]]  # (question, sample) -> offset, length
+_REFUSED = b'{"refused":'  # how a refusal's line begins; a response's never does
+
+
+R = TypeVar("R", Response, Refusal)
+
+
+class Index(NamedTuple):
+    """What a part file holds: where each response stands, the refusals, and where the last whole line ends."""
+
+    places: Places
+    refused: dict[Key, Refusal]
+    end: int
 
 
 @contextmanager
@@ -40,7 +69,7 @@ class PartFile:
     def __init__(self, path: Path, recipe_hash: str, expected: Container[Key]) -> None:
         self.path = path
         path.touch()
-        self.places, self._end = index(path, recipe_hash, expected)
+        self.places, self.refused, self._end = index(path, recipe_hash, expected)
         self._file: IO[bytes] = path.open("r+b", buffering=0)
         self._file.truncate(self._end)
         self._file.seek(self._end)
@@ -53,14 +82,26 @@ class PartFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def append(self, response: Response) -> None:
-        """Store a response; once this returns, killing the process does not lose it."""
-        key = response.question, response.sample
-        if key in self.places:
-            raise ValueError(f"question {response.question} sample {response.sample} is stored already")
-        start = self._end
-        self._write(response.model_dump_json())
-        self.places[key] = start, self._end - start
+    def append(self, outcome: Response | Refusal) -> None:
+        """Store a response or a refusal; once this returns, killing the process does not lose it."""
+        key = outcome.question, outcome.sample
+        if key in self.places or key in self.refused:
+            raise ValueError(f"question {key[0]} sample {key[1]} is stored already")
+        start, line = self._end, outcome.model_dump_json()
+        if len(line.encode()) >= MAX_LINE_BYTES:  # a restart could not read it back
+            why = f"the response is longer than {MAX_LINE_BYTES // 2**20} MB"
+            outcome = Refusal(refused=why, question=key[0], sample=key[1])
+            line = outcome.model_dump_json()
+        self._write(line)
+        if isinstance(outcome, Refusal):
+            self.refused[key] = outcome
+        else:
+            self.places[key] = start, self._end - start
+
+    @property
+    def stored(self) -> int:
+        """How many requests have come to an end."""
+        return len(self.places) + len(self.refused)
 
     def responses(self, order: Iterable[Key]) -> Iterator[Response]:
         """Yield the stored responses in the given order; keys that were never stored are left out."""
@@ -83,39 +124,49 @@ def _header(recipe_hash: str) -> dict[str, object]:
     return {"kind": "responses", "schema_version": SCHEMA_VERSION, "recipe_hash": recipe_hash}
 
 
-def index(path: Path, recipe_hash: str, expected: Container[Key]) -> tuple[Places, int]:
-    """Check a part file's whole lines; return where each response stands and where the last one ends."""
-    places: Places = {}
-    end = 0
+def index(path: Path, recipe_hash: str, expected: Container[Key]) -> Index:
+    """Check a part file's whole lines and say what it holds; one of other settings that holds no response is empty."""
+    found = Index({}, {}, 0)
     for row, line in enumerate(_whole_lines(path), 1):
         if row == 1:
-            _check_header(path, line, recipe_hash)
+            if not _is_header(path, line, recipe_hash):
+                return found
+        elif line.startswith(_REFUSED):
+            refusal = _checked(path, row, line, Refusal, found, expected)
+            found.refused[refusal.key] = refusal
         else:
-            places[_checked_key(path, row, line, places, expected)] = end, len(line)
-        end += len(line)
-    return places, end
+            response = _checked(path, row, line, Response, found, expected)
+            found.places[response.question, response.sample] = found.end, len(line)
+        found = found._replace(end=found.end + len(line))
+    return found
 
 
-def _check_header(path: Path, line: bytes, recipe_hash: str) -> None:
+def _is_header(path: Path, line: bytes, recipe_hash: str) -> bool:
+    """Whether the header is this recipe's; another's is an error if there are responses below it."""
     try:
         header = json.loads(line)
     except ValueError:
         header = None
-    if header != _header(recipe_hash):
+    if header == _header(recipe_hash):
+        return True
+    ours = isinstance(header, dict) and header.keys() == _header("").keys()
+    below = (line for row, line in enumerate(_whole_lines(path), 1) if row > 1)
+    if not ours or any(not line.startswith(_REFUSED) for line in below):
         raise DataError(path, 1, OTHER_RECIPE)
+    return False
 
 
-def _checked_key(path: Path, row: int, line: bytes, places: Places, expected: Container[Key]) -> Key:
+def _checked(path: Path, row: int, line: bytes, kind: type[R], found: Index, expected: Container[Key]) -> R:
     try:
-        response = Response.model_validate_json(line)
+        outcome = kind.model_validate_json(line)
     except ValidationError as error:
         raise DataError(path, row, first_problem(error)) from None
-    key = response.question, response.sample
-    if key in places:
+    key = outcome.question, outcome.sample
+    if key in found.places or key in found.refused:
         raise DataError(path, row, f"question {key[0]} sample {key[1]} is stored twice")
     if key not in expected:
         raise DataError(path, row, f"question {key[0]} sample {key[1]} was not asked")
-    return key
+    return outcome
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -128,3 +179,32 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
                 raise DataError(path, row, f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
             if line.endswith(b"\n"):
                 yield line
+
+
+def refusals(folder: Path) -> list[Refusal]:
+    """The requests that a folder of responses, finished or not, holds as refused."""
+    if manifest_path(folder / RESPONSES).exists():
+        return list(read_records(folder / REFUSED, Refusal)) if (folder / REFUSED).exists() else []
+    lines = _whole_lines(folder / PART) if (folder / PART).exists() else ()
+    return [Refusal.model_validate_json(line) for line in lines if line.startswith(_REFUSED)]
+
+
+def forget_refusals(folder: Path) -> None:
+    """Make a folder of responses one in which nothing was refused: the next run asks those requests again.
+
+    A finished folder gets its part file back, and loses the manifests of what was made without the missing responses. A
+    kill leaves the folder as it was, or a part file to go on from.
+    """
+    if not refusals(folder):
+        return
+    part, whole = folder / PART, folder / RESPONSES
+    finished = manifest_path(whole).exists()
+    with replacing(part) as file:
+        if finished:
+            file.write(json.dumps(_header(read_manifest(whole).recipe_hash or "")) + "\n")
+        lines = _whole_lines(whole if finished else part)
+        file.writelines(line.decode() for line in lines if not line.startswith(_REFUSED))
+    for path in sorted(folder.glob("*.manifest.json")):  # the responses' own last: without it the folder is unfinished
+        if path != manifest_path(whole):
+            path.unlink()
+    manifest_path(whole).unlink(missing_ok=True)

@@ -41,6 +41,7 @@ class Batch:
     source: Tensor  # (N, 2): (sequence, position) that predicts each scored token
     targets: Tensor  # (N,)
     place: Tensor  # (N, 2): (row, index of the token in prompt + completion, minus one): TRL's shifted layout
+    counts: Tensor  # (G, S): in how many of the scored rows each token stands
     query_source: Tensor  # (M, 2)
     query_labels: Tensor  # (M, K), padded with -100
 
@@ -70,16 +71,21 @@ def build(rows: Sequence[Row], queries: Sequence[Query], scored: int, pad: int, 
     ids, segments, positions = zip(*sequences, strict=True)
     tokens = [(r, i) for r in range(scored) for i in range(len(rows[r].completion)) if rows[r].prompt or i]
     width = max((len(query.candidates) for query in queries), default=1)
+    counts = torch.zeros(len(sequences), length, dtype=torch.long)
+    for row, seat in zip(rows[:scored], seats, strict=False):
+        counts[seat.sequence, : len(row.prompt)] += 1
+        counts[seat.sequence, seat.start : seat.start + len(row.completion)] += 1
     return Batch(
-        input_ids=_table(ids, length, pad),
-        segments=_table(segments, length, -1),
-        position_ids=_table(positions, length, 0),
+        input_ids=padded(ids, length, pad),
+        segments=padded(segments, length, -1),
+        position_ids=padded(positions, length, 0),
         shared=shared,
         source=_pairs(_predictor(seats[r], i) for r, i in tokens),
         targets=torch.tensor([rows[r].completion[i] for r, i in tokens], dtype=torch.long),
         place=_pairs((r, len(rows[r].prompt) + i - 1) for r, i in tokens),
+        counts=counts,
         query_source=_pairs(_predictor(seats[query.row], query.token) for query in queries),
-        query_labels=_table([query.candidates for query in queries], width, -100),
+        query_labels=padded([query.candidates for query in queries], width, -100),
     )
 
 
@@ -117,10 +123,10 @@ def _predictor(seat: _Seat, index: int) -> tuple[int, int]:
     return seat.sequence, seat.prompt_end if index == 0 else seat.start + index - 1
 
 
-def _table(rows: Sequence[Sequence[int]], width: int, value: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], width: int, value: int) -> Tensor:
     """Pad lists of ids on the right: (len(rows), width)."""
-    padded = [[*row, *[value] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.long).view(-1, width)
+    table = [[*row, *[value] * (width - len(row))] for row in rows]
+    return torch.tensor(table, dtype=torch.long).view(-1, width)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Tensor:

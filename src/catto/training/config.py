@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from trl import DPOConfig
 
-from catto.methods import weight_of
+from catto.methods import KNOBS, weight_of
 
 CALIBRATIONS = ("none", "catto", "bce", "l1", "brier", "outcome")
 
@@ -53,10 +54,23 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         _one_of("reduce", self.reduce, (None, "mean", "sum"))
         _one_of("calibrate_tokens", self.calibrate_tokens, ("all", "label"))
         _one_of("outcome_score", self.outcome_score, ("brier", "log"))
-        if self.calibration_weight is not None and not 0 <= self.calibration_weight < math.inf:
-            raise ValueError(f"calibration_weight is {self.calibration_weight}, expected a number of at least 0")
-        if self.outcome_rows_per_pair < 1:
-            raise ValueError(f"outcome_rows_per_pair is {self.outcome_rows_per_pair}, expected at least 1")
+        weight = self.calibration_weight
+        if weight is not None and not (_number(weight) and 0 <= weight < math.inf):
+            raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
+        if type(self.outcome_rows_per_pair) is not int or self.outcome_rows_per_pair < 1:
+            raise ValueError(f"outcome_rows_per_pair is {self.outcome_rows_per_pair!r}, expected at least 1")
+        self._refuse_knobs_without_effect()
+
+    def _refuse_knobs_without_effect(self) -> None:
+        """Refuse a knob that the chosen term does not read; a value equal to the default says nothing."""
+        defaults = {knob.name: knob.default for knob in fields(type(self))}
+        for name, terms in KNOBS.items():
+            value = getattr(self, name)
+            silent = value == defaults[name] or (name == "calibration_weight" and value == 0)
+            if self.calibration not in terms and not silent:
+                raise ValueError(
+                    f"{name} is {value!r} but calibration is {self.calibration!r}: it acts with {', '.join(terms)} only"
+                )
 
     @property
     def weight(self) -> float:
@@ -75,6 +89,10 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             if knob.name not in vars(made):
                 setattr(made, knob.name, knob.default)
         return made  # type: ignore[no-any-return]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _one_of(name: str, value: Any, expected: tuple[Any, ...]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.utils.generic import ModelOutput
 
@@ -65,15 +68,34 @@ def install(model: Any) -> None:
 
 def call(model: Any, batch: Batch, extras: tuple[str, ...], **more: Any) -> StatsOutput:
     """Call the (wrapped) model exactly once and return the statistics."""
-    output = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids if batch.shared else None,
-        catto_batch=batch,
-        catto_extras=extras,
-        **more,
-    )
+    with _outputs_as_they_are(model):
+        output = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids if batch.shared else None,
+            catto_batch=batch,
+            catto_extras=extras,
+            **more,
+        )
     return output if isinstance(output, StatsOutput) else StatsOutput(**output)
+
+
+@contextmanager
+def _outputs_as_they_are(model: Any) -> Iterator[None]:
+    """Keep FSDP2 from rounding the statistics: Accelerate asks it for outputs in bf16 under mixed precision.
+
+    A bf16 log-probability of -140 is a multiple of 1.
+    """
+    state = model._get_fsdp_state() if isinstance(model, FSDPModule) else None
+    if state is None or state._mp_policy.output_dtype is None:
+        yield
+        return
+    policy = state._mp_policy
+    state._mp_policy = replace(policy, output_dtype=None)
+    try:
+        yield
+    finally:
+        state._mp_policy = policy
 
 
 def _forward(
@@ -84,15 +106,23 @@ def _forward(
     outputs = model.base_model(attention_mask=mask, **{**backbone, "use_cache": False})
     hidden = outputs.last_hidden_state
     offset = hidden.shape[1] - batch.input_ids.shape[1]  # virtual tokens that prompt-learning adapters put in front
-    head = head_of(model)
-    rows = hidden[batch.source[:, 0], batch.source[:, 1] + offset]
-    stats = token_stats(rows, targets=batch.targets, extras=extras, **head)
+
+    def at(source: Tensor, device: torch.device) -> Tensor:
+        """Hidden states (N, H) at (sequence, position), on the head's device: a device_map may split the two."""
+        sequence, position = source.to(hidden.device).unbind(-1)
+        rows: Tensor = hidden[sequence, position + offset].to(device)
+        return rows
+
     labels = None
-    if len(batch.query_source):
-        at = hidden[batch.query_source[:, 0], batch.query_source[:, 1] + offset].unsqueeze(1)
-        first = torch.zeros_like(batch.query_source[:, 0])
-        labels = label_logprobs(at, positions=first, labels=batch.query_labels, **head)
-    return StatsOutput(**vars(stats), labels=labels, aux_loss=_aux_loss(model, outputs, batch))
+    with whole_head(model) as head:
+        place = head["weight"].device
+        stats = token_stats(at(batch.source, place), targets=batch.targets.to(place), extras=extras, **head)
+        if len(batch.query_source):
+            rows, ids = at(batch.query_source, place).unsqueeze(1), batch.query_labels.to(place)
+            labels = label_logprobs(rows, positions=torch.zeros_like(ids[:, 0]), labels=ids, **head)
+    values = {**vars(stats), "labels": labels, "aux_loss": _aux_loss(model, outputs, batch)}
+    back = batch.input_ids.device  # where the losses are computed
+    return StatsOutput(**{name: None if value is None else value.to(back) for name, value in values.items()})
 
 
 def _shared_mask(model: Any, batch: Batch) -> Any:
@@ -115,21 +145,29 @@ def _flex_mask(segments: Tensor) -> Any:
     return create_block_mask(seen, segments.shape[0], None, size, size, device=segments.device)
 
 
-def head_of(model: Any) -> dict[str, Any]:
-    """The LM head as `token_stats` takes it: weight and bias, whole, and how the architecture bends its logits."""
-    layer = model.get_output_embeddings()
+@contextmanager
+def whole_head(model: Any) -> Iterator[dict[str, Any]]:
+    """The LM head as `token_stats` takes it: weight and bias, whole, and how the architecture bends its logits.
+
+    The head's own forward never runs, so where FSDP2 has made it a unit of its own, its hooks do not either: it is
+    unsharded here, and FSDP reduces its gradient like any other, in its own precision. (The backward of
+    `DTensor.full_tensor` would not reduce it over the ranks.) A weight that is a DTensor still is one of tensor
+    parallelism, of which every rank computes the same gradient. ZeRO-3's pieces are gathered by `token_stats`.
+    """
+    layer: Any = model.get_output_embeddings()
+    sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
+    if sharded:
+        layer.unshard()
     weight, bias = layer.weight, getattr(layer, "bias", None)
-    if hasattr(weight, "ds_id") and weight.numel() == 0:
-        raise ValueError("DeepSpeed ZeRO-3 shards the LM head, which our head does not gather: use FSDP2 or ZeRO-2")
-    if isinstance(weight, DTensor):
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
     text = model.config.get_text_config()
-    return {
-        "weight": weight,
-        "bias": bias,
+    yield {
+        "weight": weight.full_tensor() if isinstance(weight, DTensor) else weight,
+        "bias": bias.full_tensor() if isinstance(bias, DTensor) else bias,
         "softcap": getattr(text, "final_logit_softcapping", None),
         "scale": _logit_scale(text),
     }
+    if sharded and not torch.is_grad_enabled():  # else the backward pass needs it, and reshards it afterwards
+        layer.reshard()
 
 
 def _logit_scale(config: Any) -> float:
@@ -148,10 +186,11 @@ def sharing_obstacle(model: Any) -> str | None:
     config = model.config.get_text_config()
     if model.config._attn_implementation not in SHARING_ATTENTION:
         return f"attention implementation {model.config._attn_implementation!r} takes no block mask"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if kinds != {"full_attention"} or window:
-        return f"its layers ({', '.join(sorted(kinds))}) do not all attend to the whole context"
+    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return f"not all of its layers attend to the whole context ({', '.join(sorted(kinds))})"
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        return f"its layers attend to a sliding window of {window} tokens, not to the whole context"
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
     if "position_ids" not in inspect.signature(backbone.forward).parameters or getattr(config, "alibi", False):
         return "its positions cannot be given"  # recurrent layers, or distances in the sequence as it is laid out
@@ -161,12 +200,15 @@ def sharing_obstacle(model: Any) -> str | None:
 
 
 def _aux_loss(model: Any, outputs: Any, batch: Batch) -> Tensor | None:
-    """Mixture-of-experts load balancing, where the router's logits were asked for."""
+    """Mixture-of-experts load balancing, where the router's logits were asked for: TRL's, on TRL's padded rows.
+
+    Each token counts as often as it stands there, a shared prompt's once for every response.
+    """
     logits = getattr(outputs, "router_logits", None)
     if logits is None:
         return None
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     text = model.config.get_text_config()
-    loss = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok, batch.attention_mask)
+    loss = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok, batch.counts)
     return loss if isinstance(loss, Tensor) else None

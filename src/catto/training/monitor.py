@@ -20,6 +20,7 @@ from catto.training.batches import Query, build
 from catto.training.rows import Example
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
+LAST = "last"  # the other rule: the last step's
 
 
 def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
@@ -59,18 +60,22 @@ class Monitored:
     """Mixin of trainers: `evaluate` also measures label confidence on `validation` examples.
 
     Its numbers reach the trackers as `eval_val_accuracy` and so on, and Transformers' own choice of the best
-    checkpoint reads them.
+    checkpoint reads them. Of steps that are equally good by one of them, the later is kept.
     """
 
     validation: Sequence[Example] = ()
+    _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
 
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Evaluate as the trainer does, where it has a dataset for that, and measure calibration."""
         trainer: Any = self
         found: dict[str, float] = {}
-        if args or "eval_dataset" in kwargs or trainer.eval_dataset is not None:
-            found = super().evaluate(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
-        if self.validation:
+        if not self.validation or eval_dataset is not None or trainer.eval_dataset is not None:
+            found = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+        # A name is one dataset of several, for which Transformers calls this method once each: measure only once.
+        if self.validation and not isinstance(eval_dataset, str):
             pad = trainer.processing_class.pad_token_id
             values = measure(
                 label_logprobs(trainer.model, self.validation, pad), [e.label.gold for e in self.validation]
@@ -81,6 +86,28 @@ class Monitored:
             found |= ours
             trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found)
         return found
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Transformers' rule, which keeps the earliest of equals; by our own metrics the latest is kept."""
+        trainer: Any = self
+        best: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
+        name = str(trainer.args.metric_for_best_model).removeprefix("eval_")
+        if not best and name in KEEP and metrics[f"eval_{name}"] == trainer.state.best_metric:
+            trainer.state.best_global_step = trainer.state.global_step
+            return True
+        return best
+
+    def _load_best_model(self) -> None:
+        trainer: Any = self
+        super()._load_best_model()  # type: ignore[misc]
+        step = int(str(trainer.state.best_model_checkpoint).rpartition("-")[2])
+        self._loaded = trainer.state.global_step, step
+
+    @property
+    def kept_step(self) -> int:
+        """The step whose weights the model has."""
+        last: int = self.state.global_step  # type: ignore[attr-defined]
+        return self._loaded[1] if self._loaded is not None and self._loaded[0] == last else last
 
 
 @contextmanager
@@ -105,35 +132,19 @@ class EvaluateAtEnd(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-def keeping(metric: str, steps: int) -> dict[str, Any]:
-    """Training arguments that evaluate and save every `steps` steps and keep the best checkpoint and the newest."""
-    if metric not in KEEP:
-        raise ValueError(f"keep is {metric!r}, expected one of {', '.join(KEEP)}")
-    return {
-        "eval_strategy": "steps",
-        "eval_steps": steps,
-        "save_strategy": "steps",
-        "save_steps": steps,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": metric,
-        "greater_is_better": KEEP[metric],
-    }
+def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
+    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
 
-
-def saving(steps: int) -> dict[str, Any]:
-    """Training arguments that save every `steps` steps, to go on from after a kill, and keep the newest."""
-    return {"eval_strategy": "no", "save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
-
-
-def calibration_section(entry: dict[str, float], questions: int) -> str:
-    """A model card's table of what `evaluate` measured last."""
-    names = {
-        "eval_val_accuracy": "Accuracy",
-        "eval_val_ece": "ECE (20 bins)",
-        "eval_val_brier": "Brier score",
-        "eval_val_nll": "NLL of the gold label",
-    }
-    rows = "\n".join(f"| {title} | {entry[name]:.4f} |" for name, title in names.items() if name in entry)
-    told = f"On {questions} held-out questions, at step {int(entry.get('step', 0))}."
-    return f"\n## Calibration\n\n{told}\n\n| Metric | Value |\n|---|---|\n{rows}\n"
+    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
+    held-out examples to evaluate; without them only the last step can be kept.
+    """
+    if rule not in (LAST, *KEEP):
+        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
+    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+    if not measured:
+        return {"eval_strategy": "no", **saved}
+    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
+    if rule == LAST:
+        return evaluated
+    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
+    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest

@@ -58,7 +58,7 @@ class Policy:
         if self.trainer.args.calibration != "outcome" or "chosen_label_at" not in self.pairs.facts[0]:
             return []
         sides = [f["chosen_label_at"] for f in self.pairs.facts] + [f["rejected_label_at"] for f in self.pairs.facts]
-        candidates = [f["label_candidates"] for f in self.pairs.facts] * 2
+        candidates = [f[f"{side}_candidates"] for side in ("chosen", "rejected") for f in self.pairs.facts]
         return [Query(row, at, ids) for row, (at, ids) in enumerate(zip(sides, candidates, strict=True)) if at >= 0]
 
     def label_mask(self, like: Tensor) -> Tensor:

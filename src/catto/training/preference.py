@@ -10,30 +10,33 @@ from __future__ import annotations
 
 import copy
 import logging
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 from catto.training import head
+from catto.training.card import calibration_section, method_title, paper, tags
 from catto.training.config import CATTOConfig
-from catto.training.monitor import EvaluateAtEnd, Monitored, calibration_section, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
 from catto.training.pairs import (
     COLUMNS,
     KEY,
+    Fits,
     Pairs,
     check_columns,
     check_not_empty,
+    fitting_pairs,
     label_columns,
+    numbered,
     paired,
     take_pairs,
-    without_long,
 )
 from catto.training.policy import Policy
-from catto.training.rows import Example
+from catto.training.rows import Example, fitting
 from catto.training.stream import OutcomeStream
 from catto.training.terms import Term, outcome_on_pairs, outcome_on_stream, surrogate_term
 
@@ -49,18 +52,6 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     correctness rate and y- by one minus it.
     """
 
-    _tag_names = ["trl", "dpo", "catto", "calibration"]  # noqa: RUF012 (TRL's own shape)
-    _name = "CATTO"
-    _paper = {  # noqa: RUF012
-        "title": "CATTO: Balancing Preferences and Confidence in Language Models",
-        "citation": textwrap.dedent("""\
-            @article{parikh2026catto,
-                title  = {{CATTO: Balancing Preferences and Confidence in Language Models}},
-                author = {Nisarg Parikh and Ananya Sai and Pannaga Shivaswamy and Kunjal Panchal and Andrew Lan},
-                year   = 2026
-            }"""),
-    }
-
     def __init__(
         self,
         model: Any,
@@ -73,8 +64,11 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     ) -> None:
         args = CATTOConfig(output_dir="catto") if args is None else CATTOConfig.of(args)
         self._share: bool | None = None  # decided at the first batch: precomputation runs inside TRL's constructor
-        self._stream = OutcomeStream(outcome_examples, args) if outcome_examples else None
+        self._step_pairs: float | None = None  # counted by Transformers' loop, which takes a step's batches at once
+        self._stream = _stream(outcome_examples, args)
+        self._given_collator = kwargs.get("data_collator", more[0] if more else None)
         self.validation = validation
+        self._name, self._paper, self._tag_names = method_title(args), paper(args), tags(args)
         check_not_empty((*more, *kwargs.values()))  # TRL looks at the first row before it prepares the data
         with evaluating_without_dataset(args, () if kwargs.get("eval_dataset") is not None else validation):
             super().__init__(model, ref_model, args, *more, **kwargs)
@@ -98,18 +92,30 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     # ---- data -------------------------------------------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
-        """Tokenise as TRL does (or take token ids that are there), find labels, drop rows that do not fit."""
+        """Tokenise as TRL does (or take token ids that are there), find labels, drop rows that TRL drops.
+
+        Where the term reads the label of a pair, rows that would have to be cut are dropped too.
+        """
         check_not_empty([dataset])
         if "prompt_ids" not in (dataset.column_names or ()):
             check_columns(dataset, name)
             whole = copy.copy(args)
-            whole.max_length = None  # TRL would drop long prompts without a word
+            whole.max_length = None  # TRL drops long prompts without a word; the same rows are dropped below
             dataset = super()._prepare_dataset(dataset, processing_class, whole, name)
-        dataset = dataset.map(lambda example, row: {"row": row}, with_indices=True)
-        if args.weight and (args.calibrate_tokens == "label" or (args.calibration == "outcome" and not self._stream)):
+        reads_labels = bool(args.weight) and (
+            args.calibrate_tokens == "label" or (args.calibration == "outcome" and not self._stream)
+        )
+        own_head = bool(args.weight) or args.prefix_sharing
+        cut = getattr(self._given_collator, "max_length", None)
+        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)], "own_head": own_head}
+        dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
+        if reads_labels:
             known = {"tokenizer": processing_class, "name": name, "rated": args.calibration == "outcome"}
             dataset = dataset.map(label_columns, fn_kwargs=known)
-        return without_long(dataset, args.max_length, name)
+        limits = [limit for limit in (args.max_length, cut if reads_labels else None) if limit is not None]
+        if not limits or not (reads_labels or args.truncation_mode == "keep_start"):
+            return dataset
+        return fitting_pairs(dataset, Fits(min(limits), reads_labels, name))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -118,10 +124,25 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     # ---- the loss -----------------------------------------------------------------------------------------------
 
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
+        theirs = vars(self)["_precompute_model_hash"]
+        if self._own_head:
+            ours = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())
+            self._precompute_model_hash: Any = ours
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        finally:
+            self._precompute_model_hash = theirs
+
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Reference log-probabilities; the prompt computed once where prefixes are shared."""
+        """Reference log-probabilities, through the head that the policy's go through.
+
+        TRL's head rounds its logits to bf16 in autocast and ours does not: from one through each, the log-ratio of
+        equal models would be noise instead of 0.
+        """
         inputs, pairs = take_pairs(inputs)
-        if pairs is not None and self.args.prefix_sharing:
+        if pairs is not None and self._own_head:
             model = Policy(self, model, pairs, reference=True)
         return super().compute_ref_log_probs(model, inputs)
 
@@ -138,8 +159,31 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         result = self._trl_loss(policy, inputs, return_outputs)
         loss, outputs = result if return_outputs else (result, None)
         if self.args.weight and (examples or not self._stream):  # the stream is for training: evaluation has none
-            loss = loss + self.calibration_weight * self._term(policy, inputs).loss
+            total = loss + self.calibration_weight * self._step_share(pairs) * self._term(policy, inputs).loss
+            loss = total if self.model.training else self._reported(loss, total, pairs)
         return self._checked((loss, outputs) if return_outputs else loss, pairs)
+
+    def _reported(self, loss: Any, total: Any, pairs: Pairs) -> Any:
+        """`eval_loss` is TRL's; the total goes beside it, weighted over batches as Transformers weights that."""
+        self._checked(total, pairs)
+        values = self.accelerator.gather_for_metrics(total.detach().repeat(self.args.eval_batch_size))
+        self._metrics["eval"]["total_loss"].extend(values.tolist())
+        return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take the micro-batches of a step and, where a term reads it, count their pairs over all processes."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not self.args.weight:
+            return batches, items
+        pairs = torch.tensor([sum(len(batch["input_ids"]) for batch in batches) / 2], device=device)
+        self._step_pairs = self.accelerator.gather(pairs).mean().item()
+        return batches, items
+
+    def _step_share(self, pairs: Pairs) -> float:
+        """What brings a micro-batch's mean to its share of the mean over the step's pairs; 1 unless it is ragged."""
+        if not self.model.training or not self._step_pairs:
+            return 1.0
+        return float(pairs.size * self.current_gradient_accumulation_steps / self._step_pairs)
 
     @property
     def calibration_weight(self) -> float:
@@ -147,8 +191,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         return float(self.args.weight)
 
     def _trl_loss(self, policy: Policy, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """TRL's loss with our callable as the policy; a shared online reference goes through our own pass."""
-        if self.precompute_ref_logps or not self.args.prefix_sharing:
+        """TRL's loss with our callable as the policy; an online reference goes through our head too."""
+        if self.precompute_ref_logps:
             return super()._compute_loss(policy, inputs, return_outputs)
         reference = self.ref_model if self.ref_model is not None else self.model
         chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: policy.pairs})
@@ -178,17 +222,27 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Stop at a loss that is not a number, before it reaches the weights."""
         loss = result[0] if isinstance(result, tuple) else result
         if not torch.isfinite(loss):
-            rows = ", ".join(pairs.names) if pairs else "unknown"
+            rows = ", ".join(self._names(pairs)) if pairs else "unknown"
             raise FloatingPointError(
                 f"loss is {loss.item()} at step {self.state.global_step} on rows {rows}; "
                 f"the checkpoints in {self.args.output_dir} are from before"
             )
         return result
 
+    def _names(self, pairs: Pairs) -> list[str]:
+        """What an error calls each pair: its question's id where the dataset has it, else its number."""
+        numbers = [fact["row"] for fact in pairs.facts]
+        rows = self.train_dataset if self.model.training else self.eval_dataset
+        if not isinstance(rows, Dataset) or not {"row", "question"} <= set(rows.column_names):
+            return [f"row {number}" for number in numbers]
+        names = dict(zip(rows["row"], rows["question"], strict=True))
+        return [str(names.get(number, f"row {number}")) for number in numbers]
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card and, where calibration was measured while training, its last numbers."""
         super().create_model_card(*args, **kwargs)
-        measured = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
+        logged = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
+        measured = [entry for entry in logged if entry.get("step") == self.kept_step] or logged
         if measured and self.is_world_process_zero():
             with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
                 card.write(calibration_section(measured[-1], len(self.validation)))
@@ -203,3 +257,14 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
                 logger.warning("prefix_sharing is off: %s", obstacle)
             self._share = self.args.prefix_sharing and obstacle is None
         return self._share
+
+
+def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
+    """The third stream, of the examples that fit; refused where nothing would read it."""
+    if examples and args.calibration != "outcome":
+        raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
+    if not examples and args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
+        raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
+    if not examples or not args.weight:
+        return None
+    return OutcomeStream(fitting(list(examples), args.max_length, lambda example: example.tokens), args)

@@ -7,7 +7,7 @@ the very text that it was trained on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -39,6 +39,11 @@ class Example:
     label: Label
     correctness_rate: float = 1.0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.row.prompt) + len(self.row.completion)
+
     def before_label(self) -> Row:
         """The row up to the label: its last position predicts the label, and nothing after it is computed."""
         return Row(self.row.prompt, self.row.completion[: self.label.at])
@@ -47,7 +52,7 @@ class Example:
 def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
     """Tokenise completions, right or wrong; an open one (label None) counts as if it went on with a label."""
     made = [_example(tokenizer, row) for row in rows]
-    return fitting(made, max_length, lambda example: len(example.row.prompt) + len(example.row.completion))
+    return fitting(made, max_length, lambda example: example.tokens)
 
 
 def _example(tokenizer: Any, row: SftRow) -> Example:
@@ -76,7 +81,8 @@ def _label(tokenizer: Any, row: SftRow | PreferenceRow, completion: Sequence[int
 def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]] | None:
     """Where the label stands in the last tokens; None where they do not hold the whole answer."""
     place = locate(tokenizer, tail, labels)
-    if place is None or any(label not in place.candidates for label in labels):
+    # Without its `<answer>` the tail of an answer may read as one that was written without tags.
+    if place is None or place.source != "free" or place.rest or any(label not in place.candidates for label in labels):
         return None
     return place.index, tuple(place.candidates[label] for label in labels)
 
@@ -112,14 +118,24 @@ def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
     }
 
 
-def fitting(rows: list[Any], max_length: int | None, length: Any) -> list[Any]:
+def pair_tokens(columns: dict[str, Any]) -> int:
+    """Tokens of the longer of a pair's two sequences."""
+    return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
+
+
+def fitting(
+    rows: list[Any],
+    max_length: int | None,
+    length: Callable[[Any], int],
+    name: Callable[[Any], str] = lambda row: str(row.question),
+) -> list[Any]:
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
     if max_length is None:
         return rows
     long = [row for row in rows if length(row) > max_length]
     if long:
-        names = ", ".join(row.question for row in long[:5]) + (", ..." if len(long) > 5 else "")
+        names = ", ".join(map(name, long[:5])) + (", ..." if len(long) > 5 else "")
         logger.warning("dropped %d of %d rows longer than %d tokens: %s", len(long), len(rows), max_length, names)
-    if len(long) == len(rows):
+    if rows and len(long) == len(rows):
         raise ValueError(f"all {len(rows)} rows are longer than max_length {max_length}")
     return [row for row in rows if length(row) <= max_length]

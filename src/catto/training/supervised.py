@@ -26,8 +26,9 @@ from catto.training.rows import Example
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
-# Confidence (label-restricted) and correctness of the model's own greedy answers on held-out questions.
-Answers = Callable[[Any], tuple[Sequence[float], Sequence[bool]]]
+# Confidence (label-restricted) and correctness of the model's own greedy answers on held-out questions. An answer
+# whose confidence cannot be read has None: it is left out of the bins and counted.
+Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
 @dataclass
@@ -66,6 +67,7 @@ class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]
         if not examples:
             raise ValueError("there is no example to train on")
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
+        self._step_samples: float | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
         head.install(model)
         with evaluating_without_dataset(args, validation):
@@ -87,10 +89,17 @@ class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]
         output = head.call(model, batch, ("mean_logit",) if self.epsilon else ())
         loss = smoothed_nll(output.stats(), self.epsilon).sum() / self._tokens(batch, num_items_in_batch)
         if self.bins is not None and output.labels is not None:
-            samples = len(batch.query_source) * self.current_gradient_accumulation_steps
+            samples = self._step_samples or len(batch.query_source)
             loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
         self._check(loss, inputs["names"])
         return (loss, output) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take the micro-batches of a step and count their samples, as Transformers counts their tokens."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = torch.tensor([float(sum(len(batch["names"]) for batch in batches))], device=device)
+        self._step_samples = self.accelerator.gather(samples).mean().item()
+        return batches, items
 
     def _tokens(self, batch: Batch, step_tokens: Any) -> Any:
         """How many tokens this process's loss is divided by: gradients are averaged over processes afterwards."""
@@ -130,9 +139,7 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         epoch = int(state.epoch or 0)
         if epoch == self.epoch:
             return
-        confidence, correct = self.answers(model)
-        bins = reliability(np.asarray(confidence), np.asarray(correct), RCFT_BINS)
-        self.accuracy = [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]
+        self.accuracy = _bin_accuracy(*self.answers(model))
         self.epoch = epoch
         logger.info("RCFT epoch %d: accuracy of the bins %s", epoch, self.accuracy)
 
@@ -147,3 +154,19 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """What goes into the checkpoint."""
         return {"args": {}, "attributes": {"accuracy": self.accuracy, "epoch": self.epoch}}
+
+
+def _bin_accuracy(confidence: Sequence[float | None], correct: Sequence[bool]) -> list[float | None]:
+    """Accuracy of the equal-width bins, None where one is empty; answers without a confidence are left out."""
+    read = [(c, right) for c, right in zip(confidence, correct, strict=True) if c is not None]
+    if len(read) < len(confidence):
+        logger.warning(
+            "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
+            len(confidence) - len(read),
+            len(confidence),
+        )
+    if not read:
+        raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
+    known, right = zip(*read, strict=True)
+    bins = reliability(np.asarray(known), np.asarray(right), RCFT_BINS)
+    return [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]

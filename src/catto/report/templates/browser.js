@@ -2,7 +2,7 @@
 (() => {
   const { cells, questions, columns } = DATA.browser;
   const [CELL, QUESTION, ANSWER, CONFIDENCE, FLAGS, RESPONSE] = columns;
-  const RIGHT = 1, FALLBACK = 2, CUT = 4, HEIGHT = 64, SPARE = 6;
+  const RIGHT = 1, FALLBACK = 2, CUT = 4, PLAIN = 8, HEIGHT = 64, SPARE = 6;
   const form = document.getElementById("browser-filters"), list = document.getElementById("list");
   const runway = document.getElementById("runway"), detail = document.getElementById("detail"), count = document.getElementById("count");
   const total = CELL.length;
@@ -47,7 +47,7 @@
     for (const row of inOrder(value("order"))) {
       const flags = FLAGS[row], confidence = CONFIDENCE[row];
       if (!fits[CELL[row]] || confidence < low || confidence > high) continue;
-      if (verdict === "right" && !(flags & RIGHT) || verdict === "wrong" && flags & RIGHT || verdict === "fallback" && !(flags & FALLBACK)) continue;
+      if (verdict === "right" && !(flags & RIGHT) || verdict === "wrong" && flags & RIGHT || verdict === "fallback" && !(flags & FALLBACK) || verdict === "plain" && !(flags & PLAIN)) continue;
       if (hay && !hay[row].includes(text)) continue;
       kept.push(row);
     }
@@ -74,7 +74,7 @@
     const made = el("div", { class: "row", role: "option", id: "row-" + place, "aria-selected": String(place === chosen), "aria-posinset": place + 1, "aria-setsize": order.length },
       el("b", { class: right ? "right" : "wrong" }, (100 * CONFIDENCE[row]).toFixed(0)),
       el("span", {}, el("span", { class: "line" }, summary(questions[QUESTION[row]]).slice(0, 160)),
-        el("span", { class: "line sub" }, `${methodTitle(cell)} · ${ANSWER[row] ?? "no answer"}${right ? ", right" : ", gold " + questions[QUESTION[row]].gold}${FLAGS[row] & FALLBACK ? " · fallback" : ""}`)));
+        el("span", { class: "line sub" }, `${methodTitle(cell)} · ${ANSWER[row] ?? "no answer"}${right ? ", right" : ", gold " + questions[QUESTION[row]].gold}${FLAGS[row] & FALLBACK ? " · fallback" : FLAGS[row] & PLAIN ? " · plain" : ""}`)));
     made.style.top = place * HEIGHT + "px";
     made.dataset.place = place;
     return made;
@@ -106,7 +106,7 @@
     for (let other = 0; other < total; other += 1) if (QUESTION[other] === QUESTION[row] && cells[CELL[other]].trained_on === cell.trained_on && cells[CELL[other]].seed === cell.seed) same.push(other);
     detail.replaceChildren(
       el("div", {}, el("span", { class: "tag " + (right ? "right" : "wrong") }, right ? "right" : "wrong"), el("span", { class: "tag" }, `confidence ${(100 * CONFIDENCE[row]).toFixed(1)} %`),
-        FLAGS[row] & FALLBACK ? el("span", { class: "tag" }, "fallback: no readable answer") : ""),
+        FLAGS[row] & FALLBACK ? el("span", { class: "tag" }, "fallback: no readable answer") : FLAGS[row] & PLAIN ? el("span", { class: "tag" }, "plain: no answer tags") : ""),
       el("h3", {}, [methodTitle(cell), taskTitle(cell), budgetTitle(cell), "seed " + cell.seed, question.id].filter(Boolean).join(" · ")),
       ...(question.parts || []).map(([name, text]) => el("p", { class: "part" }, question.parts.length > 1 ? el("b", {}, name) : "", text)),
       question.options ? el("ul", { class: "options" }, ...question.options.map(option => optionElement(option, row, question))) : el("p", {}, `Answered ${ANSWER[row] ?? "nothing"}, gold ${question.gold}.`),

@@ -60,15 +60,18 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
     const definition = DATA.definitions[name];
     return el("tr", {}, el("th", { scope: "row" }, definition ? definition[0] : name, el("small", {}, note || (definition ? definition[1] : ""))), el("td", {}, value));
   };
-  function versusText(one) {
-    const sign = one.difference > 0 ? "+" : "";
-    return `${sign}${percent(one.difference)} (p ${one.p_value < 0.001 ? "< 0.001" : "= " + one.p_value.toFixed(3)})`;
+  const signed = (name, value) => (value > 0 ? "+" : "") + scaled(name, value);
+  const pText = p => (p < 0.001 ? "< 0.001" : "= " + p.toFixed(3));
+  function versusText(name, one) {
+    const ends = one.low === null ? "" : ` [${signed(name, one.low)}, ${signed(name, one.high)}]`;
+    const corrected = one.p_corrected === null ? "" : `, corrected ${pText(one.p_corrected)}`;
+    return `${signed(name, one.difference)}${ends} (p ${pText(one.p_value)}${corrected})`;
   }
   // A metric's name is that of a number of the group, or `8 majority vote` for a way to pick one of 8 answers.
   function named(group, metric) {
     const [, k, rule] = metric.match(/^(\d+) ?(.*)$/) || [];
     if (k) return { name: rule || "most confident", spread: group.selection[k][rule || "most confident"], suffix: `, k = ${k}` };
-    return { name: metric, spread: group.metrics[metric] || group.world[metric] || group[metric], suffix: "" };
+    return { name: metric, spread: group.metrics[metric] || group.world[metric] || group.sampled[metric] || group[metric], suffix: "" };
   }
   function open(group, button) {
     const title = DATA.methods[group.method] + " on " + DATA.tasks[group.task];
@@ -79,16 +82,23 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
     const seedCount = `${group.seeds.length} seed${group.seeds.length > 1 ? "s" : ""}, N = ${group.n.toLocaleString("en")} questions each.`;
     const rows = Object.entries(group.metrics).map(([name, one]) => line(name, scaled(name, one.mean) + (one.std === null ? "" : " ± " + scaled(name, one.std))));
     for (const [name, one] of Object.entries(group.world)) rows.push(line(name, percent(one.mean)));
-    rows.push(line("fallback_rate", percent(group.fallback_rate.mean)), line("accuracy_unparsed_wrong", percent(group.accuracy_unparsed_wrong.mean)));
+    rows.push(line("fallback_rate", percent(group.fallback_rate.mean)), line("plain_rate", percent(group.plain_rate.mean)), line("accuracy_unparsed_wrong", percent(group.accuracy_unparsed_wrong.mean)));
+    for (const [name, one] of Object.entries(group.sampled)) rows.push(line(name, scaled(name, one.mean)));
     const special = [];
     const interval = deviation ? null : group.intervals[main];
-    if (interval && interval.low !== null) special.push(line("interval", `[${percent(interval.low)}, ${percent(interval.high)}]`));
+    if (interval && interval.low !== null) special.push(line("interval", `[${scaled(main, interval.low)}, ${scaled(main, interval.high)}]`));
+    if (interval && interval.reason) {
+      special.push(line("interval", "none", interval.reason));
+      special.push(line("debiased_ece", percent(group.metrics.debiased_ece.mean)));
+      special.push(line("gap", `${signed("gap", group.gap.value)} [${signed("gap", group.gap.low)}, ${signed("gap", group.gap.high)}]`));
+    }
     if (main === "ece" && !deviation) special.push(line("null", `${percent(group.null.low)} to ${percent(group.null.high)}`));
-    if (group.versus[main] && !deviation) special.push(line("versus", versusText(group.versus[main])));
-    const seeds = group.by_seed.filter(one => main in one).map(one => el("tr", {}, el("th", { scope: "row" }, "Seed " + one.seed), el("td", {}, percent(one[main])),
-      el("td", {}, group.versus_seed[one.seed] ? versusText(group.versus_seed[one.seed][main]) + " to DPO" : "")));
+    if (group.versus[main] && !deviation) special.push(line("versus", versusText(main, group.versus[main])));
+    const seeds = group.by_seed.filter(one => main in one).map(one => el("tr", {}, el("th", { scope: "row" }, "Seed " + one.seed), el("td", {}, scaled(main, one[main])),
+      el("td", {}, group.versus_seed[one.seed]?.[main] ? versusText(main, group.versus_seed[one.seed][main]) + " to DPO" : "")));
     body.replaceChildren(
       el("h3", { id: "card-title" }, `${definition[0]}${suffix}: ${title}${source}${budget}`),
+      group.forced ? el("p", { class: "forced" }, group.forced) : "",
       el("p", { class: "note" }, definition[1] + (deviation ? " " + DATA.definitions.std.join(": ") : "")),
       el("div", { class: "big" }, button.textContent),
       el("p", { class: "note" }, deviation ? `Standard deviation over ${seedCount} Mean: ${percent(spread.mean)}.` : `Mean over ${seedCount}` + (spread.std === null ? "" : ` Standard deviation: ${scaled(main, spread.std)}.`)),

@@ -1,0 +1,55 @@
+"""What some tests need besides the Python packages, and how to get it.
+
+A test that misses something is skipped, and the last lines of the run say what was skipped and how to have it;
+`make test-all` refuses to start instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from chromium import executable
+
+DATA = Path(os.environ.get("CATTO_DATA", Path(__file__).parents[2] / "shared" / "data"))
+# Task -> folder under CATTO_DATA with the files of its release.
+FOLDERS = {
+    "mmlu": "mmlu",
+    "snli": "snli",
+    "anli": "anli_r1",
+    "commonsense_qa": "commonsense_qa",
+    "tldr": "tldr_preference",
+    "llmbar": "llmbar",
+}
+# The reason of a skip: what is missing, and how to have it.
+REASONS = {
+    "browser": "a browser (apt-get install chromium)",
+    "data": f"the releases of the benchmarks (CATTO_DATA=a folder with {', '.join(FOLDERS.values())})",
+    "vllm": "vLLM (a GPU and pip install -e '.[vllm]')",
+}
+
+
+def missing() -> list[str]:
+    """The needs that this machine does not meet, by name."""
+    met = {
+        "browser": executable() is not None,
+        "data": all((DATA / folder).is_dir() for folder in FOLDERS.values()),
+        "vllm": shutil.which("nvidia-smi") is not None and importlib.util.find_spec("vllm") is not None,
+    }
+    return [name for name in REASONS if not met[name]]
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip the test, or the module as `pytestmark`, where the need is not met."""
+    return pytest.mark.skipif(name in missing(), reason=REASONS[name])
+
+
+def folder(task: str) -> Path:
+    """The folder with a benchmark's release; skip the test where it is missing."""
+    if not (DATA / FOLDERS[task]).is_dir():
+        pytest.skip(REASONS["data"])
+    return DATA / FOLDERS[task]

@@ -1,0 +1,281 @@
+"""The training stage on hand-made inputs: which rows it trains on, which step it keeps, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pairs
+from catto.experiment.graph import Graph
+from catto.experiment.stages import Work, place
+from catto.experiment.train import _Clock, label_share, run_train
+from catto.recipe import Recipe
+from catto.records import Prediction, write_records
+from catto.report.results import Training
+from catto.training import monitor
+from catto.training.config import CATTOConfig
+from catto.training.preference import CATTOTrainer
+from catto.training.rows import examples, pair_tokens, preference_columns
+from catto.training.supervised import RcftBins, SupervisedTrainer
+from experiment_world import RECIPE
+from tiny import tiny_model, tiny_tokenizer
+
+LIMIT = 60
+LONG = (1, 4, 5, 9)  # of twelve
+METHODS = ["sft", "dpo", "rcft", "cft", "dpo+bce", "dpo+catto", "dpo+outcome"]
+
+
+def _lengthened(message: Any) -> Any:
+    return message.model_copy(update={"content": "because " * LIMIT + message.content})
+
+
+def _pair_rows() -> list[Any]:
+    rows = pairs.preference_rows(12)
+    for number in LONG:  # one side or the other
+        side = "chosen" if number % 2 else "rejected"
+        rows[number] = rows[number].model_copy(update={side: (_lengthened(getattr(rows[number], side)[0]),)})
+    return rows
+
+
+def _sft_rows(n: int = 12, long: tuple[int, ...] = LONG, seed: int = 1) -> list[Any]:
+    rows = pairs.sft_rows(n, seed=seed)
+    for number in long:
+        rows[number] = rows[number].model_copy(update={"completion": (_lengthened(rows[number].completion[0]),)})
+    return rows
+
+
+def _work(root: Path, method: str, **blocks: Any) -> Work:
+    """A training stage whose needs stand in their folders."""
+    own = {"methods": METHODS, "small_pairs": 6, "context": LIMIT, "keep": "val_nll", "model": {"path": "unused"}}
+    blocks = {"rcft": {"rows": 6, "epochs": 1, "checkpoint_steps": 2, "batch_size": 2}, **blocks}
+    recipe = Recipe.model_validate({**RECIPE, **own, **blocks})
+    stage = Graph(recipe).trained("witnesses", 0, method, "matched", 1e-3)
+    work = Work(stage, root, recipe, lambda *_: None)
+    work.out.mkdir(parents=True)
+    files = {
+        "teacher": {"preferences.jsonl": _pair_rows(), "sft.jsonl": _sft_rows()},
+        "stream": {"outcome.jsonl": _sft_rows(long=(2,), seed=3)},
+        "reasoning": {"outcome.jsonl": pairs.sft_rows(4, seed=5)},
+    }
+    for role, need in stage.needs.items():
+        folder = place(root, need)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in files.get(role, {}).items():
+            write_records(folder / name, rows)
+    if "start" in stage.needs:
+        tiny_model().save_pretrained(root / "start")
+        tiny_tokenizer().save_pretrained(root / "start")
+        (work.input("start") / "choice.json").write_text(json.dumps({"model": "start"}))
+    return work
+
+
+def _trained(work: Work, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """The trainer that the stage used, and training.json."""
+    made: list[Any] = []
+    for kind in (CATTOTrainer, SupervisedTrainer):
+        original = kind.train
+
+        def train(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            made.append(self)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "train", train)
+    run_train(work)
+    story = json.loads((work.out / "training.json").read_text())
+    Training.model_validate(story)  # its fields are those of the report
+    return made[0], story
+
+
+# ---- rows that fit --------------------------------------------------------------------------------------------------
+
+
+def test_every_arm_trains_on_the_same_pairs_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight of twelve pairs fit: six of them are drawn, not the fitting ones among six that were drawn."""
+    columns = {row.question: preference_columns(tiny_tokenizer(), row) for row in _pair_rows()}
+    fit = {question for question, one in columns.items() if pair_tokens(one) <= LIMIT}
+    assert len(fit) == 8
+    trained = {}
+    for method in ("dpo", "dpo+catto", "dpo+bce", "dpo+outcome"):
+        with caplog.at_level(logging.WARNING, "catto"):
+            trainer, story = _trained(_work(tmp_path / method, method), monkeypatch)
+        trained[method] = trainer.train_dataset["question"]
+        assert set(trained[method]) <= fit
+        assert story["rows"] == len(trained[method]) == 6
+        assert story["dropped"]["pairs"] == 4
+        tokens = sum(
+            2 * len(columns[question]["prompt_ids"])
+            + len(columns[question]["chosen_ids"])
+            + len(columns[question]["rejected_ids"])
+            for question in trained[method]
+        )
+        if method != "dpo+outcome":
+            assert story["tokens"] == 2 * tokens
+    assert "dropped 4 of 12 rows longer than 60 tokens: q1, q4, q5, q9" in caplog.text
+    assert len(set(map(tuple, trained.values()))) == 1
+    # The stream: one row too long; up to its label each of the others is computed, two beside every pair.
+    kept = [one for one in examples(tiny_tokenizer(), _sft_rows(long=(2,), seed=3)) if one.tokens <= LIMIT]
+    beside = round(2 * 6 * sum(len(one.row.prompt) + one.label.at for one in kept) / len(kept))
+    assert story["dropped"]["stream"] == 1
+    assert story["tokens"] == 2 * (tokens + beside)
+
+
+@pytest.mark.parametrize("method", ["rcft", "cft"])
+def test_traces_are_drawn_among_those_that_fit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bins = RcftBins(lambda model: ([0.3, 0.9], [True, False]))
+    monkeypatch.setattr("catto.experiment.train._bins", lambda work, tokenizer: bins)
+    trainer, story = _trained(_work(tmp_path, method), monkeypatch)
+    assert (story["rows"], story["dropped"], story["epochs"]) == (6, {"rows": 4}, 1.0)
+    assert not {f"s{number}" for number in LONG} & {example.question for example in trainer.train_dataset}
+    assert story["tokens"] == sum(example.tokens for example in trainer.train_dataset)
+
+
+def test_what_the_trl_block_asks_for_is_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = {"preference": {"checkpoint_steps": 2, "trl": {"max_steps": 3, "per_device_train_batch_size": 2}}}
+    _, whole = _trained(_work(tmp_path / "whole", "dpo"), monkeypatch)
+    _, story = _trained(_work(tmp_path / "cut", "dpo", **blocks), monkeypatch)
+    assert (story["steps"], story["epochs"]) == (3, 1.0)
+    assert story["tokens"] == whole["tokens"] / 2
+
+
+# ---- the step that is kept ------------------------------------------------------------------------------------------
+
+
+# Validation numbers at steps 2, 4, 6, 8, 10, 12.
+ACCURACY = {2: 0.5, 4: 0.75, 6: 0.75, 8: 0.5, 10: 0.75, 12: 0.25}
+NLL = {2: 1.0, 4: 0.5, 6: 0.75, 8: 0.5, 10: 0.6, 12: 0.7}
+ECE = {2: 0.1, 4: 0.2, 6: 0.3, 8: 0.4, 10: 0.1, 12: 0.5}
+KEPT = {"last": 12, "val_accuracy": 10, "val_nll": 8, "val_ece": 10}
+
+
+def _scripted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
+    """Script the validation numbers by step; returns a weight as it was at each evaluation."""
+    seen: dict[int, torch.Tensor] = {}
+    original = monitor.Monitored.evaluate
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.state.global_step
+        seen[step] = self.model.get_input_embeddings().weight.detach().clone()
+        values = {"val_accuracy": ACCURACY[step], "val_nll": NLL[step], "val_ece": ECE[step]}
+        monkeypatch.setattr(monitor, "measure", lambda logprobs, gold: values)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(monitor.Monitored, "evaluate", evaluate)
+    return seen
+
+
+TWELVE = {
+    "preference": {"checkpoint_steps": 2, "trl": {"max_steps": 12, "per_device_train_batch_size": 2}},
+    "rcft": {"rows": 6, "checkpoint_steps": 2, "trl": {"max_steps": 12, "per_device_train_batch_size": 2}},
+}
+
+
+@pytest.mark.parametrize(("keep", "method"), [*((keep, "dpo+catto") for keep in KEPT), ("val_accuracy", "cft")])
+def test_of_equal_steps_the_later_is_kept(
+    keep: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _scripted(monkeypatch)
+    trainer, story = _trained(_work(tmp_path, method, keep=keep, **TWELVE), monkeypatch)
+    assert (story["steps"], story["kept_step"]) == (12, KEPT[keep])
+    assert story["kept_epochs"] == pytest.approx(story["epochs"] * KEPT[keep] / 12, abs=1e-4)
+    assert torch.equal(trainer.model.get_input_embeddings().weight, seen[KEPT[keep]])
+    assert [entry["step"] for entry in story["history"]] == list(ACCURACY)
+
+
+@pytest.mark.parametrize(
+    ("keep", "stop"), [("val_accuracy", 5), ("val_accuracy", 11), ("val_accuracy", 12), ("last", 7)]
+)
+def test_the_kept_step_survives_a_kill(keep: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _scripted(monkeypatch)
+    work = _work(tmp_path, "dpo", keep=keep, **TWELVE)
+    began = _Clock.on_step_end
+
+    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        began(self, args, state, control, **kwargs)
+        if state.global_step == stop:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Clock, "on_step_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_train(work)
+    trainer, story = _trained(work, monkeypatch)
+    assert (story["steps"], story["kept_step"]) == (12, KEPT[keep])
+    assert torch.equal(trainer.model.get_input_embeddings().weight, seen[KEPT[keep]])
+
+
+def test_another_metric_keeps_the_rule_of_transformers(tmp_path: Path) -> None:
+    """A drop-in: of equal `eval_loss` the earliest is the best, as in TRL's trainer."""
+    trainer = pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, metric_for_best_model="eval_loss")
+    trainer.args.greater_is_better, trainer.args.save_strategy = False, "steps"
+    for step in (1, 2):
+        trainer.state.global_step = step
+        trainer._determine_best_metric({"eval_loss": 0.5}, None)
+    assert trainer.state.best_global_step == 1
+
+
+def test_an_unknown_rule_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="keep is 'best', expected one of last, val_accuracy, val_ece, val_nll"):
+        monitor.keeping("best", 10)
+
+
+def test_without_held_out_examples_the_last_step_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SFT on stored responses has no response to a validation question."""
+    stored = {"source": "responses", "responses": str(tmp_path / "none.jsonl")}
+    model = {"scratch": {"layers": 1, "width": 32, "heads": 2, "intermediate": 32}}
+    sft = {"rows": 8, "epochs": 1, "batch_size": 4, "checkpoint_steps": 1}
+    (tmp_path / "none.jsonl").touch()
+    work = _work(tmp_path, "sft", teacher=stored, model=model, sft=sft, keep="val_accuracy")
+    write_records(work.input("teacher") / "outcome.jsonl", pairs.sft_rows(12))
+    with caplog.at_level(logging.WARNING, "catto"):
+        _, story = _trained(work, monkeypatch)
+    assert (story["steps"], story["kept_step"], story["kept_epochs"], story["history"]) == (2, 2, 1.0, [])
+    assert "keep is val_accuracy, but nothing is held out to measure it on: the last step is kept" in caplog.text
+
+
+# ---- settings of the recipe -----------------------------------------------------------------------------------------
+
+
+def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trl = {"calibration_weight": 0.7, "reduce": "sum", "outcome_score": "log", "max_steps": 1}
+    block = {"preference": {"checkpoint_steps": 2, "trl": trl}}
+    weights = {}
+    for method in ("dpo", "dpo+catto", "dpo+outcome"):
+        trainer, _ = _trained(_work(tmp_path / method, method, **block), monkeypatch)
+        weights[method] = (trainer.args.weight, trainer.args.reduce, trainer.args.outcome_score)
+    assert weights == {
+        "dpo": (0.0, None, "brier"),
+        "dpo+catto": (0.7, "sum", "brier"),
+        "dpo+outcome": (0.7, None, "log"),
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("calibration", "bce"), ("max_length", 30)])
+def test_what_the_recipe_itself_gives_is_refused_in_the_trl_block(name: str, value: Any, tmp_path: Path) -> None:
+    block = {"preference": {"checkpoint_steps": 2, "trl": {name: value}}}
+    with pytest.raises(ValueError, match=f"trl: {name} is not set here"):
+        run_train(_work(tmp_path, "dpo", **block))
+
+
+# ---- RCFT's own answers ---------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_does_not_tell_of_every_label_has_no_share() -> None:
+    logprobs = {"A": -0.5, "B": -1.5}
+    known: dict[str, Any] = {"question": "q", "task": "t", "split": "validation", "gold": "A", "sample": 0, "text": ""}
+    known |= {"source": "free", "confidence": 0.6, "logsumexp": None, "mean_logprob": None, "tokens": 3}
+    known |= {"temperature": 0.0, "seed": 0, "engine": "e", "model": "m"}
+    whole = Prediction(**known, label="A", label_logprobs=logprobs)
+    assert label_share(whole) == pytest.approx(1 / (1 + 2.718281828**-1.0))
+    assert label_share(whole.model_copy(update={"label_logprobs": None})) is None
+    assert label_share(whole.model_copy(update={"label": None})) is None
