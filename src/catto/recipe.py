@@ -6,16 +6,28 @@ import difflib
 import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
 from catto.methods import BUDGETS, METHODS, Budget
-from catto.records import Split
+from catto.records import Split, checked_name
+
+# More bins than this hold no two answers of any file, and a resample costs their number.
+MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
 
 
 class Settings(BaseModel):
     """A closed, immutable block of settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `yes` as true, which would count as 1."""
+        expected = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
 
 
 class ResponseFields(Settings):
@@ -138,6 +150,10 @@ class TaskSettings(Settings):
     witnesses: int | None = None
     reliabilities: list[float] | None = None
 
+    def knobs(self) -> dict[str, Any]:
+        """What is set of the embedded world's own settings."""
+        return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
+
 
 class StageSettings(Settings):
     """How a kind of training runs. None: what METHODS says (the paper's value). `trl` goes to the trainer as it is."""
@@ -165,8 +181,8 @@ class EvaluationSettings(Settings):
     engine: Literal["transformers", "vllm"] = "transformers"
     max_tokens: int = Field(default=1024, ge=1)
     batch_size: int = Field(default=16, ge=1)
-    bins: int = Field(default=20, ge=1)
-    resamples: int = Field(default=1000, ge=10)
+    bins: int = Field(default=20, ge=1, le=MOST_BINS)
+    resamples: int = Field(default=1000, ge=10, le=MOST_RESAMPLES)
     unparsed: Literal["fallback", "wrong"] = "fallback"
     decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
     k: tuple[int, ...] = (4, 8)  # Confidence@k; empty: none
@@ -174,15 +190,15 @@ class EvaluationSettings(Settings):
     @field_validator("k")
     @classmethod
     def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(k < 1 for k in value):
-            raise ValueError("expected whole numbers of at least 1")
+        if any(not 1 <= k <= MOST_SAMPLES for k in value):
+            raise ValueError(f"expected whole numbers from 1 to {MOST_SAMPLES:,}")
         return tuple(sorted(set(value)))
 
 
 class Recipe(Settings):
     """One experiment: tasks, model, methods, budgets, seeds, teacher, training, evaluation."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    name: str
     tasks: dict[str, TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
@@ -200,6 +216,18 @@ class Recipe(Settings):
     rcft: StageSettings = StageSettings()
     outcome: OutcomeSettings = OutcomeSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return checked_name(value, "recipe")
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_named(cls, value: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
+        for name in value:
+            checked_name(name, "task")
+        return value
 
     @field_validator("tasks", mode="before")
     @classmethod

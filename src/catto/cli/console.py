@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from catto.problems import shortened
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["number", "print_json", "print_table", "progress", "refuse", "say", "span", "table", "warn"]
+
+
+# A path or two, and a message that is bounded itself.
+LONGEST = 1200
 
 
 def refuse(message: str) -> NoReturn:
@@ -24,8 +30,8 @@ def refuse(message: str) -> NoReturn:
 
 
 def warn(message: str) -> None:
-    """Say one line on stderr."""
-    typer.echo(f"catto: {' '.join(message.split())}", err=True)
+    """Say one short line on stderr."""
+    typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
 
 
 def say(message: str) -> None:

@@ -21,7 +21,16 @@ from catto.labels import check_labels
 from catto.prompts import messages
 from catto.records import Prediction, Question, Refusal, content_hash
 
-__all__ = ["Answer", "Progress", "confidence_at", "evaluate", "evaluate_model", "is_correct", "request_seed"]
+__all__ = [
+    "Answer",
+    "Progress",
+    "check_questions",
+    "confidence_at",
+    "evaluate",
+    "evaluate_model",
+    "is_correct",
+    "request_seed",
+]
 
 Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
 Unparsed = Literal["fallback", "wrong"]
@@ -52,7 +61,7 @@ def evaluate(
     A request that a server refuses for good has no prediction; it stands in `<name>.refused.jsonl` with the reason, and
     `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
     """
-    asked = _checked(list(questions), k, temperature)
+    asked = check_questions(list(questions), k, temperature)
     run = Run(engine.name, engine.model, k, temperature, seed, max_tokens, reasoning, _chunk(engine, k))
     if out is None:
         cap = RefusalCap(max_refused)
@@ -101,7 +110,8 @@ def request_seed(seed: int, question: str, sample: int) -> int:
     return int(content_hash([seed, question, sample]), 16) >> 33
 
 
-def _checked(questions: list[Question], k: int, temperature: float) -> list[Question]:
+def check_questions(questions: list[Question], k: int, temperature: float) -> list[Question]:
+    """Return the questions, or raise ValueError where they cannot be asked so."""
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")
     if k > 1 and temperature == 0:

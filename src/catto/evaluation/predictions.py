@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -59,6 +59,15 @@ class Run:
             digest.update(question.model_dump_json().encode())
             digest.update(repr(messages(question, reasoning=self.reasoning)).encode())
         return content_hash([asdict(self), digest.hexdigest()])
+
+
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded."""
+    if manifest_path(path).exists():
+        notes = read_manifest(path).notes
+        for name, value in settings.items():
+            if name in notes and notes[name] != value:
+                raise DataError(path, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
 
 
 class PredictionFile:
