@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal, Self
+import os
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from catto.methods import BUDGETS, METHODS, Budget
 from catto.records import Split
@@ -15,6 +17,25 @@ class Settings(BaseModel):
     """A closed, immutable block of settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def expand(path: str) -> str:
+    """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
+
+    An unset variable without a default is an error: an empty path would silently name another place.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"]) or match["default"]
+        if found is None:
+            raise ValueError(f"environment variable {match['name']} is not set")
+        return found
+
+    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
+
+
+# Paths alone are expanded: a variable's value in any other field could carry a secret into the files of a run.
+Place = Annotated[str, AfterValidator(expand)]
 
 
 class ResponseFields(Settings):
@@ -40,12 +61,12 @@ class ResponseFields(Settings):
 class TeacherSettings(Settings):
     """How training questions become responses, and responses rows. Defaults: the paper's, where it gives them."""
 
-    source: Literal["server", "transformers", "responses", "witnesses"] | None = None  # None: given in code
+    source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
     model: str | None = None  # what the server calls it, or a model folder or hub id
     base_url: str | None = None  # source server: https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
     extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
-    responses: str | None = None  # source responses: a file, a folder or a hub id
+    responses: Place | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
     n: int = Field(default=10, ge=1)
@@ -73,6 +94,8 @@ class TeacherSettings(Settings):
             raise ValueError("base_url: needed for source server")
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
+        if self.source == "labels" and self.reasoning:
+            raise ValueError("reasoning: source labels draws labels and no reasoning, so set reasoning: false")
         return self
 
     def asked(self) -> dict[str, Any]:
@@ -101,7 +124,7 @@ class ScratchModel(Settings):
 class ModelSettings(Settings):
     """The base model: a folder or hub id, or one made from scratch."""
 
-    path: str | None = None
+    path: Place | None = None
     scratch: ScratchModel | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # None: bf16 on an accelerator, fp32 on a CPU
     attention: str | None = None  # None: Transformers' choice
@@ -117,12 +140,12 @@ class ModelSettings(Settings):
 class TaskSettings(Settings):
     """Where a task's questions come from and how many are used. None: the task's own number, or all."""
 
-    data_dir: str | None = None
-    files: dict[Split, str | list[str]] | None = None
+    data_dir: Place | None = None
+    files: dict[Split, Place | list[Place]] | None = None
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: str | None = None  # a user's own file, with its fields
+    path: Place | None = None  # a user's own file, with its fields
     fields: dict[str, str | list[str]] | None = None
     answer: Literal["label", "index", "text"] = "label"
     labels: list[str] | None = None
