@@ -141,16 +141,23 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     assert read_table(tmp_path / "n.jsonl", recalibration.Names("p")).correct.tolist() == [True, False]
 
 
-def test_a_file_may_be_calibrated_in_place_but_not_twice(tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:
     save(Temperature(2.0), tmp_path / "c.json")
-    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
-    options = ("--on", "confidence", "--out", path)
-    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
+    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8, "confidence_raw": None}])
+    (tmp_path / "link.jsonl").symlink_to(path)
     kept = path.read_bytes()
-    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options)
+    options = (tmp_path / "c.json", path, "--on", "confidence", "--out")
+    for same in (path, tmp_path / "link.jsonl"):
+        done = run(capsys, "calibrate", "apply", *options, same)
+        assert done.code == 2
+        assert f"{same}: is the input" in done.err
+        assert path.read_bytes() == kept
+    assert run(capsys, "calibrate", "apply", *options, tmp_path / "new.jsonl").code == 0
+    again = (tmp_path / "c.json", tmp_path / "new.jsonl", "--on", "confidence", "--out", tmp_path / "twice.jsonl")
+    done = run(capsys, "calibrate", "apply", *again)
     assert done.code == 2
-    assert "row 1: confidence_raw: there already" in done.err
-    assert path.read_bytes() == kept
+    assert "new.jsonl row 1: confidence_raw: there already" in done.err
+    assert not (tmp_path / "twice.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,19 @@ def test_bad_input_is_one_line(
     done = run(capsys, "calibrate", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert told in done.err
+
+
+def test_a_fit_on_few_rows_or_at_the_end_of_its_range_is_warned_about(tmp_path: Path, capsys: Capture) -> None:
+    """Sure and wrong, unsure and right: no temperature helps, and the fit ends at the largest one."""
+    upside_down = [{"confidence": 0.9, "correct": False}, {"confidence": 0.1, "correct": True}] * 10
+    path = write_lines(tmp_path / "few.jsonl", upside_down)
+    done = run(capsys, "calibrate", "fit", path, "--out", tmp_path / "c.json")
+    assert done.code == 0
+    few, edge = done.err.splitlines()
+    assert "few.jsonl: only 20 answers; below 30" in few
+    assert "tau 100 is the end of its range" in edge
+    enough = write_lines(tmp_path / "enough.jsonl", rows()[:30])
+    assert run(capsys, "calibrate", "fit", enough, "--out", tmp_path / "c.json").err == ""
 
 
 def test_manifest_says_what_the_calibrator_reads(tmp_path: Path, capsys: Capture) -> None:

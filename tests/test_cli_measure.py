@@ -32,7 +32,8 @@ def prediction(**changes: Any) -> dict[str, Any]:
 
 def measured(capsys: Capture, path: Path, *options: str | Path) -> Any:
     done = run(capsys, "measure", path, *FAST, *options)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
+    assert (done.err != "") == (done.json["rows"] < 30), done.err
     return done.json
 
 
@@ -220,3 +221,13 @@ def test_help_shows_examples(capsys: Capture, command: tuple[str, ...]) -> None:
     assert done.code == 0
     assert "catto " + " ".join(command) in done.out
     assert "Example" in done.out
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "only 1 answer; below 30"), (29, "only 29 answers"), (30, "")])
+def test_few_answers_are_warned_about(tmp_path: Path, capsys: Capture, count: int, told: str) -> None:
+    """One right answer is measured as 100.0 to 100.0, which nobody should believe."""
+    path = write_lines(tmp_path / "a.jsonl", plain([0.9] * count, [True] * count))
+    done = run(capsys, "measure", path, *FAST)
+    assert done.code == 0
+    assert told in done.err
+    assert bool(done.err) == bool(told)

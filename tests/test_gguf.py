@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from catto.records import DataError
 from catto.training.gguf import import_gguf
 
 WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "abcd"]
@@ -165,6 +166,23 @@ def test_a_package_without_the_file_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file .*none\.gguf"):
         import_gguf(tmp_path / "none.gguf", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not a GGUF file"),
+        (b"PK\x03\x04", "not a GGUF file: expected it to begin with b'GGUF', got b'PK"),
+        (b"GGUF", "damaged, or not a model that Transformers reads"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 64, "damaged, or not a model that Transformers reads"),
+    ],
+)
+def test_a_damaged_file_is_an_error_and_leaves_nothing(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.gguf: ") as caught:
+        import_gguf(tmp_path / "bad.gguf", tmp_path / "model")
+    assert told in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
 
 
 def test_a_folder_with_something_in_it_is_kept(tmp_path: Path) -> None:

@@ -159,6 +159,46 @@ def test_filters_hide_methods_tasks_and_budgets(page: Page) -> None:
     assert page.run(rows) == 2
 
 
+def test_a_figure_of_a_name_with_blanks_follows_its_filter(page: Page) -> None:
+    page.run("""(() => {
+      const figure = document.createElement("figure"), box = document.createElement("input");
+      Object.assign(figure.dataset, { budget: "", tasks: '["two words"]', methods: "[]" });
+      Object.assign(box, { type: "checkbox", checked: true, value: "two words" });
+      figure.id = "blanks";
+      document.querySelector("main").append(figure);
+      document.querySelector(".filters [data-kind=task]").append(box);
+    })()""")
+    hidden = "document.getElementById('blanks').hidden"
+    page.run("document.querySelector('.filters input[value=\"snli\"]').click()")
+    assert page.run(hidden) is False
+    page.run("document.querySelector('.filters input[value=\"two words\"]').click()")
+    assert page.run(hidden) is True
+
+
+def test_the_policy_stops_scripts_and_requests_that_are_not_the_pages_own(page: Page) -> None:
+    stopped = page.run("""new Promise(done => {
+      const stopped = [];
+      document.addEventListener("securitypolicyviolation", event => {
+        stopped.push(event.effectiveDirective);
+        if (stopped.length === 2) done(stopped.sort().join(" "));
+      });
+      setTimeout(() => done("nothing was stopped"), 5000);
+      const script = document.createElement("script"), image = document.createElement("img");
+      script.textContent = "window.injected = true";
+      image.src = "http://localhost:9/x.png";
+      document.body.append(script, image);
+    })""")
+    assert stopped == "img-src script-src-elem"
+    assert page.run("window.injected === undefined") is True
+
+
+def test_the_button_of_the_card_closes_it(page: Page) -> None:
+    page.run("document.querySelector('#in button.num').click()")
+    assert page.run("document.getElementById('card').open") is True
+    page.run("document.querySelector('#card .close').click()")
+    assert page.run("document.getElementById('card').open") is False
+
+
 def test_every_number_opens_its_definition_and_escape_closes_it(page: Page) -> None:
     page.run("document.querySelector('#in button.num[data-metric=ece]').click()")
     text = page.run("document.getElementById('card').textContent")

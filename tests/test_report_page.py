@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import re
 from dataclasses import replace
@@ -11,14 +14,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from catto.evaluation.sources import Sources
 from catto.records import Prediction, read_records
 from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, script_json
 from catto.report.build import build
 from catto.report.numbers import Spread
-from catto.report.page import page
-from catto.report.plotting import inlined
+from catto.report.page import Drawn, page
+from catto.report.plotting import Picture, inlined, svg
+from catto.report.results import Cell
 from catto.report.tables_more import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
@@ -139,6 +144,37 @@ def test_hostile_text_is_data_and_never_markup(plain: str) -> None:
     premises = [part[1] for question in data["browser"]["questions"] for part in question["parts"]]
     assert HOSTILE in premises
     assert any(HOSTILE in response for response in data["browser"]["columns"][5])
+
+
+def test_the_page_may_run_its_own_script_and_load_nothing(plain: str) -> None:
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">', plain)
+    rules = dict(rule.strip().split(" ", 1) for rule in html.unescape(policy).split(";"))
+    script = plain.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert rules["script-src"] == f"'sha256-{digest}'"
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert set(rules) == {"default-src", "script-src", "style-src", "img-src", "base-uri", "form-action"}
+    assert plain.index("Content-Security-Policy") < plain.index("<style>")
+
+
+def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> None:
+    world = measured(SMALL)
+    names = ("two words", HOSTILE, "a'b\"c")
+    picture = Picture("name", "Title", "Caption", Figure, "inputs", "reliability", None, names, names)
+    text = page(world.results, world.numbers, [], [Drawn(picture, svg(Figure()))], world.browser)
+    (tag,) = re.findall(r"<figure [^>]*>", text)
+    listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]
+    assert listed == [list(names)] * 2
+    assert "<script>alert(1)" not in text
+
+
+@pytest.mark.parametrize("field", ["task", "trained_on", "method"])
+@pytest.mark.parametrize("name", ["x/../../escaped", "..", "", "a\\b", "a b", "x" * 65, "=cmd", "a\n"])
+def test_a_name_that_would_leave_the_folder_is_refused(field: str, name: str) -> None:
+    cell = {"task": "t", "trained_on": "t", "method": "m+n", "budget": None, "seed": 0, "predictions": "p"}
+    Cell.model_validate(cell)
+    with pytest.raises(ValueError, match=f"{field} name .*expected letters, digits and"):
+        Cell.model_validate(cell | {field: name})
 
 
 def test_hostile_names_in_the_results_are_escaped() -> None:

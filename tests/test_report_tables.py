@@ -188,6 +188,46 @@ def test_latex_braces_balance_and_every_row_has_every_column(tables: Tables) -> 
         assert text.isascii()
 
 
+LATEX = {
+    r"a\b": r"a\textbackslash{}b",
+    r"\input{x}": r"\textbackslash{}input\{x\}",
+    "50% & $x_1$ #1": r"50\% \& \$x\_1\$ \#1",
+    "~^<>|": r"\textasciitilde{}\textasciicircum{}\textless{}\textgreater{}\textbar{}",
+    "[2ex] x": "{}[2ex] x",
+    "* x": "{}* x",
+}
+
+
+@pytest.mark.parametrize("title", LATEX)
+def test_latex_prints_every_sign_and_obeys_none(tables: Tables, title: str) -> None:
+    table = tables["in-distribution-matched"]
+    spoiled = replace(table, lines=(replace(table.lines[0], title=title),))
+    (row,) = [row for row in latex(spoiled).splitlines() if row.startswith(f"{LATEX[title]} & ")]
+    assert row.endswith(r" \\")
+
+
+FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "+", "--1")
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_cell_of_a_csv_file_is_a_formula(tables: Tables, text: str) -> None:
+    table = tables["in-distribution-matched"]
+    spoiled = replace(
+        table,
+        columns=tuple(replace(column, top="", name=text, task=text) for column in table.columns),
+        lines=tuple(replace(line, block=text, method=text) for line in table.lines),
+    )
+    for row in csv.DictReader(io.StringIO(csv_text(spoiled), newline="")):
+        assert [row[name] for name in ("block", "method", "task", "column")] == [f"'{text.strip()}"] * 4
+
+
+def test_a_negative_number_of_a_csv_file_stays_a_number(tables: Tables) -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(tables["in-distribution-matched"]))))
+    below = [row["difference_to_dpo"] for row in rows if row["difference_to_dpo"].startswith("-")]
+    assert below
+    assert all(float(value) < 0 for value in below)
+
+
 def test_csv_holds_every_number_with_its_interval_and_p_value(tables: Tables) -> None:
     table = tables["in-distribution-matched"]
     rows = list(csv.DictReader(io.StringIO(csv_text(table))))

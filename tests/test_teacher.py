@@ -265,10 +265,10 @@ def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:
 
 ROW = {"question": "q0", "sample": 0, "text": "t", "model": "m"}
 BAD_ROWS = {
-    "text: Field required": json.dumps({k: v for k, v in ROW.items() if k != "text"}).encode(),
+    "text: missing": json.dumps({k: v for k, v in ROW.items() if k != "text"}).encode(),
     "stored twice": json.dumps({**ROW, "sample": 1}).encode(),
     "was not asked": json.dumps({**ROW, "question": "q9"}).encode(),
-    "extra: Extra inputs": json.dumps({**ROW, "extra": 1}).encode(),
+    "extra: unknown key": json.dumps({**ROW, "extra": 1}).encode(),
     "Invalid JSON": b"not json",
     "nvalid": b'{"question": "\xff\xfe"}',
     "longer than 16 MB": b'{"question": "' + b"x" * 50 * 2**20 + b'"}',

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method
-from catto.records import Split
+from catto.records import Split, checked_name
+
+# More bins than this hold no two answers of any file, and a resample costs their number.
+MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
 
 
 class Settings(BaseModel):
@@ -17,6 +30,33 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `yes` as true, which would count as 1."""
+        expected = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
+            raise ValueError(f"expected a number, got {str(value).lower()}")
+        return value
+
+
+def expand(path: str) -> str:
+    """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
+
+    An unset variable without a default is an error: an empty path would silently name another place.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"]) or match["default"]
+        if found is None:
+            raise ValueError(f"environment variable {match['name']} is not set")
+        return found
+
+    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
+
+
+# Paths alone are expanded: a variable's value in any other field could carry a secret into the files of a run.
+Place = Annotated[str, AfterValidator(expand)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
@@ -50,12 +90,12 @@ class ResponseFields(Settings):
 class TeacherSettings(Settings):
     """How training questions become responses, and responses rows. Defaults: the paper's, where it gives them."""
 
-    source: Literal["server", "transformers", "responses", "witnesses"] | None = None  # None: given in code
+    source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
     model: str | None = None  # what the server calls it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
     extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
-    responses: str | None = None  # source responses: a file, a folder or a hub id
+    responses: Place | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
     n: int = Field(default=10, ge=1)
@@ -85,6 +125,8 @@ class TeacherSettings(Settings):
             raise ValueError("base_url: needed for source server")
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
+        if self.source == "labels" and self.reasoning:
+            raise ValueError("reasoning: source labels draws labels and no reasoning, so set reasoning: false")
         return self
 
     @field_serializer("base_url")
@@ -117,7 +159,7 @@ class ScratchModel(Settings):
 class ModelSettings(Settings):
     """The base model: a folder or hub id, or one made from scratch."""
 
-    path: str | None = None
+    path: Place | None = None
     scratch: ScratchModel | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # None: bf16 on an accelerator, fp32 on a CPU
     attention: str | None = None  # None: Transformers' choice
@@ -133,18 +175,22 @@ class ModelSettings(Settings):
 class TaskSettings(Settings):
     """Where a task's questions come from and how many are used. None: the task's own number, or all."""
 
-    data_dir: str | None = None
-    files: dict[Split, str | list[str]] | None = None
+    data_dir: Place | None = None
+    files: dict[Split, Place | list[Place]] | None = None
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: str | None = None  # a user's own file, with its fields
+    path: Place | None = None  # a user's own file, with its fields
     fields: dict[str, str | list[str]] | None = None
     answer: Literal["label", "index", "text"] = "label"
     labels: list[str] | None = None
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
     reliabilities: list[float] | None = None
+
+    def knobs(self) -> dict[str, Any]:
+        """What is set of the embedded world's own settings."""
+        return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
 class StageSettings(Settings):
@@ -173,8 +219,8 @@ class EvaluationSettings(Settings):
     engine: Literal["transformers", "vllm"] = "transformers"
     max_tokens: int = Field(default=1024, ge=1)
     batch_size: int = Field(default=16, ge=1)
-    bins: int = Field(default=20, ge=1)
-    resamples: int = Field(default=1000, ge=10)
+    bins: int = Field(default=20, ge=1, le=MOST_BINS)
+    resamples: int = Field(default=1000, ge=10, le=MOST_RESAMPLES)
     unparsed: Literal["fallback", "wrong"] = "fallback"
     decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
     sampling: Literal["validation", "fitted"] = "validation"  # temperature of Confidence@k's samples
@@ -183,15 +229,15 @@ class EvaluationSettings(Settings):
     @field_validator("k")
     @classmethod
     def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(k < 1 for k in value):
-            raise ValueError("expected whole numbers of at least 1")
+        if any(not 1 <= k <= MOST_SAMPLES for k in value):
+            raise ValueError(f"expected whole numbers from 1 to {MOST_SAMPLES:,}")
         return tuple(sorted(set(value)))
 
 
 class Recipe(Settings):
     """One experiment: tasks, model, methods, budgets, seeds, teacher, training, evaluation."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    name: str
     tasks: dict[str, TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
@@ -209,6 +255,18 @@ class Recipe(Settings):
     rcft: StageSettings = StageSettings()
     outcome: OutcomeSettings = OutcomeSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return checked_name(value, "recipe")
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_named(cls, value: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
+        for name in value:
+            checked_name(name, "task")
+        return value
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from catto.problems import UNKNOWN, parse_json, shortened, validation_problem
 
 SCHEMA_VERSION = 1
 # One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
@@ -26,11 +30,12 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class DataError(ValueError):
-    """Bad input, told in one line: `file row 17: field: what was expected`."""
+    """Bad input, told in one short line: `file row 17: field: what was expected`."""
 
     def __init__(self, source: str | Path, row: int | None, message: str) -> None:
-        place = f"{source} row {row}" if row is not None else f"{source}"
-        super().__init__(f"{place}: {message}")
+        told = shortened(str(source))
+        place = f"{told} row {row}" if row is not None else told
+        super().__init__(f"{place}: {shortened(message)}")
 
 
 class Record(BaseModel):
@@ -190,61 +195,115 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(path, row, f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
             if line.strip():
-                yield row, _decoded(line, path, row)
+                yield row, decoded(line, path, row).strip()
 
 
-def _decoded(line: bytes, path: Path, row: int) -> str:
+def decoded(line: bytes, path: Path, number: int, unit: Literal["row", "line"] = "row") -> str:
+    """Return a line as text; one that is not UTF-8, or that no text file holds, is a DataError.
+
+    A quoted field of a CSV file may hold line breaks: there `unit` is `line`, which is not the row's number.
+    """
+    row, place = (number, "") if unit == "row" else (None, f"line {number}: ")
+    if b"\0" in line:
+        raise DataError(path, row, f"{place}holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
     try:
-        return line.decode("utf-8-sig" if row == 1 else "utf-8").strip()
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(path, row, f"not UTF-8 at byte {error.start} of the line") from None
+        where = f"byte {error.start} of the line" if unit == "row" else f"byte {error.start}"
+        raise DataError(path, row, f"{place}not UTF-8 at {where}") from None
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open plain or gzipped bytes; a file that cannot be read is a DataError."""
+def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
+    """Open a regular file, a gzipped one as what it holds unless `plain`; one that cannot be read is a DataError."""
     import gzip
     import zlib
 
     try:
-        file = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise DataError(path, None, error.strerror or str(error)) from None
+        check_regular(path)
+        file = gzip.open(path, "rb") if path.suffix == ".gz" and not plain else path.open("rb")  # noqa: SIM115 (closed below)
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, DataError) else unreadable(path, error) from None
     with file:
         try:
             yield file  # type: ignore[misc]
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(path, None, f"broken gzip file: {error}") from None
+        except OSError as error:  # some files of /proc open and cannot be read
+            raise unreadable(path, error) from None
+
+
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is not a regular file: a pipe would wait for ever, a device has no end."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise DataError(path, None, f"expected a file, got {KINDS.get(kind, 'a device')}")
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> DataError:
+    """The error of a file that cannot be opened or read."""
+    return DataError(path, None, getattr(error, "strerror", None) or str(error))
+
+
+def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
+    """Return a whole small file as text; one of more than `most` bytes is refused."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(path, None, f"larger than {most / 2**20:g} MB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(path, None, f"not UTF-8 at byte {error.start}") from None
+
+
+def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
+    """Return the value of a JSON file."""
+    text = read_text(path, most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        hint = "; JSON lines must be named .jsonl" if "Extra data" in str(error) else ""
+        raise DataError(path, None, f"{error}{hint}") from None
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (row, object) of a JSON-lines file."""
     for row, line in read_lines(path):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError as error:
-            raise DataError(path, row, f"not JSON: {error}") from None
+            raise DataError(path, row, f"{error}{_other_format(line) if row == 1 else ''}") from None
         if not isinstance(value, dict):
-            raise DataError(path, row, f"expected a JSON object, got {type(value).__name__}")
+            hint = _other_format(line) if row == 1 else ""
+            raise DataError(path, row, f"expected a JSON object, got {type(value).__name__}{hint}")
         yield row, value
+
+
+def _other_format(line: str) -> str:
+    """A hint where the first line is that of another format."""
+    if line.startswith("["):
+        return "; a JSON list must be named .json"
+    return "; a CSV file must be named .csv" if "," in line and not line.startswith("{") else ""
 
 
 def read_records(path: Path, kind: type[R]) -> Iterator[R]:
     """Yield the records of a file, each validated; the error names file, row and field."""
-    for row, line in read_lines(path):
+    for row, value in read_objects(path):
         try:
-            yield kind.model_validate_json(line)
+            yield kind.model_validate(value)
         except ValidationError as error:
-            raise DataError(path, row, first_problem(error)) from None
+            raise DataError(path, row, first_problem(error, value)) from None
 
 
-def first_problem(error: ValidationError) -> str:
-    """Say the first problem of a pydantic error in one line: field, what is wrong."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
+    """Say the first problem of a pydantic error in one line: field, what was expected, what is there."""
+    place, message = validation_problem(error, value)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{place}: {message}{more}" if place else f"{message}{more}"
+    return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
 
 
 @contextmanager
@@ -288,12 +347,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Read and validate the manifest of the records at `path`."""
     place = manifest_path(path)
+    value = read_json(place)
     try:
-        manifest = Manifest.model_validate_json(place.read_bytes())
-    except OSError as error:
-        raise DataError(place, None, error.strerror or str(error)) from None
+        manifest = Manifest.model_validate(value)
     except ValidationError as error:
-        raise DataError(place, None, first_problem(error)) from None
+        raise DataError(place, None, first_problem(error, value)) from None
     if manifest.schema_version != SCHEMA_VERSION:
         raise DataError(place, None, f"schema_version {manifest.schema_version}, this catto reads {SCHEMA_VERSION}")
     return manifest
@@ -308,6 +366,27 @@ def library_versions(*names: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+# Folders, files and places in pages are named for recipes, tasks and methods.
+MOST_NAME = 64
+_NAME = re.compile(r"(?=.*[^.])[A-Za-z0-9._+-]{1,64}", re.ASCII)
+
+
+def checked_name(name: str, what: str, plus: bool = False) -> str:
+    """Return a name that is safe as a part of a path, or raise ValueError. plus: `+` is allowed, as in `dpo+catto`.
+
+    >>> checked_name("../escaped", "task")
+    Traceback (most recent call last):
+    ValueError: task name '../escaped': expected letters, digits and ._-, at most 64, not dots alone
+    """
+    if not _NAME.fullmatch(name) or ("+" in name and not plus):
+        signs = "._-+" if plus else "._-"
+        shown = shortened(repr(name), 80)
+        raise ValueError(
+            f"{what} name {shown}: expected letters, digits and {signs}, at most {MOST_NAME}, not dots alone"
+        )
+    return name
 
 
 def content_hash(value: object, length: int = 16) -> str:

@@ -6,8 +6,9 @@ Commands import the heavy libraries inside their functions, so that `catto --hel
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -63,10 +64,26 @@ def catto(
     """Align language models on preferences and keep their confidence honest."""
 
 
+# The library's class of wrong options, arguments and commands; which module holds it depends on the version.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _refuse_usage(error: BaseException) -> NoReturn:
+    """Tell a wrong option in one line; a group without a command has printed its help."""
+    message = str(getattr(error, "format_message", lambda: error)()).strip()
+    path = getattr(getattr(error, "ctx", None), "command_path", "catto")
+    if not message:
+        sys.exit(2)
+    refuse(f"{message.rstrip('.')}; see {path} --help")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; bad input is one line on stderr and exit code 2, anything unexpected a traceback."""
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="catto")
+        given = None if arguments is None else list(arguments)
+        sys.exit(app(args=given, prog_name="catto", standalone_mode=False) or 0)
+    except UsageError as error:
+        _refuse_usage(error)
     except DataError as error:
         refuse(str(error))
     except OSError as error:

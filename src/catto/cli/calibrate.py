@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from catto.cli.checks import MOST_SEED, warn_few, writable_file
 from catto.cli.console import number, print_table, progress, refuse, say, span, table, warn
 from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
 
@@ -47,9 +48,10 @@ def fit(
     unparsed: UnparsedOption = "fallback",
     confidence_column: ConfidenceColumn = "confidence",
     correct_column: CorrectColumn = "correct",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
+    from catto.evaluation.calibrators import TAU_RANGE, Temperature
     from catto.evaluation.recalibration import fit_file
     from catto.evaluation.tables import Names
 
@@ -57,7 +59,11 @@ def fit(
         refuse(f"--on labels: works with --method temperature, not {method}")
     if out.suffix.lower() != ".json":
         refuse(f"--out: {out} must end in .json")
+    writable_file("--out", out)
     fitted, answers = fit_file(file, method, on, Names(confidence_column, correct_column), unparsed, out)
+    warn_few(len(answers), file, "a calibrator follows single answers")
+    if isinstance(fitted.calibrator, Temperature) and fitted.calibrator.tau in TAU_RANGE:
+        warn(f"{file}: tau {fitted.calibrator.tau:g} is the end of its range, so these answers do not determine it")
     _show(answers, fitted.confidences(answers), seed)
     say(f"Wrote {out}. These are the rows it was fitted on: measure it on others.")
 
@@ -75,7 +81,7 @@ def apply(
     unparsed: UnparsedOption = "fallback",
     confidence_column: ConfidenceColumn = "confidence",
     correct_column: CorrectColumn = "correct",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
     from catto.evaluation.recalibration import apply_file, open_fitted
@@ -83,6 +89,7 @@ def apply(
 
     if out.suffix.lower() != ".jsonl":
         refuse(f"--out: {out} must end in .jsonl")
+    writable_file("--out", out)
     fitted = open_fitted(calibrator, on)
     answers, calibrated = apply_file(fitted, file, Names(confidence_column, correct_column), out)
     _warn_shared(fitted, answers)

@@ -7,15 +7,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from catto.problems import shortened
+
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["folder_for", "number", "print_json", "print_table", "progress", "refuse", "say", "span", "table", "warn"]
+__all__ = ["number", "print_json", "print_table", "progress", "refuse", "say", "span", "table", "warn"]
+
+
+# A path or two, and a message that is bounded itself.
+LONGEST = 1200
 
 
 def refuse(message: str) -> NoReturn:
@@ -24,17 +29,9 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def folder_for(path: Path) -> Path:
-    """Return where files are to be written; a file that stands in the way is refused."""
-    there = next(place for place in (path, *path.parents, Path()) if place.exists())
-    if not there.is_dir():
-        refuse(f"--out {path}: {there} is a file, give a folder")
-    return path
-
-
 def warn(message: str) -> None:
-    """Say one line on stderr."""
-    typer.echo(f"catto: {' '.join(message.split())}", err=True)
+    """Say one short line on stderr."""
+    typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
 
 
 def say(message: str) -> None:

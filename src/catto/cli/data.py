@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from catto.cli import completing
+from catto.cli.checks import MOST_SEED
 from catto.cli.console import print_json, print_table, refuse, say, table
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def data(
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Folder of local copies.", show_default="the hub")] = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions are shown.")] = "train",
-    seed: Annotated[int, typer.Option(help="Seed of the splits.")] = 0,
-    n: Annotated[int, typer.Option("--n", min=0, help="How many questions are shown.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits.")] = 0,
+    n: Annotated[int, typer.Option("--n", min=0, max=100_000, help="How many questions are shown.")] = 3,
     stats: Annotated[
         bool, typer.Option("--stats", help="Count labels, dropped rows and leaks of every split.")
     ] = False,

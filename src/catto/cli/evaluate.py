@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from catto.cli import completing
-from catto.cli.console import folder_for, refuse, say
+from catto.cli.checks import MOST_SEED, finite, needs, server_url, writable_folder
+from catto.cli.console import refuse, say
+from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from catto.engines import Engine
@@ -39,21 +42,33 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or the server's name for its model.")],
     task: Annotated[str, typer.Option(help="Task whose questions are asked.", autocompletion=completing.tasks)],
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
-    n: Annotated[int | None, typer.Option(min=1, help="How many questions.", show_default="all of the task's")] = None,
-    k: Annotated[int, typer.Option(min=1, help="Samples a question; above 1 give a temperature.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the samples; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 512,
+    n: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="How many questions.", show_default="all of the task's")
+    ] = None,
+    k: Annotated[
+        int, typer.Option(min=1, max=MOST_SAMPLES, help="Samples a question; above 1 give a temperature.")
+    ] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, callback=finite, help="Of the samples; 0 is greedy.")
+    ] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
     reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    split_seed: Annotated[int, typer.Option(min=0, help="Seed of the splits, 0 to 4.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the samples.")] = 0,
+    split_seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits, 0 to 4.")] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data; else the hub.")] = None,
     engine: Annotated[EngineName, typer.Option(help="Who runs the model.")] = "transformers",
     base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
-    batch_size: Annotated[int, typer.Option(min=1, help="Responses at once.")] = 16,
-    deadline: Annotated[float, typer.Option(min=1.0, help="Server: seconds for a whole reply, with retries.")] = 1800.0,
+    batch_size: Annotated[int, typer.Option(min=1, max=100_000, help="Responses at once.")] = 16,
+    deadline: Annotated[
+        float,
+        typer.Option(min=1.0, max=1e6, callback=finite, help="Server: seconds for a whole reply, with retries."),
+    ] = 1800.0,
     max_refused: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Server: stop above this share of refused questions; 1: never.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, callback=finite, help="Server: stop above this share of refused questions; 1: never."
+        ),
     ] = 0.2,
     retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run goes on there.")] = Path("eval"),
@@ -63,30 +78,37 @@ def evaluate(
     Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Requests that a server
     refuses for good are listed in predictions.refused.jsonl.
     """
-    from catto.engines.server import ServerError
-    from catto.evaluation.confidence import evaluate as run
-
-    folder_for(out)
+    file = out / "predictions.jsonl"
+    settings = {"k": k, "temperature": temperature, "seed": seed, "max_tokens": max_tokens, "reasoning": reasoning}
+    writable_folder("--out", out)
+    _check_engine(engine, model, base_url)
     questions = _questions(task, split, n, split_seed, data_dir)
+    refusals = {"retry_refused": retry_refused, "max_refused": max_refused}
+    opened = partial(_engine, engine, model, base_url, api_key_env, batch_size, deadline)
+    _answer(opened, questions, settings, refusals, file)
+    _show(file)
+
+
+def _answer(
+    open_engine: Callable[[], Engine],
+    questions: list[Question],
+    settings: dict[str, Any],
+    refusals: dict[str, Any],
+    file: Path,
+) -> None:
+    from catto.engines.server import ServerError
+    from catto.evaluation.confidence import check_questions
+    from catto.evaluation.confidence import evaluate as run
+    from catto.evaluation.predictions import check_settings
+
     try:
-        made = _engine(engine, model, base_url, api_key_env, batch_size, deadline)
-        with counting(len(questions) * k) as progress:
-            run(
-                made,
-                questions,
-                k=k,
-                temperature=temperature,
-                seed=seed,
-                max_tokens=max_tokens,
-                reasoning=reasoning,
-                out=out / "predictions.jsonl",
-                progress=progress,
-                retry_refused=retry_refused,
-                max_refused=max_refused,
-            )
+        check_questions(questions, settings["k"], settings["temperature"])
+        check_settings(file, settings)
+        made = open_engine()
+        with counting(len(questions) * settings["k"]) as progress:
+            run(made, questions, **settings, **refusals, out=file, progress=progress)
     except (ValueError, ServerError, ImportError) as error:
         refuse(str(error))
-    _show(out / "predictions.jsonl")
 
 
 def _questions(task: str, split: Split, n: int | None, seed: int, data_dir: Path | None) -> list[Question]:
@@ -98,11 +120,25 @@ def _questions(task: str, split: Split, n: int | None, seed: int, data_dir: Path
         refuse(str(error))
 
 
+def _check_engine(name: EngineName, model: str, base_url: str | None) -> None:
+    """Tell what is missing for the engine before it is loaded."""
+    from catto.engines.places import check_model
+
+    if (base_url is None) == (name == "server"):
+        refuse("--engine server needs --base-url, and no other engine takes it")
+    if base_url is not None:
+        server_url("--base-url", base_url)
+        return
+    check_model(model)
+    if name == "vllm":
+        needs("vllm", "vllm", "--engine vllm")
+    else:
+        needs("torch", "train", "--engine transformers")
+
+
 def _engine(
     name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
 ) -> Engine:
-    if (base_url is None) == (name == "server"):
-        refuse("--engine server needs --base-url, and no other engine takes it")
     if name == "server":
         from catto.engines.server import ServerEngine
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from catto.cli import completing
-from catto.cli.console import folder_for, refuse, warn
+from catto.cli.checks import needs, places, writable_folder
+from catto.cli.console import refuse, warn
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -45,7 +46,7 @@ QUIET = {
 def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
     """Read a recipe with its overrides; a task that nobody knows or a seed without splits is told at once."""
     from catto.recipe import suggestion
-    from catto.recipe_file import load
+    from catto.recipe_file import blamed, load
     from catto.tasks import TASKS
     from catto.tasks.rows import SEEDS
 
@@ -53,37 +54,44 @@ def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
     for name, block in recipe.tasks.items():
         if name not in TASKS and block.path is None:
             known = ", ".join(TASKS)
-            refuse(f"{source}: tasks.{name}: neither one of {known} nor given a path{suggestion(name, TASKS)}")
+            told = blamed(source, overrides or (), ("tasks", name))
+            refuse(f"{told}: tasks.{name}: neither one of {known} nor given a path{suggestion(name, TASKS)}")
         # The embedded world is made from any seed; other splits are fixed by theirs.
         split_seeds = recipe.seeds if name == "witnesses" else TASKS[name].seeds if block.path is None else SEEDS
         for seed in recipe.seeds:
             if seed not in split_seeds:
-                refuse(f"{source}: seeds: {seed} is not one of {name}'s split seeds {', '.join(map(str, split_seeds))}")
+                told = blamed(source, overrides or (), ("seeds",))
+                refuse(f"{told}: seeds: {seed} is not one of {name}'s split seeds {', '.join(map(str, split_seeds))}")
     return recipe
 
 
 def folder(recipe: Recipe, out: Path | None) -> Path:
-    """Where the experiment lies; a file of that name is refused."""
-    return folder_for(Path("runs") / recipe.name if out is None else out)
+    """Where the experiment lies; a place that cannot be written to is told before anything runs."""
+    root = Path("runs") / recipe.name if out is None else out
+    writable_folder("--out", root)
+    return root
 
 
 def one_task(recipe: Recipe, task: str | None) -> str:
     """The task that is meant: the one named, that of `train_on`, or the only one."""
+    from catto.recipe import suggestion
+
     if task is None:
         task = recipe.train_on or next(iter(recipe.tasks))
         if recipe.train_on is None and len(recipe.tasks) > 1:
             refuse(f"--task: the recipe has several, name one of {', '.join(recipe.tasks)}")
     if task not in recipe.tasks:
-        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}")
+        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{suggestion(task, recipe.tasks)}")
     return task
 
 
-def go(recipe: Recipe, root: Path, goals: Sequence[Stage], retry_refused: bool = False) -> None:
+def go(source: str, recipe: Recipe, root: Path, goals: Sequence[Stage], retry_refused: bool = False) -> None:
     """Run what is missing; leave with exit code 1 where a stage failed, 130 where a person stopped it."""
     from catto.cli.display import shown
     from catto.experiment.retry import refused_stages, retry
     from catto.experiment.runner import run
 
+    places(source, recipe)
     _check_torch(root, goals)
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
@@ -105,10 +113,8 @@ def go(recipe: Recipe, root: Path, goals: Sequence[Stage], retry_refused: bool =
 
 def _check_torch(root: Path, goals: Sequence[Stage]) -> None:
     """Tell at once, and not after the teacher was paid, that something is to be trained and cannot be."""
-    from importlib.util import find_spec
-
     from catto.experiment.stages import done, ordered
 
     trained = [stage.name for stage in ordered(list(goals)) if stage.kind == "train" and not done(root, stage)]
-    if trained and find_spec("torch") is None:
-        refuse("training needs torch: pip install 'catto[train]'")
+    if trained:
+        needs("torch", "train", "training")

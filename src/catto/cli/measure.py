@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from catto.cli.checks import MOST_SEED, finite, warn_few, writable_file
 from catto.cli.console import print_json, progress, refuse
 from catto.cli.measured import Result, document, show
+from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
     from catto.evaluation.summary import Judged, Settings, Summary
@@ -44,14 +46,19 @@ UnparsedOption = Annotated[
 
 def measure(
     file: Annotated[Path, typer.Argument(help="JSON lines, JSON or CSV (.gz too), of any model of anybody.")],
-    bins: Annotated[int, typer.Option(min=1, help="Confidence bins of equal width.")] = 20,
+    bins: Annotated[int, typer.Option(min=1, max=MOST_BINS, help="Confidence bins of equal width.")] = 20,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names, or `all`.")] = None,
     resamples: Annotated[
-        int | None, typer.Option(min=1, help="Bootstrap resamples.", show_default="1000; 200 above 200,000 rows")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RESAMPLES, help="Bootstrap resamples.", show_default="1000; 200 above 200,000 rows"
+        ),
     ] = None,
-    level: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Level of the intervals and bands.")] = 0.95,
+    level: Annotated[
+        float, typer.Option(min=0.01, max=0.9999, callback=finite, help="Level of the intervals and bands.")
+    ] = 0.95,
     method: Annotated[Literal["percentile", "bca"], typer.Option(help="Kind of bootstrap interval.")] = "percentile",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
     by: Annotated[str | None, typer.Option(help="Column: measure each of its values apart.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another file, paired with this one by question id.")] = None,
     unparsed: UnparsedOption = "fallback",
@@ -66,7 +73,7 @@ def measure(
     or `label_logprobs` (label -> log-probability) and `gold`. With a column `question` (or `id`), whole questions are
     resampled.
     """
-    from catto.evaluation.summary import Settings, chosen
+    from catto.evaluation.summary import Settings, check_paired, chosen
     from catto.evaluation.tables import Names, read_table
 
     _check_figure(figure)
@@ -76,13 +83,16 @@ def measure(
         refuse(f"--metrics: {error}")
     names = Names(confidence_column, correct_column, by)
     answers = read_table(file, names, unparsed)
+    other = None if compare is None else read_table(compare, replace(names, by=None), unparsed)
+    if other is not None:
+        check_paired(answers, other)
     slices = answers.slices() if by is not None else {}
     whole, *parts = _summaries([answers, *slices.values()], settings)
-    other = None if compare is None else read_table(compare, replace(names, by=None), unparsed)
     comparison = None if other is None else _compared(answers, other, settings)
     result = Result(file, unparsed, whole, by, dict(zip(slices, parts, strict=True)), compare, comparison)
     if figure is not None:
         _draw(figure, answers, slices, result)
+    warn_few(len(answers), file, "intervals are too narrow")
     if as_json:
         print_json(document(result))
     else:
@@ -92,6 +102,8 @@ def measure(
 def _check_figure(figure: Path | None) -> None:
     if figure is not None and figure.suffix.lower() not in FIGURES:
         refuse(f"--figure: {figure} ends in {figure.suffix or 'nothing'!r}, expected {', '.join(FIGURES)}")
+    if figure is not None:
+        writable_file("--figure", figure)
 
 
 def _summaries(tables: list[Table], settings: Settings) -> list[Summary]:

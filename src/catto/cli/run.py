@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catto.cli.console import print_json, print_table, say, table
+from catto.cli.checks import MOST_SEED
+from catto.cli.console import print_json, print_table, refuse, say, table
 from catto.cli.experiment import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ RUN_EXAMPLES = """
 """
 
 STANDINGS = ("done", "begun", "to do")
-SeedOption = Annotated[list[int] | None, typer.Option("--seed", help="Only these seeds. May stand several times.")]
+SeedOption = Annotated[
+    list[int] | None, typer.Option("--seed", min=0, max=MOST_SEED, help="Only these seeds. May stand several times.")
+]
 
 
 def plan(
@@ -65,6 +68,8 @@ def _described(root: Path, stage: Stage, standing: str) -> dict[str, object]:
 
 
 def _read(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
+    if seeds and len(set(seeds)) < len(seeds):
+        refuse(f"--seed: one stands twice in {', '.join(map(str, seeds))}")
     return opened(recipe, [*(sets or ()), *([f"seeds={list(seeds)}"] if seeds else [])])
 
 
@@ -112,7 +117,7 @@ def run(
 
     read = _read(recipe, sets, seeds)
     root, goal = folder(read, out), Graph(read).report()
-    go(read, root, [goal], retry_refused)
+    go(recipe, read, root, [goal], retry_refused)
     _show_results(place(root, goal))
     page = _published(place(root, goal) / "report.html", root)
     if page is not None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from catto.cli.checks import MOST_SEED, finite
 from catto.cli.console import number, print_json, print_table, refuse, say, span, table
+from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,16 +34,22 @@ EXAMPLES = """
 
 def select(
     file: Annotated[Path, typer.Argument(help="Predictions with several samples a question.")],
-    k: Annotated[list[int], typer.Option(min=1, help="How many samples to choose from: `--k 4 8`.")],
-    more: Annotated[list[int] | None, typer.Argument(min=1, metavar="", hidden=True)] = None,
+    k: Annotated[list[int], typer.Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
+    more: Annotated[list[int] | None, typer.Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
     tau: Annotated[
         float | None,
-        typer.Option(help="Rank by the label's confidence at this temperature.", show_default="as the file states it"),
+        typer.Option(
+            min=0.01,
+            max=100.0,
+            callback=finite,
+            help="Rank by the label's confidence at this temperature.",
+            show_default="as the file states it",
+        ),
     ] = None,
     fit_tau: Annotated[
         Path | None, typer.Option(help="Fit the ranking's tau on these greedy validation predictions.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the intervals' resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
     """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.

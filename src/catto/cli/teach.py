@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from catto.cli.checks import places
 from catto.cli.console import refuse, say
 from catto.cli.experiment import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
 
@@ -40,19 +41,22 @@ def teach(
     from catto.experiment.graph import Graph
 
     read = opened(recipe, sets)
+    places(recipe, read)
     root, graph, tasks = folder(read, out), Graph(read), _tasks(read, task)
     if dry_run:
         for name in tasks:
             _estimate(read, root, name, graph.responses(name), retry_refused)
         return
-    go(read, root, [graph.teacher(name) for name in tasks], retry_refused)
+    go(recipe, read, root, [graph.teacher(name) for name in tasks], retry_refused)
     for name in tasks:
         _show(root, name, graph.teacher(name))
 
 
 def _tasks(recipe: Recipe, task: str | None) -> list[str]:
+    from catto.recipe import suggestion
+
     if task is not None and task not in recipe.tasks:
-        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}")
+        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{suggestion(task, recipe.tasks)}")
     return [task] if task is not None else [recipe.train_on] if recipe.train_on is not None else list(recipe.tasks)
 
 
@@ -62,8 +66,12 @@ def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage, retry_refused
     from catto.teacher import dry_run
 
     stored = place(root, stage) if done(root, stage) else part(root, stage)
-    questions = _questions(root, stage.needs["questions"])
-    for line in dry_run(questions, None, recipe.teacher, stored, retry_refused=retry_refused).lines():
+    try:
+        questions = _questions(root, stage.needs["questions"])
+        found = dry_run(questions, None, recipe.teacher, stored, retry_refused=retry_refused)
+    except ValueError as error:
+        refuse(f"{task}: {error}")
+    for line in found.lines():
         say(f"{task}: {line}")
 
 

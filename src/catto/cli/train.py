@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from catto.cli import completing
+from catto.cli.checks import MOST_SEED, needs, writable_folder
 from catto.cli.console import refuse, say
 from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
 from catto.methods import METHODS, SCALED
@@ -33,7 +34,9 @@ def train(
     recipe: RecipeArgument,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.", autocompletion=completing.methods)],
     task: Annotated[str | None, typer.Option(help="The task to train on.", show_default="the only one")] = None,
-    seed: Annotated[int | None, typer.Option(help="The seed.", show_default="the recipe's first")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SEED, help="The seed.", show_default="the recipe's first")
+    ] = None,
     budget: Annotated[
         Literal["paper", "matched"] | None, typer.Option(help="How much it trains.", show_default="the recipe's first")
     ] = None,
@@ -46,9 +49,15 @@ def train(
 
     _check(method)
     read = opened(recipe, sets)
+    if seed is not None and seed not in read.seeds:
+        refuse(
+            f"--seed: {seed} is not one of the recipe's seeds {', '.join(map(str, read.seeds))}; --set seeds=[{seed}]"
+        )
+    if budget is not None and budget not in read.budgets:
+        refuse(f"--budget: {budget} is not one of the recipe's budgets {', '.join(read.budgets)}")
     root, name, number = folder(read, out), one_task(read, task), read.seeds[0] if seed is None else seed
     goal = Graph(read).chosen(name, number, method, budget or read.budgets[0])
-    go(read, root, [goal])
+    go(recipe, read, root, [goal])
     trained = chosen(root, goal)
     say(f"{method} on {name}, seed {number}, learning rate {trained.settings['learning_rate']:g}")
     say(str(place(root, trained) / "model"))
@@ -70,10 +79,10 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(help="The new folder.")],
 ) -> None:
     """Write the model of a GGUF file as an ordinary checkpoint that can be trained."""
-    try:
-        from catto.training.gguf import import_gguf as convert
-    except ImportError as error:
-        refuse(f"this needs {error.name}: pip install 'catto[train]'")
+    from catto.training.gguf import import_gguf as convert
+
+    writable_folder("OUT", out)
+    needs("torch", "train", "import-gguf")
     try:
         say(f"Wrote {convert(source, out)}.")
     except ValueError as error:

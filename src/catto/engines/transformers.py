@@ -17,6 +17,7 @@ from torch import Tensor
 
 from catto.engines import TAU_GRID, Context, Generation, Key, Request, Scores
 from catto.engines.decoding import decode_rows, evaluating, last_logits
+from catto.engines.places import check_model
 from catto.engines.sampling import Row, as_float64
 from catto.prompts import prompt_text
 from catto.records import DataError, Message
@@ -215,7 +216,11 @@ def _split_adapter(path: str | Path) -> tuple[str | Path, str | Path | None]:
 
 def _pretrained(kind: Any, path: str | Path, **options: Any) -> Any:
     """`from_pretrained` without remote code; what it cannot find is told in one line."""
+    check_model(path)
     try:
         return kind.from_pretrained(str(path), trust_remote_code=False, **options)
-    except OSError as error:
-        raise DataError(path, None, str(error).splitlines()[0]) from None
+    except ImportError:
+        raise
+    except Exception as error:  # a damaged file or an unknown architecture may raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(path, None, f"cannot be loaded: {reason}") from None

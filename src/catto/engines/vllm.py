@@ -28,7 +28,10 @@ class VLLMEngine:
     """
 
     def __init__(self, model: str, *, batch_size: int = 256, **options: Any) -> None:
-        import vllm
+        try:
+            import vllm
+        except ModuleNotFoundError as error:
+            raise ImportError(f"this engine needs {error.name}: pip install 'catto[vllm]'", name=error.name) from None
 
         self._vllm = vllm
         self._llm = vllm.LLM(model=model, logprobs_mode="raw_logprobs", **options)

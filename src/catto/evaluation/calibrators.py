@@ -7,8 +7,10 @@ fit, so one that was saved and loaded equals the fitted one to the last bit.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +31,8 @@ from catto.evaluation.binning import (
     reliability,
 )
 from catto.evaluation.calibration import EPSILON, checked_gold, checked_logprobs
-from catto.records import DataError, replacing
+from catto.problems import shortened
+from catto.records import DataError, read_json, replacing
 
 __all__ = [
     "CALIBRATORS",
@@ -47,6 +50,8 @@ __all__ = [
 SCHEMA_VERSION = 1
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
 TAU_RANGE = (0.01, 100.0)
+# A file may hold other taus, slopes and intercepts than a fit gives; beyond this their products overflow.
+LARGEST = 1e9
 
 
 def _logits(confidence: Floats) -> Floats:
@@ -61,8 +66,8 @@ class Temperature:
     tau: float
 
     def __post_init__(self) -> None:
-        if not self.tau > 0.0:
-            raise ValueError(f"tau is {self.tau}, expected a number above 0")
+        if not 1.0 / LARGEST <= self.tau <= LARGEST:
+            raise ValueError(f"tau is {self.tau}, expected a number above 0, from {1 / LARGEST:g} to {LARGEST:g}")
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
@@ -92,6 +97,12 @@ class Temperature:
         return np.asarray(log_softmax(checked_logprobs(label_logprobs) / self.tau, axis=1), dtype=np.float64)
 
 
+def _check_shares(name: str, values: tuple[float, ...]) -> None:
+    for place, value in enumerate(values):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}.{place} is {value}, expected a number in [0, 1]")
+
+
 def _best_tau(slope: Callable[[float], float]) -> float:
     """Return 1 / beta where the slope of the NLL in beta is 0; the NLL is convex in beta, so the slope only rises."""
     low, high = 1.0 / TAU_RANGE[1], 1.0 / TAU_RANGE[0]
@@ -108,6 +119,11 @@ class Platt:
 
     slope: float
     intercept: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("slope", self.slope), ("intercept", self.intercept)):
+            if not abs(value) <= LARGEST:
+                raise ValueError(f"{name} is {value}, expected a number from {-LARGEST:g} to {LARGEST:g}")
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
@@ -134,6 +150,10 @@ class Isotonic:
     def __post_init__(self) -> None:
         if len(self.knots) != len(self.values):
             raise ValueError(f"isotonic has {len(self.knots)} knots and {len(self.values)} values")
+        _check_shares("knots", self.knots)
+        _check_shares("values", self.values)
+        if any(after < before for column in (self.knots, self.values) for before, after in pairwise(column)):
+            raise ValueError("isotonic: knots and values must rise, or stay as they are")
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
@@ -152,6 +172,9 @@ class HistogramBinning:
     """Accuracy of the confidence's equal-width bin; an empty bin answers with its middle."""
 
     values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_shares("values", self.values)
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> Self:
@@ -187,10 +210,11 @@ def from_json(value: object) -> Calibrator:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     if value.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is {value.get('schema_version')!r}, this catto reads {SCHEMA_VERSION}")
+        found = shortened(repr(value.get("schema_version")), 60)
+        raise ValueError(f"schema_version is {found}, this catto reads {SCHEMA_VERSION}")
     kind = value.get("kind")
-    if kind not in CALIBRATORS:
-        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(CALIBRATORS)}")
+    if not isinstance(kind, str) or kind not in CALIBRATORS:
+        raise ValueError(f"kind is {shortened(repr(kind), 60)}, expected one of {', '.join(CALIBRATORS)}")
     columns = {field.name: field.type != "float" for field in fields(CALIBRATORS[kind])}
     if set(value) - {"schema_version", "kind"} != set(columns):
         raise ValueError(f"a {kind} calibrator has the fields {', '.join(columns)}")
@@ -200,10 +224,10 @@ def from_json(value: object) -> Calibrator:
 def _numbers(name: str, value: object, many: bool) -> Any:
     if many:
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{name} is {value!r}, expected a list of numbers")
+            raise ValueError(f"{name} is {shortened(repr(value), 60)}, expected a list of numbers")
         return tuple(_numbers(name, item, many=False) for item in value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, expected a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} is {shortened(repr(value), 60)}, expected a finite number")
     return float(value)
 
 
@@ -216,9 +240,8 @@ def save(calibrator: Calibrator, path: Path) -> None:
 
 def load(path: Path) -> Calibrator:
     """Read a calibrator that `save` wrote; a bad file is one DataError that names it."""
+    value = read_json(path)
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise DataError(path, None, error.strerror or str(error)) from None
+        return from_json(value)
     except ValueError as error:
         raise DataError(path, None, str(error)) from None

@@ -24,6 +24,7 @@ from catto.records import Prediction, Question, Refusal, content_hash
 __all__ = [
     "Answer",
     "Progress",
+    "check_questions",
     "confidence_at",
     "evaluate",
     "evaluate_model",
@@ -156,6 +157,25 @@ def request_seed(seed: int, question: str, sample: int) -> int:
     return int(content_hash([seed, question, sample]), 16) >> 33
 
 
+def check_questions(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
+    """Return the temperature of each sample, or raise ValueError where the questions cannot be asked so."""
+    if k < 1:
+        raise ValueError(f"k is {k}, expected at least 1")
+    each = (temperature,) * k if isinstance(temperature, int | float) else tuple(temperature)
+    if len(each) != k:
+        raise ValueError(f"{len(each)} temperatures for k = {k} samples")
+    if each.count(0) > 1:
+        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
+    seen: set[str] = set()
+    for question in questions:
+        if question.id in seen:
+            raise ValueError(f"question id {question.id!r} stands more than once")
+        seen.add(question.id)
+    if not seen:
+        raise ValueError("no questions to evaluate")
+    return each
+
+
 def _prepared(
     engine: Engine,
     questions: Iterable[Question],
@@ -166,20 +186,8 @@ def _prepared(
     reasoning: bool,
 ) -> tuple[list[Question], Run]:
     """The questions as a list and the run; what cannot be asked is refused."""
-    if k < 1:
-        raise ValueError(f"k is {k}, expected at least 1")
-    each = (temperature,) * k if isinstance(temperature, int | float) else tuple(temperature)
-    if len(each) != k:
-        raise ValueError(f"{len(each)} temperatures for k = {k} samples")
-    if each.count(0) > 1:
-        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
-    asked, seen = list(questions), set[str]()
-    for question in asked:
-        if question.id in seen:
-            raise ValueError(f"question id {question.id!r} stands more than once")
-        seen.add(question.id)
-    if not seen:
-        raise ValueError("no questions to evaluate")
+    asked = list(questions)
+    each = check_questions(asked, k, temperature)
     return asked, Run(engine.name, engine.model, each, seed, max_tokens, reasoning, _chunk(engine, k))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Generic, Self, TypeVar
@@ -65,6 +65,15 @@ class Run:
             digest.update(question.model_dump_json().encode())
             digest.update(repr(messages(question, reasoning=self.reasoning)).encode())
         return content_hash([asdict(self), digest.hexdigest(), VERSION if kind is Prediction else None])
+
+
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded."""
+    if manifest_path(path).exists():
+        notes = read_manifest(path).notes
+        for name, value in settings.items():
+            if name in notes and notes[name] != value:
+                raise DataError(path, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
 
 
 class ChunkFile(Generic[R]):
@@ -224,6 +233,8 @@ class ChunkFile(Generic[R]):
     def _manifest(self, counts: dict[str, int]) -> Manifest:
         versions = library_versions("transformers", "torch", "vllm", "openai")
         notes = {**asdict(self.run), "k": self.run.k}
+        if len(set(self.run.temperatures)) == 1:
+            notes["temperature"] = self.run.temperatures[0]
         if self.kind is Prediction:
             notes["parser"] = VERSION
         return Manifest(

@@ -59,6 +59,8 @@ class Fitted:
 
 def fit_file(path: Path, kind: Kind, on: On, names: Names, unparsed: Unparsed, out: Path) -> tuple[Fitted, Table]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
+    if out.exists() and path.exists() and out.samefile(path):
+        raise DataError(out, None, "is the input: write the calibrator to another file")
     answers = read_table(path, names, unparsed)
     try:
         calibrator = _fit_labels(path) if on == "labels" else CALIBRATORS[kind].fit(answers.confidence, answers.correct)
@@ -66,6 +68,9 @@ def fit_file(path: Path, kind: Kind, on: On, names: Names, unparsed: Unparsed, o
         raise
     except ValueError as error:
         raise DataError(path, None, str(error)) from None
+    if answers.correct.all() or not answers.correct.any():
+        kind_of = "right" if answers.correct.all() else "wrong"
+        raise DataError(path, None, f"all {len(answers)} answers are {kind_of}: fitting needs right and wrong ones")
     fitted = Fitted(calibrator, on, None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS])
     save(calibrator, out)
     write_manifest(out, _manifest(fitted, path, len(answers)))
@@ -87,13 +92,22 @@ def _manifest(fitted: Fitted, path: Path, rows: int) -> Manifest:
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
     """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
     calibrator = load(path)
-    if manifest_path(path).exists():
+    place = manifest_path(path)
+    if place.exists():
         notes = read_manifest(path).notes
-        questions = notes.get("questions")
-        return Fitted(calibrator, on or notes.get("on", "confidence"), None if questions is None else tuple(questions))
+        noted, questions = notes.get("on", "confidence"), notes.get("questions")
+        if noted not in ("confidence", "labels"):
+            raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
+        if questions is not None and not _texts(questions):
+            raise DataError(place, None, "notes.questions: expected a list of texts")
+        return Fitted(calibrator, on or noted, None if questions is None else tuple(questions))
     if on is None:
-        raise DataError(manifest_path(path), None, "missing, so say what the calibrator reads: --on confidence|labels")
+        raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
     return Fitted(calibrator, on)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _digests(questions: Iterable[str]) -> tuple[str, ...]:
@@ -107,15 +121,24 @@ def shared_questions(fitted: Fitted, answers: Confidences) -> int:
 
 def apply_file(fitted: Fitted, path: Path, names: Names, out: Path) -> tuple[Confidences, Floats]:
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
+    if out.exists() and path.exists() and out.samefile(path):
+        raise DataError(out, None, "is the input: write the calibrated answers to another file")
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers)
     with replacing(out) as file:
         pairs = zip(read_rows(path), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
-            if f"{names.confidence}_raw" in fields:
+            if fields.get(f"{names.confidence}_raw") is not None:  # catto's own predictions have it, as null
                 raise DataError(path, row, f"{names.confidence}_raw: there already, so the row was calibrated before")
-            file.write(json.dumps(_replaced(fields, names.confidence, stated, new), ensure_ascii=False) + "\n")
+            file.write(_line(path, row, _replaced(fields, names.confidence, stated, new)))
     return answers, calibrated
+
+
+def _line(path: Path, row: int, fields: dict[str, Any]) -> str:
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
+        raise DataError(path, row, "holds a value that JSON has no form for (NaN, Infinity or a date)") from None
 
 
 def _replaced(fields: dict[str, Any], name: str, stated: float, new: float) -> dict[str, Any]:

@@ -36,6 +36,7 @@ __all__ = [
     "Measured",
     "Settings",
     "Summary",
+    "check_paired",
     "chosen",
     "compared",
     "jsonable",
@@ -281,9 +282,7 @@ def _mark(name: str, found: Comparison, corrected: float) -> str:
 def compared(a: Table, b: Table, settings: Settings | None = None, tick: Tick | None = None) -> dict[str, Comparison]:
     """Compare two tables of one answer a question, paired by question id, metric by metric."""
     settings = settings or Settings()
-    answers = [_answers(table) for table in (a, b)]
-    _same_questions(a, b)
-    _same_questions(b, a)
+    answers = check_paired(a, b)
     return {
         name: compare(
             function if tick is None else _ticking(function, tick),
@@ -294,6 +293,14 @@ def compared(a: Table, b: Table, settings: Settings | None = None, tick: Tick | 
         ).held()
         for name, function in _functions(settings, None).items()
     }
+
+
+def check_paired(a: Table, b: Table) -> tuple[Answers, Answers]:
+    """Return both as answers by question, or raise a DataError where they do not answer the same questions once."""
+    answers = _answers(a), _answers(b)
+    _same_questions(a, b)
+    _same_questions(b, a)
+    return answers
 
 
 def _answers(table: Table) -> Answers:

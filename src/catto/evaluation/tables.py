@@ -39,6 +39,8 @@ Read = Callable[[Fields], Any]
 QUESTION_COLUMNS = ("question", "id")
 # Stands where a row has fewer labels than others: at every temperature that a fit may reach its probability is 0.
 NO_LABEL = -1e6
+# Each slice is resampled a thousand times; a column of more values is an id, not a kind.
+MOST_SLICES = 500
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Table(Confidences):
         rows: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
             rows.setdefault(value, []).append(row)
+        if len(rows) > MOST_SLICES:
+            raise DataError(self.source, None, f"--by: {len(rows):,} different values, expected at most {MOST_SLICES}")
         return {value: self.picked(np.array(rows[value], dtype=np.intp)) for value in sorted(rows)}
 
     def unparsed_wrong(self) -> Self:

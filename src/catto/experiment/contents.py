@@ -8,7 +8,7 @@ from pathlib import Path
 
 from catto.experiment.data import task_of
 from catto.recipe import TaskSettings
-from catto.records import DataError, content_hash
+from catto.records import DataError, content_hash, opened
 from catto.tasks.sources import LocalFiles, find
 
 # Files up to this size are read whole, larger ones (weights) in so many pieces from the first byte to the last.
@@ -26,9 +26,9 @@ def task_contents(name: str, settings: TaskSettings) -> str | None:
 
 def contents(place: str | None) -> str | None:
     """Hash of a file, or of the files in a folder; None where there is neither, as for a name on the hub."""
-    if place is None or not Path(place).exists():
+    path = Path(place or "")
+    if place is None or not (path.is_file() or path.is_dir()):
         return None
-    path = Path(place)
     return _hash([path] if path.is_file() else (file for file in path.iterdir() if file.is_file()))
 
 
@@ -40,9 +40,9 @@ def _hash(files: Iterable[Path]) -> str | None:
 
 def _digest(path: Path) -> str:
     size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
+    with opened(path, plain=True) as file:
         if size <= WHOLE:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         for number in range(PIECES):
             file.seek((size - PIECE) * number // (PIECES - 1))
             digest.update(file.read(PIECE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ __all__ = ["DEFINITIONS", "Drawn", "page"]
 # What is known of the samples and is no share.
 RAW = ("sampling_temperature", "tau", "questions_with_both")
 TEMPLATES = Path(__file__).parent / "templates"
+SCRIPTS = ("report.js", "browser.js")  # as they follow each other in the page's one script element
 DEFINITIONS: dict[str, tuple[str, str]] = {
     **{name: (metric.title, metric.definition) for name, metric in METRICS.items()},
     "null": (
@@ -136,11 +139,23 @@ def _environment() -> Environment:
         "budget_title": budget_title,
         "method_group": method_group,
         "method_title": method_title,
+        "policy": _policy,
         "setting": setting,
         "task_title": task_title,
         "themed": themed,
     }
     return environment
+
+
+def _policy() -> str:
+    """What the page may do: run its own script, which is known by its hash, and load nothing.
+
+    Styles stay open: figures and dots carry theirs as attributes, which no hash covers.
+    """
+    script = "".join(_asset(name) for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
 
 
 def _asset(name: str) -> Markup:

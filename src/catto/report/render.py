@@ -90,7 +90,10 @@ def _rules(table: Table) -> str:
 
 
 def _latex_line(line: Line) -> str:
-    return " & ".join([_latex_text(line.title), *map(_latex_entry, line.entries)]) + r" \\"
+    title = _latex_text(line.title)
+    # After the `\\` of the row before, a bracket would be its length and a star its variant.
+    title = f"{{}}{title}" if title.startswith(("[", "*")) else title
+    return " & ".join([title, *map(_latex_entry, line.entries)]) + r" \\"
 
 
 def _latex_text(text: str) -> str:
@@ -123,8 +126,20 @@ def csv_text(table: Table) -> str:
         for column, entry in zip(table.columns, line.entries, strict=True):
             place = [table.name, table.budget or "", line.block, line.method, column.task]
             head = " ".join(part for part in (column.top, column.name) if part)
-            writer.writerow([*place, head, column.metric, *_csv_entry(entry)])
+            writer.writerow([*map(_csv_cell, [*place, head, column.metric, *_csv_entry(entry)])])
     return out.getvalue()
+
+
+def _csv_cell(text: str) -> str:
+    """Keep a spreadsheet from reading a text as a formula: one line, and a quote before it unless it is a number."""
+    text = " ".join(text.split())  # the writer quotes no carriage return, and some readers end a row there
+    if not text.startswith(("=", "+", "-", "@")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def _csv_entry(entry: Entry) -> list[str]:

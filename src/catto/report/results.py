@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from catto.methods import Budget
-from catto.records import Record
+from catto.records import Record, checked_name
 
 # Raised when a number changes its meaning or the page its make: a report of another version is made again.
 VERSION = 4
@@ -43,6 +43,12 @@ class Cell(Record):
     sampling_temperature: float | None = None  # at which the candidates were drawn
     candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
     training: Training | None = None
+
+    @field_validator("task", "trained_on", "method")
+    @classmethod
+    def _named(cls, value: str, info: Any) -> str:
+        """Tables and figures are files named for these."""
+        return checked_name(value, info.field_name, plus=info.field_name == "method")
 
 
 class Results(Record):

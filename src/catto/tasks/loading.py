@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from catto.recipe import suggestion
 from catto.records import SPLITS, DataError, Option, Question, Split
 from catto.tasks.hashing import content_id, content_key, group_key, names_letters, permutation, rank
 from catto.tasks.occurrences import Occurrences
@@ -83,7 +84,7 @@ def load(
 def _checked(task: str | Task, split: Split, seed: int, limit: int | None) -> Task:
     if isinstance(task, str):
         if task not in TASKS:
-            raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}")
+            raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{suggestion(task, TASKS)}")
         task = TASKS[task]
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from catto.records import SPLITS
+from catto.records import SPLITS, checked_name
 from catto.tasks.rows import LETTERS, SEEDS, Cut, Files, Raw, Row, RowError, Task, lookup, text, texts
 
 Answer = Literal["label", "index", "text"]
@@ -89,7 +89,7 @@ def from_file(
     files: Files = path if isinstance(path, Mapping) else {"train": path}
     shares = {split: share for split, share in zip(SPLITS[1:], fractions[1:], strict=True) if split not in files}
     return Task(
-        name=name,
+        name=checked_name(name, "task"),
         labels=LETTERS,
         licence=licence,
         source="; ".join(map(str, files.values())),

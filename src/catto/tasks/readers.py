@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from catto.records import MAX_LINE_BYTES, DataError, opened, read_objects
+from catto.problems import listed, parse_json
+from catto.records import MAX_LINE_BYTES, DataError, decoded, opened, read_json, read_objects
 
+# A JSON file is held whole, also when it was gzipped from nothing; more rows than this belong into JSON lines.
+MOST_JSON_BYTES = 2**29
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -36,13 +39,7 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    with opened(path) as file:
-        try:
-            value = json.loads(file.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise DataError(path, None, f"not UTF-8 at byte {error.start}") from None
-        except ValueError as error:
-            raise DataError(path, None, f"not JSON: {error}") from None
+    value = read_json(path, MOST_JSON_BYTES)
     rows = value.get("data") if isinstance(value, dict) else value
     if not isinstance(rows, list):
         raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}')
@@ -60,10 +57,7 @@ def _text_lines(path: Path) -> Iterator[str]:
             line_number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(path, None, f"line {line_number} is longer than {MAX_LINE_BYTES // 2**20} MB")
-            try:
-                yield line.decode("utf-8-sig" if line_number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(path, None, f"line {line_number}: not UTF-8 at byte {error.start}") from None
+            yield decoded(line, path, line_number, "line")
 
 
 def _read_csv(path: Path, columns: tuple[str, ...] | None) -> Rows:
@@ -71,7 +65,7 @@ def _read_csv(path: Path, columns: tuple[str, ...] | None) -> Rows:
     try:
         for values in csv.reader(_text_lines(path), strict=True):
             if names is None:
-                names = tuple(values)
+                names = _header(path, values)
             elif values:
                 number += 1
                 yield number, _named(path, number, names, values)
@@ -79,9 +73,31 @@ def _read_csv(path: Path, columns: tuple[str, ...] | None) -> Rows:
         raise DataError(path, number + 1, f"not CSV: {error}") from None
 
 
+def _header(path: Path, names: list[str]) -> tuple[str, ...]:
+    """Check the names of the columns; what is another format, or was separated by other signs, is told so."""
+    whole = ",".join(names)
+    if whole.startswith(("{", "[")) and _is_json(whole):
+        raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
+    if len(names) == 1:
+        for sign, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+            if sign in whole:
+                raise DataError(path, None, f"columns are separated by {word}, expected commas (and points in numbers)")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(path, None, f"column {twice[0]!r} stands twice in the header")
+    return tuple(names)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return text.startswith('{"')
+    return True
+
+
 def _named(path: Path, number: int, names: tuple[str, ...], values: list[str]) -> dict[str, Any]:
     if len(values) != len(names):
-        raise DataError(path, number, f"expected {len(names)} columns ({', '.join(names)}), got {len(values)}")
+        raise DataError(path, number, f"expected {len(names)} columns ({listed(names)}), got {len(values)}")
     return dict(zip(names, values, strict=True))
 
 

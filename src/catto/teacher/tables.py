@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from catto.engines.places import is_hub_id
 from catto.records import DataError
 from catto.tasks.readers import SUFFIXES, kind, read_rows
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 def read_table(place: str) -> Iterator[Row]:
     """Yield the rows of a file, of a folder's files in order of name, or of a hub dataset's train split."""
     path = Path(place)
-    if not path.exists() and not kind(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", place):
+    if not path.exists() and not kind(path) and "/" in place and is_hub_id(place):
         yield from _hub(place)
         return
     files = sorted(file for file in path.iterdir() if kind(file)) if path.is_dir() else [path]
@@ -38,8 +38,10 @@ def read_table(place: str) -> Iterator[Row]:
 
 
 def _hub(name: str) -> Iterator[Row]:
-    from datasets import load_dataset
-
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError(name, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
     try:
         rows = load_dataset(name, split="train")
     except Exception as error:  # the hub's errors share no class

@@ -9,8 +9,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from catto.records import DataError, opened
 
 _PART = re.compile(r"\.gguf\.part\d+$")  # a large file is split over packages: name.gguf.part00, .part01, ...
 
@@ -28,20 +27,37 @@ def import_gguf(source: str | Path, out: Path, *, dtype: str = "float32") -> Pat
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         whole = _gguf_file(source, Path(scratch))
         made = Path(scratch) / "model"
-        _convert(whole, made, getattr(torch, dtype))
+        _check_magic(whole)
+        _convert(whole, made, dtype)
         if out.exists():
             out.rmdir()
         made.rename(out)
     return out
 
 
-def _convert(whole: Path, folder: Path, dtype: torch.dtype) -> None:
+def _check_magic(whole: Path) -> None:
+    """Refuse a file that does not begin as GGUF does, before torch is imported to read it."""
+    with opened(whole) as file:
+        start = file.read(4)
+    if start != b"GGUF":
+        raise DataError(whole, None, f"not a GGUF file: expected it to begin with b'GGUF', got {start!r}")
+
+
+def _convert(whole: Path, folder: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = {"pretrained_model_name_or_path": whole.parent, "gguf_file": whole.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(whole.parent, gguf_file=whole.name, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(**place, dtype=getattr(torch, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(**place)
     except ImportError as error:
         raise ValueError(f"reading {whole.name} needs another package (pip install gguf): {error}") from None
+    except Exception as error:  # the reader walks the file by the lengths it states: a damaged one may raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(whole, None, f"damaged, or not a model that Transformers reads: {reason}") from None
     _as_ordinary(model).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(whole.parent, gguf_file=whole.name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _as_ordinary(model: Any) -> Any:

@@ -31,7 +31,7 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
     const inputs = [...box.querySelectorAll(`[data-kind=${kind}] input`)];
     return inputs.length ? new Set(inputs.filter(one => one.checked).map(one => one.value)) : null;
   };
-  const words = text => text.split(" ").filter(Boolean);
+  const words = text => JSON.parse(text); // a list: names may hold blanks
   function apply() {
     const [budgets, tasks, methods] = ["budget", "task", "method"].map(active);
     const shown = (set, value) => !set || !value || set.has(value);
