@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -131,7 +131,8 @@ def other(place: str, block: BaseModel, name: str) -> Any:
     if value is None:
         kind = next(kind for kind in get_args(annotation) if kind is not type(None))
         made: dict[Any, Any] = {int: 7, str: "other", float: 0.5, dict: {"r": 4}, list: ["other"], tuple: (0.5,)}
-        return made[get_origin(kind) or kind]
+        plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        return made[get_origin(plain) or plain]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

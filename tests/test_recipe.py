@@ -83,7 +83,10 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "x", "peft": {"lora_alfa": 4}}}, "model.peft.lora_alfa: not a keyword of LoraConfig; did you"),
     ({"model": {"path": "x", "peft": {"task_type": "X"}}}, "model.peft.task_type: is always CAUSAL_LM"),
     ({"preference": {"trl": {"beta": "1e-1"}}}, "preference.trl.beta: '1e-1' is text in YAML; write 1.0e-01"),
-    ({"preference": {"trl": {"beta": float("nan")}}}, "preference.trl.beta: expected a finite number, got nan"),
+    (
+        {"preference": {"trl": {"beta": float("nan")}}},
+        "preference.trl.beta: expected a finite number below 2^63, got nan",
+    ),
     ({"sft": {"trl": {"learning_rate": -1}}}, "sft.trl.learning_rate: expected a number above 0, got -1"),
     ({"sft": {"trl": {"seed": -1}}}, "sft.trl.seed: expected a number of at least 0, got -1"),
     (

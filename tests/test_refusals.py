@@ -145,7 +145,7 @@ def test_a_retry_that_is_killed_goes_on_without_the_flag(tmp_path: Path) -> None
         assert {number(seen) for seen in server.seen} == {3}
 
 
-@pytest.mark.parametrize("kept", ["responses.manifest.json", "all"])
+@pytest.mark.parametrize("kept", ["generations.manifest.json", "all"])
 def test_a_kill_while_refusals_are_forgotten_loses_nothing(tmp_path: Path, kept: str) -> None:
     """The part file is written first; with the manifest still there the folder is as finished as it was."""
     with serve(refusing(1)) as server:
@@ -511,7 +511,7 @@ def test_catto_eval_says_what_was_refused_and_asks_again(tmp_path: Path, monkeyp
     assert "2 of 12 requests were refused and are not in N (2 x 400 in try 1: flagged)." in shown.output
     with serve(answering) as server:
         again = invoked(command, *options, "--base-url", server.url, "--retry-refused")
-        assert asked_questions(server) == [0, 5]
+        assert sorted(asked_questions(server)) == [0, 5]  # two at a time: either may come first
     assert "N = 12 answers" in again.output
     assert "refused" not in again.output
 
