@@ -68,9 +68,10 @@ def _work(root: Path, method: str, **blocks: Any) -> Work:
         for name, rows in files.get(role, {}).items():
             write_records(folder / name, rows)
     if "start" in stage.needs:
-        tiny_model().save_pretrained(root / "start")
-        tiny_tokenizer().save_pretrained(root / "start")
-        (work.input("start") / "choice.json").write_text(json.dumps({"model": "start"}))
+        start = stage.needs["start"].needs["model 0 seed 0"]
+        tiny_model().save_pretrained(place(root, start) / "model")
+        tiny_tokenizer().save_pretrained(place(root, start) / "model")
+        (work.input("start") / "choice.json").write_text(json.dumps({"model": "model 0 seed 0"}))
     return work
 
 
