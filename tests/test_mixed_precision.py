@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import load_from_disk
 from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainingArguments
@@ -36,11 +37,16 @@ class _Watched(CATTOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[float] = []
+        self.references = 0
         super().__init__(*args, **kwargs)
 
     @property
     def calibration_weight(self) -> float:
         return 0.0
+
+    def compute_ref_log_probs(self, *args: Any) -> Any:
+        self.references += 1
+        return super().compute_ref_log_probs(*args)
 
     def _compute_loss(self, *args: Any) -> Any:
         loss = super()._compute_loss(*args)
@@ -104,14 +110,18 @@ def test_bf16_starts_near_ln_2_where_batch_shapes_differ(shape: str, adapter: di
 
 
 def test_cached_reference_of_another_head_or_precision_is_not_taken(tmp_path: Path) -> None:
-    """TRL finds cached log-probabilities by data and weights alone; both are the same in all four runs."""
-    rows = pairs.dataset(pairs.preference_rows(seed=5))
-    runs: list[dict[str, Any]] = [{"calibration": "none"}, {"bf16": False}, {}, {"prefix_sharing": True}]
+    """TRL finds cached log-probabilities by data and weights alone, and both are the same in all runs."""
+    pairs.dataset(pairs.preference_rows(seed=5)).save_to_disk(tmp_path / "rows")  # only data on disk have a cache
+    runs: list[dict[str, Any]] = [{"calibration": "none"}, {"bf16": False}, {}, {"prefix_sharing": True}, {}]
+    computed = []
     for run in runs:
-        options = {"rows": rows, "precompute_ref_log_probs": True, "bf16": True, **UNMOVED, **run}
-        trainer = pairs.trainer(_Watched, CATTOConfig, tmp_path, model=tiny_model(seed=1), **options)
+        options = {"precompute_ref_log_probs": True, "bf16": True, **UNMOVED, **run}
+        rows = load_from_disk(tmp_path / "rows")
+        trainer = pairs.trainer(_Watched, CATTOConfig, tmp_path, model=tiny_model(seed=1), rows=rows, **options)
+        computed.append(trainer.references)
         trainer.train()
         assert _mean_size(trainer.margins()) < 3e-4, run
+    assert computed == [4, 4, 4, 4, 0]  # batches; the last run finds what the third has left
 
 
 # ---- statistics in fp32 whatever autocast says ----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from catto.cli.experiment import opened
 from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
 from catto.methods import METHODS
-from catto.recipe import Recipe
+from catto.recipe import ModelSettings, Recipe, TaskSettings, TeacherSettings
 from catto.recipe_file import load, shipped
 from catto.records import DataError
 
@@ -148,3 +148,18 @@ def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
     recipe = load(write(tmp_path))
     assert recipe.methods == tuple(METHODS)
     assert isinstance(recipe, Recipe)
+
+
+def test_a_path_takes_its_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CATTO_TEST_DATA", "/data")
+    assert TaskSettings(data_dir="${CATTO_TEST_DATA}/snli").data_dir == "/data/snli"
+    assert TaskSettings(files={"test": ["${CATTO_TEST_DATA}/a", "b"]}).files == {"test": ["/data/a", "b"]}
+    assert ModelSettings(path="${CATTO_TEST_UNSET:-models}/m").path == "models/m"
+    with pytest.raises(ValueError, match="environment variable CATTO_TEST_UNSET is not set"):
+        TaskSettings(path="${CATTO_TEST_UNSET}/x.jsonl")
+
+
+def test_only_paths_are_expanded_so_that_no_secret_enters_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CATTO_TEST_KEY", "secret")
+    settings = TeacherSettings(extra_body={"key": "${CATTO_TEST_KEY}"}, base_url="http://h/${CATTO_TEST_KEY}")
+    assert "secret" not in settings.model_dump_json()

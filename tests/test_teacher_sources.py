@@ -187,3 +187,23 @@ def test_settings_name_what_their_source_needs(tmp_path: Path) -> None:
             TeacherSettings(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the settings name none"):
         teach(questions(1), None, TeacherSettings(), tmp_path)
+
+
+def test_labels_are_drawn_evenly_and_by_the_seed_of_each_request_alone(tmp_path: Path) -> None:
+    settings = TeacherSettings(source="labels", reasoning=False, n=40)
+    teach(questions(50), None, settings, tmp_path / "out")
+    responses = list(read_records(tmp_path / "out" / "responses.jsonl", Response))
+    counts = [sum(r.label == label for r in responses) for label in LABELS]
+    # 2,000 draws of 4: each count has mean 500 and deviation 19.4, and the seeds are fixed.
+    assert sum(counts) == 2000
+    assert all(abs(count - 500) < 3 * 19.4 for count in counts)
+    assert {r.text for r in responses} == {completion(None, label) for label in LABELS}
+    reordered = [q.model_copy(update={"options": q.options[::-1]}) for q in reversed(questions(50))]
+    teach(reordered, None, settings, tmp_path / "again")
+    again = {(r.question, r.sample): r.label for r in read_records(tmp_path / "again" / "responses.jsonl", Response)}
+    assert again == {(r.question, r.sample): r.label for r in responses}
+
+
+def test_labels_without_reasoning_only() -> None:
+    with pytest.raises(ValueError, match=r"reasoning: source labels draws labels and no reasoning"):
+        TeacherSettings(source="labels")

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from catto.methods import BUDGETS, METHODS, Budget
 from catto.records import Split, checked_name
@@ -28,6 +38,25 @@ class Settings(BaseModel):
         if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
             raise ValueError(f"expected a number, got {str(value).lower()}")
         return value
+
+
+def expand(path: str) -> str:
+    """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
+
+    An unset variable without a default is an error: an empty path would silently name another place.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        found = os.environ.get(match["name"]) or match["default"]
+        if found is None:
+            raise ValueError(f"environment variable {match['name']} is not set")
+        return found
+
+    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
+
+
+# Paths alone are expanded: a variable's value in any other field could carry a secret into the files of a run.
+Place = Annotated[str, AfterValidator(expand)]
 
 
 class ResponseFields(Settings):
@@ -53,12 +82,12 @@ class ResponseFields(Settings):
 class TeacherSettings(Settings):
     """How training questions become responses, and responses rows. Defaults: the paper's, where it gives them."""
 
-    source: Literal["server", "transformers", "responses", "witnesses"] | None = None  # None: given in code
+    source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
     model: str | None = None  # what the server calls it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
     extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
-    responses: str | None = None  # source responses: a file, a folder or a hub id
+    responses: Place | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
     n: int = Field(default=10, ge=1)
@@ -88,6 +117,8 @@ class TeacherSettings(Settings):
             raise ValueError("base_url: needed for source server")
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
+        if self.source == "labels" and self.reasoning:
+            raise ValueError("reasoning: source labels draws labels and no reasoning, so set reasoning: false")
         return self
 
     @field_serializer("base_url")
@@ -121,7 +152,7 @@ class ScratchModel(Settings):
 class ModelSettings(Settings):
     """The base model: a folder or hub id, or one made from scratch."""
 
-    path: str | None = None
+    path: Place | None = None
     scratch: ScratchModel | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # None: bf16 on an accelerator, fp32 on a CPU
     attention: str | None = None  # None: Transformers' choice
@@ -137,12 +168,12 @@ class ModelSettings(Settings):
 class TaskSettings(Settings):
     """Where a task's questions come from and how many are used. None: the task's own number, or all."""
 
-    data_dir: str | None = None
-    files: dict[Split, str | list[str]] | None = None
+    data_dir: Place | None = None
+    files: dict[Split, Place | list[Place]] | None = None
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: str | None = None  # a user's own file, with its fields
+    path: Place | None = None  # a user's own file, with its fields
     fields: dict[str, str | list[str]] | None = None
     answer: Literal["label", "index", "text"] = "label"
     labels: list[str] | None = None

@@ -1,7 +1,8 @@
-"""Where responses come from: an engine, the embedded world's own teacher, or a dataset of responses that exists."""
+"""Where responses come from: an engine, a teacher that needs no model, or a dataset of responses that exists."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Sou
         return TransformersEngine.load(settings.model or "", batch_size=settings.concurrency)
     if settings.source == "witnesses":
         return WitnessTeacher(questions)
+    if settings.source == "labels":
+        return LabelTeacher(questions)
     if settings.source == "responses":
         return StoredResponses(settings.responses or "", settings.fields, questions)
     raise ValueError("source: the settings name none, and none was given")
@@ -68,6 +71,28 @@ class WitnessTeacher:
                 question = self._questions[request.question]
                 reasoning, label = respond(question, request.temperature, request.seed)
                 text = completion(reasoning, label)
+                yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
+
+
+class LabelTeacher:
+    """Draws every label with equal probability, for answer-first tasks: there a response is a label and its tags.
+
+    n draws a question give right and wrong answers without a model, so rows and pairs cost nothing and the pairs carry
+    no information beyond the gold label.
+    """
+
+    name = model = "labels"
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        # Sorted, since the order in which the options are listed must not change what is drawn.
+        self._labels = {question.id: sorted(question.labels) for question in questions}
+
+    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+        """Yield one response a request, in order; the label depends on the request's seed alone."""
+        for request in requests:
+            if request.key not in done:
+                label = random.Random(request.seed).choice(self._labels[request.question])
+                text = completion(None, label)
                 yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
 
 

@@ -105,9 +105,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         reads_labels = bool(args.weight) and (
             args.calibrate_tokens == "label" or (args.calibration == "outcome" and not self._stream)
         )
-        own_head = bool(args.weight) or args.prefix_sharing
         cut = getattr(self._given_collator, "max_length", None)
-        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)], "own_head": own_head}
+        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)]}
         dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
         if reads_labels:
             known = {"tokenizer": processing_class, "name": name, "rated": args.calibration == "outcome"}
