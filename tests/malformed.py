@@ -408,7 +408,7 @@ def selected() -> Iterable[Case]:
         ("confidence 2", line(confidence=2), "row 1: confidence: expected a number of at most 1, got 2"),
         ("confidence nan", line().replace("0.8", "NaN"), "row 1: confidence: expected"),
         ("another split", line(split="dev"), "row 1: split: expected train, validation or test, got 'dev'"),
-        ("another source", line(source=None), "row 1: source: expected free or fallback, got None"),
+        ("another source", line(source=None), "row 1: source: expected free, plain or fallback, got None"),
         ("sample -1", line(sample=-1), "row 1: sample: expected a number of at least 0, got -1"),
         ("a sample twice", line() * 2, "question q has a sample twice"),
         ("unequal samples", line() + line(question="p") + line(sample=1), "samples"),
