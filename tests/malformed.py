@@ -553,7 +553,7 @@ def experiments() -> Iterable[Case]:
         ("run: no teacher", ("run", "r.yaml"), "r.yaml: teacher.model: a b: no such folder",
          recipe(teacher={"source": "transformers", "model": "a b"})),
         ("run: no server", ("run", "r.yaml"), "r.yaml: teacher.base_url: expected an address", recipe(teacher=server)),
-        ("run: no vllm", ("run", "r.yaml"), "pip install 'catto[vllm]'", recipe(evaluation={"engine": "vllm"})),
+        ("run: no vllm", ("run", "r.yaml"), "pip install 'catto[vllm]'", recipe(evaluation={"engine": "vllm", "k": []}, methods=["sft"])),
         ("teach: no responses", ("teach", "r.yaml"), "r.yaml: teacher.responses: ./nowhere: no such file",
          recipe(teacher={"source": "responses", "responses": "./nowhere"})),
         ("teach --dry-run: no fields", ("teach", "r.yaml", "--dry-run"), "r.yaml: tasks.mine: fields: question is missing",
