@@ -305,7 +305,7 @@ class _Pieces:
 
 @pytest.mark.parametrize("labels", [False, True], ids=["tokens", "labels"])
 def test_a_head_in_pieces_is_gathered_in_both_passes(labels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of DeepSpeed ZeRO-3; `test_zero3_gives_the_gradients_of_one_process` is the real thing."""
+    """By the names of DeepSpeed ZeRO-3; `zero3_run.py` runs the real thing."""
     stand_in = types.SimpleNamespace(GatheredParameters=_Pieces, ZeroParamStatus=_Pieces)
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", stand_in)
