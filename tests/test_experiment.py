@@ -147,7 +147,9 @@ def test_train_takes_what_is_there_and_says_where(finished: Finished, capsys: Ca
 
 
 def two_tasks(folder: Path) -> Path:
-    tasks: dict[str, Any] = {"witnesses": {"train": 20}, "mine": {"path": str(folder / "none.jsonl"), "fields": FIELDS}}
+    """The embedded world, and a file whose only row cannot be read."""
+    (folder / "mine.jsonl").write_text(json.dumps({"q": "q", "o": ["x", "y"], "a": "Z"}) + "\n")
+    tasks: dict[str, Any] = {"witnesses": {"train": 20}, "mine": {"path": str(folder / "mine.jsonl"), "fields": FIELDS}}
     return write_recipe(folder, tasks=tasks)
 
 
@@ -157,7 +159,7 @@ FIELDS = {"question": "q", "options": "o", "answer": "a"}
 def test_a_failed_stage_stops_only_what_depends_on_it(tmp_path: Path, capsys: Capture) -> None:
     told = run(capsys, "teach", two_tasks(tmp_path), "--out", tmp_path / "out")
     assert told.code == 1
-    named = re.search(r"catto: questions mine: DataError: .*none.jsonl: no such file; its log: (.*)", told.err)
+    named = re.search(r"catto: questions mine: DataError: .*mine.jsonl row 1: .*; its log: (.*)", told.err)
     assert named is not None
     assert "DataError" in Path(named[1]).read_text()
     assert told.err.splitlines()[-1] == "catto: not run, since they need what failed: 2 stages"
@@ -168,7 +170,7 @@ def test_a_failed_stage_stops_only_what_depends_on_it(tmp_path: Path, capsys: Ca
 def test_what_failed_is_run_once_it_can_be(tmp_path: Path, capsys: Capture) -> None:
     recipe = two_tasks(tmp_path)
     run(capsys, "teach", recipe, "--out", tmp_path / "out")
-    (tmp_path / "none.jsonl").write_text(
+    (tmp_path / "mine.jsonl").write_text(
         "".join(json.dumps({"q": f"q{i}", "o": ["x", "y"], "a": "A"}) + "\n" for i in range(60))
     )
     told = run(capsys, "teach", recipe, "--out", tmp_path / "out")
