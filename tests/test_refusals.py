@@ -27,10 +27,10 @@ from catto.experiment.graph import Graph
 from catto.experiment.retry import refused_stages, retry
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
+from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import (
     MAX_LINE_BYTES,
-    DataError,
     Prediction,
     Question,
     Refusal,

@@ -15,7 +15,7 @@ import typer
 from catto import __version__
 from catto.cli import calibrate, data, doctor, evaluate, measure, recipe, run, select, teach, train
 from catto.cli.console import refuse
-from catto.records import DataError
+from catto.problems import DataError
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -126,7 +126,7 @@ def run(
 
 def _published(page: Path, root: Path) -> Path | None:
     """Put the page, which is one file, where a person looks first."""
-    from catto.records import replacing
+    from catto.files import replacing
 
     if not page.exists():
         return None

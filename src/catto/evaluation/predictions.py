@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from catto.answers import VERSION
 from catto.engines import Generation
+from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import (
-    DataError,
     Manifest,
     Prediction,
     Question,

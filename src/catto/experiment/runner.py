@@ -32,8 +32,9 @@ from catto.experiment.stages import (
     place,
     take_over,
 )
+from catto.problems import DataError
 from catto.recipe import Recipe
-from catto.records import DataError, library_versions
+from catto.records import library_versions
 
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {

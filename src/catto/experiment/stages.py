@@ -21,8 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from catto.files import replacing
 from catto.recipe import Recipe
-from catto.records import content_hash, replacing
+from catto.records import content_hash
 
 # Raised when a stage's meaning changes, so that old folders are not taken for new ones.
 VERSION = 2

@@ -19,10 +19,11 @@ from catto.evaluation.confidence import evaluate_model, is_correct
 from catto.evaluation.scaling import confidence_at
 from catto.experiment.data import read_questions
 from catto.experiment.stages import Work
+from catto.files import replacing
 from catto.labels import check_labels
 from catto.methods import METHODS, Method, acting
 from catto.recipe import ModelSettings
-from catto.records import Prediction, PreferenceRow, SftRow, read_records, replacing
+from catto.records import Prediction, PreferenceRow, SftRow, read_records
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.monitor import LAST, keeping

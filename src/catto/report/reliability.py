@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from catto.evaluation.binning import Reliability
 from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import NullBand
-from catto.records import DataError
+from catto.problems import DataError
 
 __all__ = ["Panel", "figure", "save"]
 

@@ -16,16 +16,16 @@ from typing import IO, NamedTuple, Self, TypeVar
 from pydantic import ValidationError
 
 from catto.engines import Generation, Key
+from catto.files import replacing
+from catto.problems import DataError
 from catto.records import (
     MAX_LINE_BYTES,
     SCHEMA_VERSION,
-    DataError,
     Refusal,
     first_problem,
     manifest_path,
     read_manifest,
     read_records,
-    replacing,
 )
 
 GENERATIONS, REFUSED, PART = "generations.jsonl", "refused.jsonl", "generations.part.jsonl"
