@@ -19,7 +19,18 @@ from typing import IO, NamedTuple
 
 from catto.problems import DataError
 
-__all__ = ["BUSY", "Seal", "building", "damage", "locked", "replacing", "replacing_bytes", "sealed", "sync_folder"]
+__all__ = [
+    "BUSY",
+    "Seal",
+    "building",
+    "damage",
+    "hold",
+    "locked",
+    "replacing",
+    "replacing_bytes",
+    "sealed",
+    "sync_folder",
+]
 
 BUSY = "another run is writing here"
 
@@ -114,23 +125,28 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, busy: str = BUSY) -> Iterator[None]:
-    """Hold the lock file `path` for this process; the system drops the lock of a killed one.
+    """Hold the lock file `path` for this process; the system drops the lock of a killed one."""
+    with _told(path, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    with file:
+        hold(file, path.parent, busy)
+        yield
+
+
+def hold(file: IO[bytes], place: Path, busy: str = BUSY) -> None:
+    """Lock an open file for this process until it is closed; `place` is what an error names.
 
     A lock that another process holds is told by `busy`; a file system that cannot lock is told as what it is.
     """
     import fcntl
 
-    with _told(path, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise DataError(path.parent, None, busy) from None
-            raise DataError(path, None, f"cannot be locked: {error.strerror}") from None
-        yield
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise DataError(place, None, busy) from None
+        raise DataError(place, None, f"cannot be locked: {error.strerror}") from None
 
 
 class Seal(NamedTuple):

@@ -297,12 +297,22 @@ def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
     return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
 
 
+def json_line(record: Record, path: Path, row: int) -> str:
+    """A record as a line of the file that it goes to; one that could not be read back is refused."""
+    line = record.model_dump_json() + "\n"
+    if len(line) > MAX_LINE_BYTES // 4 and len(line.encode()) > MAX_LINE_BYTES:
+        raise DataError(
+            path, row, f"line would be longer than {MAX_LINE_BYTES // 2**20} MB, which could not be read back"
+        )
+    return line
+
+
 def write_records(path: Path, records: Iterable[Record], manifest: Manifest | None = None) -> int:
     """Write records as JSON lines, whole or not at all, then the manifest; return how many."""
     count = 0
     with replacing(path) as file:
         for record in records:
-            file.write(record.model_dump_json() + "\n")
+            file.write(json_line(record, path, count + 1))
             count += 1
     if manifest is not None:
         write_manifest(path, manifest)
