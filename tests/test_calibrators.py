@@ -26,7 +26,7 @@ from catto.evaluation.calibrators import (
     to_json,
 )
 from catto.evaluation.metrics import EPSILON, accuracy, auroc, ece, label_nll, nll
-from catto.records import DataError
+from catto.problems import DataError
 
 # Both kinds are present, and no order is perfect: no fit runs to an end of its range.
 ROWS = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=4, max_size=60).map(

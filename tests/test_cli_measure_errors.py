@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from catto.evaluation.tables import Names, read_table
-from catto.records import DataError
+from catto.problems import DataError
 from command import Done, run, write_lines
 from measure_rows import plain
 

@@ -14,8 +14,9 @@ from catto.engines.transformers import TransformersEngine
 from catto.evaluation.confidence import confidence_at, evaluate, evaluate_model, is_correct
 from catto.evaluation.fallback import Closed, close, closed_ids
 from catto.labels import decoded, opening
+from catto.problems import DataError
 from catto.prompts import completion, parse, parse_answer
-from catto.records import DataError, Prediction, Question, manifest_path, read_manifest, read_records
+from catto.records import Prediction, Question, manifest_path, read_manifest, read_records
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
 from tiny import tiny_model
 

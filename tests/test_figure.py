@@ -10,7 +10,7 @@ import pytest
 from catto.evaluation.binning import reliability
 from catto.evaluation.metrics import accuracy, ece, mean_confidence
 from catto.evaluation.statistics import NullBand
-from catto.records import DataError
+from catto.problems import DataError
 from catto.report.reliability import Panel, figure, save
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from catto.records import DataError
+from catto.problems import DataError
 from catto.training.gguf import import_gguf
 
 WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "abcd"]

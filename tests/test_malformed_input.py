@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catto.problems import MOST_DEPTH, parse_json, shortened
-from catto.records import DataError
+from catto.problems import MOST_DEPTH, DataError, parse_json, shortened
 from command import run
 from malformed import CASES, Case
 

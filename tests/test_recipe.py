@@ -14,9 +14,9 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
 from catto.keywords import CONFIGS, keywords
 from catto.methods import METHODS
+from catto.problems import DataError
 from catto.recipe import ModelSettings, Recipe, TaskSettings, TeacherSettings
 from catto.recipe_file import load, shipped
-from catto.records import DataError
 
 BASE: dict[str, Any] = {
     "name": "one",

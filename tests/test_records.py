@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.files import replacing
+from catto.problems import DataError
 from catto.records import (
     MAX_LINE_BYTES,
     SCHEMA_VERSION,
-    DataError,
     Manifest,
     Message,
     Option,
@@ -27,7 +28,6 @@ from catto.records import (
     read_manifest,
     read_objects,
     read_records,
-    replacing,
     write_manifest,
     write_records,
 )

@@ -18,7 +18,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from catto.engines import Generation
 from catto.engines.refusals import RefusalCap, one_line, told
 from catto.engines.server import ServerEngine, ServerError
 from catto.evaluation.confidence import evaluate
@@ -27,14 +26,15 @@ from catto.experiment.graph import Graph
 from catto.experiment.retry import refused_stages, retry
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
+from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import (
     MAX_LINE_BYTES,
-    DataError,
     Prediction,
     Question,
     Refusal,
     Response,
+    SftRow,
     manifest_path,
     read_manifest,
     read_records,
@@ -588,15 +588,6 @@ def world(url: str) -> tuple[Recipe, Stage]:
     return recipe, Graph(recipe).responses("witnesses")
 
 
-def finished(root: Path, name: str, *needs: str) -> Path:
-    """A finished stage of whatever recipe."""
-    folder = root / "stages" / name
-    folder.mkdir(parents=True)
-    told = {"key": name, "needs": {str(place): key for place, key in enumerate(needs)}}
-    (folder / "done.json").write_text(json.dumps(told))
-    return folder
-
-
 def first_prompt_refused() -> Callable[[Seen], Reply]:
     """Refuse whichever question is asked first, for good."""
     first: list[str] = []
@@ -609,36 +600,35 @@ def first_prompt_refused() -> Callable[[Seen], Reply]:
     return respond
 
 
-def test_a_retried_teacher_sets_aside_what_was_made_without_its_new_responses(tmp_path: Path) -> None:
+def test_a_retried_teacher_makes_again_what_was_made_without_its_new_responses(tmp_path: Path) -> None:
     with serve(first_prompt_refused()) as server:
         recipe, stage = world(server.url)
-        assert run_stages(recipe, tmp_path, [stage], Silent()).ok
-    folder = place(tmp_path, stage)
-    assert [(one.name, len(refused)) for one, refused in refused_stages(tmp_path, [stage])] == [(stage.name, 2)]
-    made, trained = finished(tmp_path, "made", stage.key), finished(tmp_path, "trained", "made", "other")
-    other = finished(tmp_path, "other")
+        rows = Graph(recipe).teacher("witnesses")
+        assert run_stages(recipe, tmp_path, [rows], Silent()).ok
+    assert [(one.name, len(refused)) for one, refused in refused_stages(tmp_path, [rows])] == [(stage.name, 2)]
+    assert len(list(read_records(place(tmp_path, rows) / "outcome.jsonl", SftRow))) == 10
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>", model="m"))) as server:
         recipe, stage = world(server.url)
-        assert retry(recipe, tmp_path, [stage], Silent()).ok
+        assert retry(recipe, tmp_path, [rows], Silent()).ok
         assert len(server.seen) == 2
     assert done(tmp_path, stage)
-    assert len(list(read_records(folder / "generations.jsonl", Generation))) == 12
-    assert refused_stages(tmp_path, [stage]) == []
-    assert [path.exists() for path in (made, trained, other)] == [False, False, True]
-    assert (tmp_path / "stages" / "trained.aside" / "done.json").exists()
+    assert done(tmp_path, rows)
+    assert refused_stages(tmp_path, [rows]) == []
+    assert len(list(read_records(place(tmp_path, rows) / "outcome.jsonl", SftRow))) == 12
 
 
 def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> None:
     respond = first_prompt_refused()
     with serve(respond) as server:
         recipe, stage = world(server.url)
-        run_stages(recipe, tmp_path, [stage], Silent())
-        made = finished(tmp_path, "made", stage.key)
-        assert retry(recipe, tmp_path, [stage], Silent()).ok
+        rows = Graph(recipe).teacher("witnesses")
+        run_stages(recipe, tmp_path, [rows], Silent())
+        before = (place(tmp_path, rows) / "done.json").stat()
+        outcome = retry(recipe, tmp_path, [rows], Silent())
+        assert [one.name for one in outcome.finished] == [stage.name]
         assert len(server.seen) == 12 + 2
-    assert made.exists()
-    assert not list(tmp_path.glob("stages/*.aside"))
-    assert len(refused_stages(tmp_path, [stage])[0][1]) == 2
+    assert (place(tmp_path, rows) / "done.json").stat() == before
+    assert len(refused_stages(tmp_path, [rows])[0][1]) == 2
 
 
 def test_a_finished_stage_tells_what_it_was_made_of(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from catto.engines import TAU_GRID
 from catto.evaluation.metrics import METRICS
 from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import bootstrap, null_band
-from catto.records import DataError, Prediction, Question, read_records, write_records
+from catto.problems import DataError
+from catto.records import Prediction, Question, read_records, write_records
 from catto.report import numbers as store
 from catto.report.build import build
 from catto.report.loading import answered, predictions_of

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from catto.problems import DataError
 from catto.prompts import messages
-from catto.records import SPLITS, DataError, Question
+from catto.records import SPLITS, Question
 from catto.tasks import TASKS, load
 from catto.tasks.hashing import permutation
 from catto.tasks.readers import read_rows

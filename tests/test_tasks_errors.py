@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from catto.records import DataError
+from catto.problems import DataError
 from catto.tasks import from_file, load
 
 CSQA = {

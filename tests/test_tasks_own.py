@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from catto.records import SPLITS, DataError, Question
+from catto.problems import DataError
+from catto.records import SPLITS, Question
 from catto.tasks import from_file, load
 from catto.tasks.rows import Task
 

@@ -11,17 +11,10 @@ import pytest
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
+from catto.problems import DataError
 from catto.prompts import Parsed, messages, parse, parse_answer
 from catto.recipe import TeacherSettings
-from catto.records import (
-    DataError,
-    PreferenceRow,
-    Question,
-    Response,
-    SftRow,
-    read_manifest,
-    read_records,
-)
+from catto.records import PreferenceRow, Question, Response, SftRow, read_manifest, read_records
 from catto.teacher import dry_run, teach
 from catto.teacher.collect import Requests, draw
 from catto.teacher.store import locked

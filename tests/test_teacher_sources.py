@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from catto.problems import DataError
 from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
-from catto.records import (
-    DataError,
-    Option,
-    Question,
-    Response,
-    SftRow,
-    read_manifest,
-    read_records,
-)
+from catto.records import Option, Question, Response, SftRow, read_manifest, read_records
 from catto.tasks import witnesses
 from catto.teacher import teach
 from catto.teacher.collect import draw

@@ -11,7 +11,7 @@ import torch
 
 from catto.engines import Request
 from catto.engines.transformers import TransformersEngine, pack, prompt_ids
-from catto.records import DataError
+from catto.problems import DataError
 from engine_cases import (
     BATCH_SIZES,
     TOKENIZER,

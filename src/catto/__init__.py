@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from catto.evaluation.metrics import METRICS, ece
     from catto.methods import METHODS
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
-    from catto.records import DataError
+    from catto.problems import DataError
     from catto.tasks import TASKS
     from catto.tasks import load as load_questions
     from catto.training.config import CATTOConfig

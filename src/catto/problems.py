@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["MOST_CHARACTERS", "MOST_DEPTH", "TOO_DEEP", "listed", "parse_json", "shortened", "validation_problem"]
+__all__ = [
+    "MOST_CHARACTERS",
+    "MOST_DEPTH",
+    "TOO_DEEP",
+    "DataError",
+    "listed",
+    "parse_json",
+    "shortened",
+    "validation_problem",
+]
 
 # A message is read in a terminal: what a file holds must not fill it.
 MOST_CHARACTERS = 500
@@ -21,6 +31,15 @@ UNKNOWN = object()  # stands for an input that is not at hand
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 40
+
+
+class DataError(ValueError):
+    """Bad input, told in one short line: `file row 17: field: what was expected`."""
+
+    def __init__(self, source: str | Path, row: int | None, message: str) -> None:
+        told = shortened(str(source))
+        place = f"{told} row {row}" if row is not None else told
+        super().__init__(f"{place}: {shortened(message)}")
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:

@@ -12,9 +12,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from catto.keywords import keywords
-from catto.problems import MOST_DEPTH, TOO_DEEP, listed, shortened, validation_problem
+from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, listed, shortened, validation_problem
 from catto.recipe import Recipe, suggestion
-from catto.records import DataError, read_text
+from catto.records import read_text
 
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
 MOST_BYTES = 2**20

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,8 @@ from typing import IO, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from catto.problems import UNKNOWN, parse_json, shortened, validation_problem
+from catto.files import replacing
+from catto.problems import UNKNOWN, DataError, parse_json, shortened, validation_problem
 
 SCHEMA_VERSION = 1
 # One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
@@ -27,15 +27,6 @@ MAX_LINE_BYTES = 16 * 2**20
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
-
-class DataError(ValueError):
-    """Bad input, told in one short line: `file row 17: field: what was expected`."""
-
-    def __init__(self, source: str | Path, row: int | None, message: str) -> None:
-        told = shortened(str(source))
-        place = f"{told} row {row}" if row is not None else told
-        super().__init__(f"{place}: {shortened(message)}")
 
 
 class Record(BaseModel):
@@ -306,19 +297,14 @@ def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
     return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-    """Write beside `path` and rename on success, so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("w", encoding="utf-8", newline="\n") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def json_line(record: Record, path: Path, row: int) -> str:
+    """A record as a line of the file that it goes to; one that could not be read back is refused."""
+    line = record.model_dump_json() + "\n"
+    if len(line) > MAX_LINE_BYTES // 4 and len(line.encode()) > MAX_LINE_BYTES:
+        raise DataError(
+            path, row, f"line would be longer than {MAX_LINE_BYTES // 2**20} MB, which could not be read back"
+        )
+    return line
 
 
 def write_records(path: Path, records: Iterable[Record], manifest: Manifest | None = None) -> int:
@@ -326,7 +312,7 @@ def write_records(path: Path, records: Iterable[Record], manifest: Manifest | No
     count = 0
     with replacing(path) as file:
         for record in records:
-            file.write(record.model_dump_json() + "\n")
+            file.write(json_line(record, path, count + 1))
             count += 1
     if manifest is not None:
         write_manifest(path, manifest)

@@ -13,9 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, recipe, run, select, teach, train
+from catto.cli import calibrate, data, doctor, evaluate, measure, recipe, run, select, teach, train, verify
 from catto.cli.console import refuse
-from catto.records import DataError
+from catto.problems import DataError
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -43,6 +43,7 @@ app.command("data", epilog=data.EXAMPLES)(data.data)
 app.add_typer(recipe.app, name="recipe")
 app.command("plan", epilog=run.PLAN_EXAMPLES)(run.plan)
 app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command("teach", epilog=teach.EXAMPLES)(teach.teach)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.add_typer(train.app, name="model")
@@ -87,6 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DataError as error:
         refuse(str(error))
     except OSError as error:
-        if error.filename is None:
+        if error.errno is None:
             raise
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror))

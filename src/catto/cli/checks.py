@@ -77,7 +77,7 @@ def places(source: str, recipe: Recipe) -> None:
     """Refuse a recipe whose files, models or server cannot be there, before its first stage runs."""
     from catto.engines.places import check_model, is_hub_id
     from catto.experiment.data import task_of
-    from catto.records import DataError
+    from catto.problems import DataError
     from catto.tasks.sources import find
     from catto.tasks.witnesses import generate
 

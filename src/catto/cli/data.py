@@ -56,7 +56,7 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Show questions of a task, the prompts made of them and the sizes of its splits."""
-    from catto.records import DataError
+    from catto.problems import DataError
 
     try:
         found = _task(task, file, fields, answer)
@@ -107,7 +107,8 @@ def _fields(text: str) -> dict[str, str | list[str]]:
 
 def _parts(task: Task, shown: Split, seed: int, data_dir: Path | None, n: int) -> dict[Split, Part]:
     """Read every split, since its size is known only then; only the one that is shown must be there."""
-    from catto.records import SPLITS, DataError
+    from catto.problems import DataError
+    from catto.records import SPLITS
 
     parts = {shown: _part(task, shown, seed, data_dir, n)}
     for split in SPLITS:

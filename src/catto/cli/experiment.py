@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
-__all__ = ["OutOption", "RecipeArgument", "RetryOption", "SetOption", "folder", "go", "one_task", "opened"]
+__all__ = [
+    "OutOption",
+    "RecipeArgument",
+    "RepairOption",
+    "RetryOption",
+    "SetOption",
+    "folder",
+    "go",
+    "one_task",
+    "opened",
+]
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=completing.recipes)
@@ -26,6 +36,9 @@ RecipeArgument = Annotated[
 OutOption = Annotated[Path | None, typer.Option(help="The experiment's folder.", show_default="runs/<name>")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a setting: evaluation.bins=15. May stand several times.")
+]
+RepairOption = Annotated[
+    bool, typer.Option("--repair", help="Run damaged stages again; the damaged folders are kept beside.")
 ]
 RetryOption = Annotated[
     bool,
@@ -85,13 +98,22 @@ def one_task(recipe: Recipe, task: str | None) -> str:
     return task
 
 
-def go(source: str, recipe: Recipe, root: Path, goals: Sequence[Stage], retry_refused: bool = False) -> None:
+def go(
+    source: str,
+    recipe: Recipe,
+    root: Path,
+    goals: Sequence[Stage],
+    retry_refused: bool = False,
+    repair: bool = False,
+) -> None:
     """Run what is missing; leave with exit code 1 where a stage failed, 130 where a person stopped it."""
     from catto.cli.display import shown
     from catto.experiment.retry import refused_stages, retry
-    from catto.experiment.runner import run
+    from catto.experiment.runner import run, set_damaged_aside
 
     places(source, recipe)
+    for stage in set_damaged_aside(root, goals) if repair else ():
+        warn(f"{stage.name}: damaged, is run again; the damaged folder ends in .damaged")
     _check_torch(root, goals)
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:

@@ -9,7 +9,7 @@ import typer
 
 from catto.cli.checks import MOST_SEED
 from catto.cli.console import print_json, print_table, refuse, say, table
-from catto.cli.experiment import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
+from catto.cli.experiment import OutOption, RecipeArgument, RepairOption, RetryOption, SetOption, folder, go, opened
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -110,6 +110,7 @@ def run(
     sets: SetOption = None,
     seeds: SeedOption = None,
     retry_refused: RetryOption = False,
+    repair: RepairOption = False,
 ) -> None:
     """Run what is missing of a recipe and report it; a run that was stopped or killed goes on from where it was."""
     from catto.experiment.graph import Graph
@@ -117,7 +118,7 @@ def run(
 
     read = _read(recipe, sets, seeds)
     root, goal = folder(read, out), Graph(read).report()
-    go(recipe, read, root, [goal], retry_refused)
+    go(recipe, read, root, [goal], retry_refused, repair)
     _show_results(place(root, goal))
     page = _published(place(root, goal) / "report.html", root)
     if page is not None:
@@ -126,7 +127,7 @@ def run(
 
 def _published(page: Path, root: Path) -> Path | None:
     """Put the page, which is one file, where a person looks first."""
-    from catto.records import replacing
+    from catto.files import replacing
 
     if not page.exists():
         return None

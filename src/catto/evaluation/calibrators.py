@@ -31,8 +31,9 @@ from catto.evaluation.binning import (
     reliability,
 )
 from catto.evaluation.calibration import EPSILON, checked_gold, checked_logprobs
-from catto.problems import shortened
-from catto.records import DataError, read_json, replacing
+from catto.files import replacing
+from catto.problems import DataError, shortened
+from catto.records import read_json
 
 __all__ = [
     "CALIBRATORS",

@@ -6,7 +6,6 @@ While it grows, a request that the server refused has a line in its place, a `Re
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,15 +17,17 @@ from pydantic import ValidationError
 
 from catto.answers import VERSION
 from catto.engines import Generation
+from catto.files import hold
+from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import (
-    DataError,
     Manifest,
     Prediction,
     Question,
     Refusal,
     content_hash,
     first_problem,
+    json_line,
     library_versions,
     manifest_path,
     read_lines,
@@ -96,8 +97,8 @@ class ChunkFile(Generic[R]):
         if self._is_renamed():
             return self
         self._file = self.part.open("ab")
-        self._lock(self._file)
         try:
+            hold(self._file, self.part)
             if self._is_anew():
                 self._file.truncate(0)
                 write_manifest(self.part, self._manifest({}))
@@ -140,14 +141,6 @@ class ChunkFile(Generic[R]):
         if read_manifest(path).recipe_hash != self.hash:
             raise DataError(path, None, OTHER_RUN)
 
-    def _lock(self, file: IO[bytes]) -> None:
-        """Hold the file for this process; the system drops the lock of a killed one."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise DataError(self.part, None, "another run is writing here") from None
-
     def _whole_bytes(self) -> int:
         """Length of the whole chunks that are stored."""
         with self.part.open("rb") as file:
@@ -185,7 +178,7 @@ class ChunkFile(Generic[R]):
     def append(self, chunk: Sequence[R | Refusal]) -> Sequence[R | Refusal]:
         """Store a chunk; once this returns, killing the process does not lose it."""
         assert self._file is not None
-        self._file.write("".join(outcome.model_dump_json() + "\n" for outcome in chunk).encode())
+        self._file.write("".join(json_line(outcome, self.part, row) for row, outcome in enumerate(chunk, 1)).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         return chunk

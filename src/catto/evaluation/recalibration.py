@@ -18,15 +18,9 @@ import numpy as np
 from catto.evaluation.binning import Floats
 from catto.evaluation.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.evaluation.tables import Confidences, Names, Table, Unparsed, read_confidences, read_labels, read_table
-from catto.records import (
-    DataError,
-    Manifest,
-    library_versions,
-    manifest_path,
-    read_manifest,
-    replacing,
-    write_manifest,
-)
+from catto.files import replacing
+from catto.problems import DataError
+from catto.records import Manifest, library_versions, manifest_path, read_manifest, write_manifest
 from catto.tasks.readers import read_rows
 
 __all__ = ["MANY_QUESTIONS", "Fitted", "Kind", "On", "apply_file", "fit_file", "open_fitted", "shared_questions"]

@@ -28,7 +28,7 @@ from catto.evaluation.statistics import (
     null_band,
 )
 from catto.evaluation.tables import Table
-from catto.records import DataError
+from catto.problems import DataError
 
 __all__ = [
     "HEADLINE",

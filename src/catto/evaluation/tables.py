@@ -19,7 +19,7 @@ import numpy as np
 from catto.evaluation.binning import Bools, Floats, Ints
 from catto.evaluation.cells import Fields, cell, known_column, logprobs_cell, probability, text, truth
 from catto.evaluation.sources import KINDS, Sources
-from catto.records import DataError
+from catto.problems import DataError
 from catto.tasks.readers import read_rows
 
 __all__ = [

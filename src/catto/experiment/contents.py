@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from catto.experiment.data import task_of
+from catto.problems import DataError
 from catto.recipe import TaskSettings
-from catto.records import DataError, content_hash, opened
+from catto.records import content_hash, opened
 from catto.tasks.sources import LocalFiles, find
 
 # Files up to this size are read whole, larger ones (weights) in so many pieces from the first byte to the last.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import io
-import json
 import logging
+import shutil
 import sys
 import time
 import traceback
@@ -17,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from catto import files
 from catto.experiment import engine
 from catto.experiment.stages import (
-    DONE,
     LOG,
     Stage,
     Work,
+    account,
+    check,
     content,
     done,
     finish,
@@ -30,10 +31,12 @@ from catto.experiment.stages import (
     ordered,
     part,
     place,
+    sources,
     take_over,
 )
+from catto.problems import DataError
 from catto.recipe import Recipe
-from catto.records import DataError, library_versions
+from catto.records import library_versions
 
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {
@@ -51,6 +54,8 @@ RUN = {
     "scaled": ("measure", "run_scaled"),
     "report": ("collect", "run_report"),
 }
+# What --repair moves aside keeps this suffix.
+DAMAGED = ".damaged"
 # These load a model of their own: the one that was generated with last is let go before.
 LOADING = {"responses", "train"}
 
@@ -83,30 +88,66 @@ class Outcome:
 
 
 def run(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
-    """Run the goals and what they need. A failed stage stops only what depends on it."""
-    outcome = Outcome()
+    """Run the goals and what they need. A failed stage stops only what depends on it.
+
+    A damaged stage is an error that names it, found before anything runs where sizes tell it and before it is read
+    where only its bytes do.
+    """
+    outcome, stages = Outcome(), ordered(list(goals))
     with locked(root):
-        missing = [stage for stage in ordered(list(goals)) if not done(root, stage)]
-        known = finished(root)
+        missing, known = sum(standing != "done" for _, standing in plan(root, goals)), finished(root)
         stopped: set[str] = set()
-        for number, stage in enumerate(missing, start=1):
+        checked: set[Path] = set()
+        number = 0
+        for stage in stages:
             if any(need.key in stopped for need in stage.needs.values()):
                 stopped.add(stage.key)
                 outcome.blocked.append(stage)
                 display.ended(stage, "blocked", 0.0)
                 continue
-            display.started(stage, number, len(missing))
+            if done(root, stage):
+                continue
+            number += 1
+            display.started(stage, number, max(missing, number))
             began, found = time.monotonic(), content(root, stage)
             if found in known and take_over(root, stage, known[found]):
                 outcome.finished.append(stage)
                 display.ended(stage, "unchanged", time.monotonic() - began)
-            elif not _run_stage(recipe, root, stage, display, outcome):
+            elif not _run_stage(recipe, root, stage, display, outcome, checked):
                 stopped.add(stage.key)
     engine.release()
     return outcome
 
 
-def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outcome: Outcome) -> bool:
+def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
+    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it is run again; nothing is deleted."""
+    moved = []
+    with locked(root):
+        for stage in ordered(list(goals)):
+            folder = place(root, stage)
+            try:
+                if folder.exists():
+                    check(folder, contents=True)
+            except DataError:
+                aside = folder.with_name(folder.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier repair
+                folder.rename(aside)
+                moved.append(stage)
+    return moved
+
+
+def _check_needs(root: Path, stage: Stage, checked: set[Path]) -> None:
+    """Compare the bytes of what a stage reads with what was written, each folder once a run."""
+    for need in stage.needs.values():
+        for folder in sources(root, need):
+            if folder not in checked:
+                check(folder, contents=True)
+                checked.add(folder)
+
+
+def _run_stage(
+    recipe: Recipe, root: Path, stage: Stage, display: Display, outcome: Outcome, checked: set[Path]
+) -> bool:
     work = Work(stage, root, recipe, display.progress)
     work.out.mkdir(parents=True, exist_ok=True)
     log, began = work.out / LOG, time.monotonic()
@@ -114,10 +155,11 @@ def _run_stage(recipe: Recipe, root: Path, stage: Stage, display: Display, outco
         engine.release()
     try:
         with _logging_to(log):
+            _check_needs(root, stage, checked)
             module, function = RUN[stage.kind]
             getattr(importlib.import_module(f"catto.experiment.{module}"), function)(work)
     except Exception as error:
-        with log.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
         outcome.failed[f"{stage.name}: {type(error).__name__}: {error}"] = log
         display.ended(stage, "failed", time.monotonic() - began)
@@ -166,32 +208,23 @@ class _Printed(io.TextIOBase):
         (self.log or sys.stderr).flush()
 
 
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the experiment's folder; a second run on it is told so at once."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(
-                root, None, "another run is working in this folder; wait for it, or give another --out"
-            ) from None
-        yield
+    return files.locked(root / ".lock", "another run is working in this folder; wait for it, or give another --out")
 
 
 def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
-    """Every stage with where it stands: done, begun or to do."""
-    return [(stage, _standing(root, stage)) for stage in ordered(list(goals))]
-
-
-def _standing(root: Path, stage: Stage) -> str:
-    if done(root, stage):
-        return "done"
-    return "begun" if part(root, stage).exists() else "to do"
+    """Every stage with where it stands: done, begun or to do. What needs a stage that is to be run again is so too."""
+    standing: dict[str, str] = {}
+    stages = ordered(list(goals))
+    for stage in stages:
+        ready = all(standing[need.key] == "done" for need in stage.needs.values())
+        begun = "begun" if part(root, stage).exists() else "to do"
+        standing[stage.key] = "done" if ready and done(root, stage) else begun
+    return [(stage, standing[stage.key]) for stage in stages]
 
 
 def seconds_of(root: Path, stage: Stage) -> float | None:
     """How long a finished stage took."""
-    path = place(root, stage) / DONE
-    return float(json.loads(path.read_text(encoding="utf-8"))["seconds"]) if path.exists() else None
+    folder = place(root, stage)
+    return float(account(folder)["seconds"]) if folder.exists() else None

@@ -4,32 +4,36 @@ The key of a stage is a hash of its kind, its settings and the keys of what it n
 that agree on a stage share it, and a changed knob reruns exactly what depends on it. A stage works in `<folder>.part`,
 where a run that was killed goes on, and is renamed to `<folder>` when it is done.
 
-A finished stage records size and hash of its files. So a stage whose needs were made again and came out the same (rows
-that another parser reads alike) is not run: `content` finds the finished one, and its files are taken over.
+A finished stage records size and hash of its files in `done.json`, for two reasons. What was damaged since is noticed:
+sizes whenever a stage is looked at, bytes before another stage reads them. And a stage depends on what its needs hold,
+not on when they were made: needs that were made again and came out the same change nothing, needs that came out
+otherwise make it stale, so that it is run again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from catto.files import Seal, damage, replacing, sealed, sync_folder
+from catto.problems import DataError
 from catto.recipe import Recipe
-from catto.records import content_hash, replacing
+from catto.records import content_hash, read_json
 
 # Raised when a stage's meaning changes, so that old folders are not taken for new ones.
 VERSION = 2
 Progress = Callable[[int, int, str], None]
 # How a stage went, as against what it made.
 DONE, LOG = "done.json", "log.txt"
-TOLD = {DONE, LOG, ".lock", "seconds.json"}
+TOLD = frozenset({DONE, LOG, ".lock", "seconds.json"})
+REPAIR = "--repair runs the stage again"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,11 @@ class Work:
 def write(path: Path, value: Any) -> None:
     """Write a JSON file beside and rename it."""
     with replacing(path) as file:
-        json.dump(value, file, indent=1, sort_keys=True)
+        file.write(_json(value))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True)
 
 
 def read(path: Path) -> Any:
@@ -119,13 +127,24 @@ def part(root: Path, stage: Stage) -> Path:
 
 
 def done(root: Path, stage: Stage) -> bool:
-    """Whether the stage has finished."""
-    return (place(root, stage) / DONE).exists()
+    """Whether the stage has finished, and with what its needs hold now. A damaged one raises DataError."""
+    folder = place(root, stage)
+    if not folder.exists() or not all(path.exists() for need in stage.needs.values() for path in sources(root, need)):
+        return False
+    check(folder)
+    return bool(account(folder)["content"] == content(root, stage))
 
 
 def chosen(root: Path, stage: Stage, what: str = "model") -> Stage:
     """The training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
     return stage.needs[read(place(root, stage) / "choice.json")[what]] if stage.kind == "chosen" else stage
+
+
+def sources(root: Path, need: Stage) -> Iterator[Path]:
+    """The folders that a stage reads of what it needs: the need's own and, of a finished choice, the chosen model's."""
+    yield place(root, need)
+    if need.kind == "chosen" and place(root, need).exists():
+        yield place(root, chosen(root, need))
 
 
 def ordered(goals: list[Stage]) -> list[Stage]:
@@ -147,21 +166,52 @@ def ordered(goals: list[Stage]) -> list[Stage]:
 
 
 def finish(root: Path, stage: Stage, told: Mapping[str, Any]) -> None:
-    """Record what stands in the stage's working folder and rename it."""
-    folder = part(root, stage)
+    """Record what the stage's working folder holds and put it in its place; a stale one there goes away."""
+    folder, final = part(root, stage), place(root, stage)
     for left in folder.rglob(".*.part"):  # what a killed run was writing when it was killed
-        left.unlink()
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in TOLD]
-    files = {path.relative_to(folder).as_posix(): [path.stat().st_size, _digest(path)] for path in sorted(paths)}
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     needs = {role: need.key for role, need in stage.needs.items()}
-    named = {"name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
-    write(folder / DONE, {**told, **named, "files": files})
-    folder.rename(place(root, stage))
+    files = {name: list(seal) for name, seal in sealed(folder, TOLD).items()}
+    account = {**told, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
+    account["files"] = files
+    write(folder / DONE, {**account, "checksum": content_hash(account)})
+    shutil.rmtree(final, ignore_errors=True)
+    folder.rename(final)
+    sync_folder(final.parent)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def account(folder: Path) -> dict[str, Any]:
+    """Read a finished stage's done.json; one that is missing, unreadable or was changed is a damaged stage."""
+    path = folder / DONE
+    if not path.is_file():
+        raise DataError(folder, None, f"damaged: {DONE} is missing; {REPAIR}")
+    stamp = path.stat()
+    return _account(path, stamp.st_mtime_ns, stamp.st_ino)
+
+
+@cache
+def _account(path: Path, changed: int, number: int) -> dict[str, Any]:
+    """Parse and check a done.json once: every stage that needs this one looks at it."""
+    try:
+        told = dict(read_json(path))
+        whole = _json(told) == path.read_text(encoding="utf-8") and told.pop("checksum") == content_hash(told)
+    except (DataError, KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise DataError(path, None, f"damaged: not what was written; {REPAIR}")
+    return told
+
+
+def check(folder: Path, *, contents: bool = False) -> None:
+    """Raise DataError where a file of a finished stage is missing or has another size; `contents`: or other bytes."""
+    problem = damage(folder, seals(account(folder)), contents=contents)
+    if problem is not None:
+        raise DataError(folder, None, f"damaged: {problem}; {REPAIR}")
+
+
+def seals(account: Mapping[str, Any]) -> dict[str, Seal]:
+    """The seals of a stage's files, by name."""
+    return {name: Seal(*entry) for name, entry in account["files"].items()}
 
 
 def content(root: Path, stage: Stage) -> str:
@@ -172,24 +222,24 @@ def content(root: Path, stage: Stage) -> str:
 
 def _made(root: Path, stage: Stage) -> str:
     """Hash what a finished stage holds; a choice holds the model that it took. Manifests tell how files were made."""
-    files = read(place(root, chosen(root, stage)) / DONE)["files"]
+    files = account(place(root, chosen(root, stage)))["files"]
     return content_hash({name: entry for name, entry in files.items() if not name.endswith(".manifest.json")})
 
 
 def finished(root: Path) -> dict[str, Path]:
     """Content -> folder of every finished stage, whatever recipe it is of."""
-    paths = [path for path in sorted((root / "stages").glob(f"*/{DONE}")) if path.parent.suffix != ".part"]
-    return {told["content"]: path.parent for path in paths if "content" in (told := read(path))}
+    folders = [path.parent for path in sorted((root / "stages").glob(f"*/{DONE}")) if path.parent.suffix != ".part"]
+    return {account(folder)["content"]: folder for folder in folders}
 
 
 def take_over(root: Path, stage: Stage, twin: Path) -> bool:
     """Make the stage of the files of a finished one with the same content, if they are whole."""
-    told = read(twin / DONE)
-    folder = part(root, stage)
+    told, folder = account(twin), part(root, stage)
+    if damage(twin, seals(told), contents=True) is not None:
+        return False
     shutil.rmtree(folder, ignore_errors=True)
-    for name, (size, _) in told["files"].items():
-        if not (twin / name).is_file() or (twin / name).stat().st_size != size:
-            return False
+    folder.mkdir(parents=True)
+    for name in told["files"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(twin / name, folder / name)  # finished files are never written to

@@ -19,10 +19,11 @@ from catto.evaluation.confidence import evaluate_model, is_correct
 from catto.evaluation.scaling import confidence_at
 from catto.experiment.data import read_questions
 from catto.experiment.stages import Work
+from catto.files import building, replacing
 from catto.labels import check_labels
 from catto.methods import METHODS, Method, acting
 from catto.recipe import ModelSettings
-from catto.records import Prediction, PreferenceRow, SftRow, read_records, replacing
+from catto.records import Prediction, PreferenceRow, SftRow, read_records
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.monitor import LAST, keeping
@@ -270,8 +271,9 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
     if hasattr(model, "merge_and_unload"):
         model = model.float().merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with building(folder) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
 
 def history(logs: Sequence[dict[str, Any]]) -> list[dict[str, float]]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from catto.records import DataError, Question, content_hash, library_versions, replacing
+from catto.files import replacing
+from catto.problems import DataError
+from catto.records import Question, content_hash, library_versions
 from catto.report import numbers as store
 from catto.report.browser import MOST_ROWS, Browser
 from catto.report.loading import Answered, Protocol, answered, predictions_of, questions_of, row_count

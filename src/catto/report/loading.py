@@ -12,7 +12,8 @@ import numpy as np
 
 from catto.evaluation.binning import Bools, Floats
 from catto.evaluation.sources import Sources
-from catto.records import DataError, Prediction, Question, read_lines, read_records
+from catto.problems import DataError
+from catto.records import Prediction, Question, read_lines, read_records
 from catto.report.results import Cell, Results
 
 __all__ = ["Answered", "Protocol", "answered", "file_hash", "predictions_of", "questions_of"]

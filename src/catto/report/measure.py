@@ -17,7 +17,8 @@ from catto.evaluation.resampling import MetricFunction
 from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import bootstrap_table, holm, null_band, over_seeds
 from catto.methods import Budget, known, method, order
-from catto.records import DataError, Question, content_hash
+from catto.problems import DataError
+from catto.records import Question, content_hash
 from catto.report.loading import Answered, Protocol, file_hash
 from catto.report.numbers import (
     Band,

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 from catto.evaluation.metrics import METRICS
 from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import Comparison, Interval, NullBand, mark
+from catto.files import replacing
 from catto.methods import Budget, known, method
-from catto.records import DataError, Record, first_problem, replacing
+from catto.problems import DataError
+from catto.records import Record, first_problem
 from catto.report.results import VERSION
 
 __all__ = ["Band", "CellNumbers", "GroupNumbers", "Number", "Numbers", "Spread", "Versus", "World"]

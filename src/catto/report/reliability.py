@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from catto.evaluation.binning import Reliability
 from catto.evaluation.sources import Sources
 from catto.evaluation.statistics import NullBand
-from catto.records import DataError
+from catto.files import replacing_bytes
 
 __all__ = ["Panel", "figure", "save"]
 
@@ -145,9 +145,5 @@ def save(panels: Sequence[Panel], path: Path) -> None:
     if undated is None:
         raise ValueError(f"figure {path} must end in {', '.join(UNDATED)}")
     drawn = figure(panels)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context(STYLE):
-            drawn.savefig(path, dpi=200, metadata=undated)
-    except OSError as error:
-        raise DataError(path, None, error.strerror or str(error)) from None
+    with replacing_bytes(path) as file, matplotlib.rc_context(STYLE):
+        drawn.savefig(file, format=path.suffix[1:].lower(), dpi=200, metadata=undated)

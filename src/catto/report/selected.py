@@ -8,7 +8,8 @@ from pathlib import Path
 
 from catto.evaluation.selection import candidates, select, within_questions
 from catto.evaluation.sources import Sources
-from catto.records import DataError, Prediction, read_records
+from catto.problems import DataError
+from catto.records import Prediction, read_records
 from catto.report.numbers import Number, finite
 from catto.report.results import Cell
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from catto.problems import DataError
 from catto.recipe import suggestion
-from catto.records import SPLITS, DataError, Option, Question, Split
+from catto.records import SPLITS, Option, Question, Split
 from catto.tasks.hashing import content_id, content_key, group_key, names_letters, permutation, rank
 from catto.tasks.occurrences import Occurrences
 from catto.tasks.rows import Cut, Files, Raw, Row, RowError, Task

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from catto.problems import listed, parse_json
-from catto.records import MAX_LINE_BYTES, DataError, decoded, opened, read_json, read_objects
+from catto.problems import DataError, listed, parse_json
+from catto.records import MAX_LINE_BYTES, decoded, opened, read_json, read_objects
 
 # A JSON file is held whole, also when it was gzipped from nothing; more rows than this belong into JSON lines.
 MOST_JSON_BYTES = 2**29

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from catto.records import SPLITS, DataError, Split
+from catto.problems import DataError
+from catto.records import SPLITS, Split
 from catto.tasks.readers import kind, read_rows
 from catto.tasks.rows import Files, Task
 

@@ -15,10 +15,10 @@ from typing import Literal
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.refusals import RefusalCap
+from catto.problems import DataError
 from catto.prompts import messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import (
-    DataError,
     Manifest,
     Message,
     Question,

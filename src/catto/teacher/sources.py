@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from catto.engines import Generation, Key, Request
+from catto.problems import DataError
 from catto.prompts import completion, messages, parse_answer
 from catto.recipe import ResponseFields, TeacherSettings
-from catto.records import DataError, Question, Refusal
+from catto.records import Question, Refusal
 from catto.teacher.tables import Row, read_table
 
 

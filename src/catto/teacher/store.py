@@ -6,26 +6,26 @@ come, refusals go into a file of their own and `generations.jsonl` holds generat
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 
+from catto import files
 from catto.engines import Generation, Key
+from catto.files import replacing
+from catto.problems import DataError
 from catto.records import (
     MAX_LINE_BYTES,
     SCHEMA_VERSION,
-    DataError,
     Refusal,
     first_problem,
     manifest_path,
     read_manifest,
     read_records,
-    replacing,
 )
 
 GENERATIONS, REFUSED, PART = "generations.jsonl", "refused.jsonl", "generations.part.jsonl"
@@ -46,16 +46,9 @@ class Index(NamedTuple):
     end: int
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; a second run is refused. The system drops the lock of a killed process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(folder, None, "another run is writing here") from None
-        yield
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder for this process; a second run is refused."""
+    return files.locked(folder / ".lock")
 
 
 class PartFile:

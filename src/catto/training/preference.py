@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
+from catto.files import replacing
 from catto.training import head
 from catto.training.card import calibration_section, method_title, paper, tags
 from catto.training.config import CATTOConfig
@@ -243,8 +244,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         logged = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
         measured = [entry for entry in logged if entry.get("step") == self.kept_step] or logged
         if measured and self.is_world_process_zero():
-            with (Path(self.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
-                card.write(calibration_section(measured[-1], len(self.validation)))
+            path = Path(self.args.output_dir) / "README.md"
+            text = path.read_text(encoding="utf-8") + calibration_section(measured[-1], len(self.validation))
+            with replacing(path) as card:
+                card.write(text)
 
     def sharing(self) -> bool:
         """Whether prompts are shared: as asked, unless the policy or its reference cannot, which is said once."""
