@@ -1,12 +1,16 @@
 """Runs of a recipe as processes that can be killed: `python experiment_run.py RECIPE`, then a folder a line on stdin.
 
+`FOLDER|N` lets the disk be full from the N-th time on that something is flushed to it.
+
 Importing the libraries takes several seconds, so it happens once, and each run is a fork of the process that did it.
 A run writes one line for every event, and at the end its parent writes `exit` and the status.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -34,6 +38,18 @@ class Events:
         os.write(1, f"{line}\n".encode())
 
 
+def fill_disk(calls: int) -> None:
+    """Let every flush fail from call number `calls` on, as those of a full disk do."""
+    fsync, counted = os.fsync, itertools.count(1)
+
+    def full(descriptor: int) -> None:
+        if next(counted) >= calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    os.fsync = full
+
+
 def run(recipe_file: str, root: Path) -> int:
     from catto.experiment.graph import Graph
     from catto.experiment.runner import run as run_stages
@@ -53,7 +69,10 @@ def main() -> None:
             status = 70
             try:
                 os.write(1, f"pid {os.getpid()}\n".encode())
-                status = run(sys.argv[1], Path(line.strip()))
+                folder, _, calls = line.strip().partition("|")
+                if calls:
+                    fill_disk(int(calls))
+                status = run(sys.argv[1], Path(folder))
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)

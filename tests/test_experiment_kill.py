@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import experiment_run
+from catto.experiment.stages import check
 from experiment_world import ENVIRONMENT, RECIPE, write_recipe
 
 # Times, or files that hold nothing but what was drawn or printed from times.
@@ -36,9 +37,9 @@ class Runs:
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
-    def start(self, root: Path) -> int:
+    def start(self, root: Path, full_from: int | None = None) -> int:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{root}\n")
+        self.process.stdin.write(f"{root}\n" if full_from is None else f"{root}|{full_from}\n")
         self.process.stdin.flush()
         return int(self._line().removeprefix("pid "))
 
@@ -59,11 +60,20 @@ class Runs:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    started = Runs(write_recipe(tmp_path))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    started = Runs(write_recipe(tmp_path_factory.mktemp("recipe")))
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def calm(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    runs.start(folder)
+    assert list(runs.events())[-1] == "exit 0"
+    return folder
 
 
 def kill(runs: Runs, root: Path, stage: str, after: int, wait: float) -> None:
@@ -104,11 +114,16 @@ def files(root: Path) -> dict[str, Any]:
     return found
 
 
-def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs) -> None:
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    runs.start(calm)
-    undisturbed = list(runs.events())
-    assert undisturbed[-1] == "exit 0"
+def assert_equal(disturbed: Path, calm: Path) -> None:
+    expected, found = files(calm), files(disturbed)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    assert sum(name.endswith("model.safetensors") for name in expected) == 5
+    assert not list(disturbed.rglob("*.part*"))
+
+
+def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs, calm: Path) -> None:
+    killed = tmp_path / "killed"
     chance = random.Random(11)
     # One kill inside each training after its first checkpoint, one anywhere before each but the first, one inside the
     # report: of ten moments drawn from all, too few would fall where a training has to go on.
@@ -119,8 +134,20 @@ def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs) -> None
     kill(runs, killed, "report", chance.randint(1, 3), chance.uniform(0, 0.3))
     runs.start(killed)
     assert list(runs.events())[-1] == "exit 0"
-    expected, found = files(calm), files(killed)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
-    assert sum(name.endswith("model.safetensors") for name in expected) == 5
-    assert not list(killed.rglob("*.part*"))
+    assert_equal(killed, calm)
+
+
+def test_a_disk_that_is_full_again_and_again_loses_nothing(tmp_path: Path, runs: Runs, calm: Path) -> None:
+    """Each run can flush a few files and then nothing more; what it finished is whole, and nothing differs at the end."""
+    full, failed = tmp_path / "full", set[str]()
+    for attempt in range(40):
+        runs.start(full, 7 + 4 * attempt)
+        events = list(runs.events())
+        failed |= {event.split()[1] for event in events if event.endswith(" failed")}
+        for path in full.glob("stages/*/done.json"):
+            check(path.parent, contents=True)
+        if events[-1] == "exit 0":
+            break
+    assert events[-1] == "exit 0"
+    assert len(failed) > 8, failed
+    assert_equal(full, calm)

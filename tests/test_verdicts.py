@@ -322,7 +322,7 @@ def test_select_shows_fallback_temperature_and_auroc_within(tmp_path: Path) -> N
     shown = " ".join(CliRunner().invoke(app, [path, "--k", "2"], env={"COLUMNS": "160"}).output.split())
     assert "AUROC of confidence within questions: 100.0" in shown
     assert "from 1 pairs of a right and a wrong sample in 1 of 2 questions" in shown
-    assert "Sampled at temperature 0.7; confidence taken at tau 1." in shown
+    assert "Sampled at temperature 0.7, ranked by the stated confidence." in shown
     assert shown.count("25.0 %") >= 7  # beside each of the six rules, and once in all
     for row in json.loads(CliRunner().invoke(app, [path, "--k", "2", "--json"]).output):
         assert row["fallback_rate"] == 0.25
