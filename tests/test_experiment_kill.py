@@ -138,7 +138,7 @@ def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs, calm: P
 
 
 def test_a_disk_that_is_full_again_and_again_loses_nothing(tmp_path: Path, runs: Runs, calm: Path) -> None:
-    """Each run can flush a few files and then nothing more; what it finished is whole, and nothing differs at the end."""
+    """Each run can flush a few files and then nothing more; what it finished is whole, and the end is the same."""
     full, failed = tmp_path / "full", set[str]()
     for attempt in range(40):
         runs.start(full, 7 + 4 * attempt)
