@@ -220,6 +220,46 @@ def test_outcome_on_the_stream_is_the_mean_score_of_full_logits(score: str) -> N
     assert distance(result.gradients, dense.gradients(expected)) < 1e-5
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_replay_is_the_mean_cross_entropy_of_the_streams_responses(shared: bool) -> None:
+    """A mean over each response's tokens, the end of sequence among them, then over responses; weight 1."""
+    stream = examples(tiny_tokenizer(), pairs.sft_rows())
+    options = {"calibration": "replay", "outcome_examples": stream, "prefix_sharing": shared}
+    result = step(CATTOTrainer, CATTOConfig, **options)
+    dense = Dense(result)
+    losses = []
+    for example in (result.trainer._stream.at(n) for n in range(8)):
+        prompt, completion = example.row
+        log_p = (
+            dense.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        )
+        losses.append(-log_p.gather(-1, torch.tensor(completion)[:, None]).mean())
+    expected = dense.dpo + torch.stack(losses).mean()
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-6, atol=2e-6)
+    assert distance(result.gradients, dense.gradients(expected)) < 1e-5
+    assert result.metrics["calibration/replay"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
+
+
+def test_replay_without_responses_is_refused() -> None:
+    with pytest.raises(ValueError, match="calibration is 'replay' but outcome_examples"):
+        made(CATTOTrainer, CATTOConfig, calibration="replay")
+
+
+def test_a_preference_loss_of_weight_0_leaves_the_term_alone() -> None:
+    """What `sft+outcome` trains: the outcome's gradient and nothing of DPO's."""
+    stream = examples(tiny_tokenizer(), pairs.sft_rows())
+    options = {"calibration": "outcome", "outcome_examples": stream}
+    both, alone = (
+        step(CATTOTrainer, CATTOConfig, **options),
+        step(CATTOTrainer, CATTOConfig, **options, loss_weights=[0.0]),
+    )
+    dense = Dense(both)
+    expected = dense.gradients(dense.dpo)
+    difference = {name: both.gradients[name] - alone.gradients[name] for name in expected}
+    assert alone.loss.item() == pytest.approx(alone.metrics["calibration/outcome"], abs=1e-6)
+    assert distance(difference, expected) < 1e-5
+
+
 def _gold(question: str) -> str:
     return next(row.gold for row in pairs.sft_rows() if row.question == question)
 

@@ -1,4 +1,4 @@
-"""The laptop's recipe on the real data, as far as it goes without a model: its own lines make the teacher's labels."""
+"""The laptop's recipe on the real data, as far as it goes without a model: its teacher draws labels."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ import subprocess
 import sys
 from pathlib import Path
 
-from catto.recipe_file import shipped
-from needs import folder
+import pytest
+
+from catto.experiment.graph import Graph
+from catto.experiment.stages import ordered
+from catto.recipe_file import load
+from needs import DATA, needs
 
 TASKS = ("snli", "commonsense_qa")
 
 
-def commented_python() -> str:
-    lines = [line for line in shipped()["smollm2"].read_text().splitlines() if line.startswith("#     ")]
-    return "\n".join(line.removeprefix("#     ") for line in lines)
-
-
-def test_the_recipes_own_lines_give_it_enough_rows_and_pairs(tmp_path: Path) -> None:
-    folders = {task: folder(task) for task in TASKS}
-    (tmp_path / "data").mkdir()
-    for task in TASKS:
-        (tmp_path / "data" / task).symlink_to(folders[task])
-    subprocess.run([sys.executable, "-c", commented_python()], cwd=tmp_path, check=True)
+@needs("data")
+def test_the_recipes_teacher_gives_it_enough_rows_and_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CATTO_DATA", str(DATA))
     subprocess.run([sys.executable, "-m", "catto", "teach", "smollm2"], cwd=tmp_path, check=True, capture_output=True)
+    recipe = load("smollm2")
     for task in TASKS:
-        (made,) = (tmp_path / "runs" / "smollm2" / "stages").glob(f"teacher-{task.replace('_', '-')}-*")
+        (folder,) = (tmp_path / "runs" / "smollm2" / "stages").glob(f"teacher-{task.replace('_', '-')}-*")
         counts = {
-            name: json.loads((made / f"{name}.manifest.json").read_text())["counts"] for name in ("sft", "preferences")
+            name: json.loads((folder / f"{name}.manifest.json").read_text())["counts"]
+            for name in ("sft", "preferences")
         }
-        assert counts["sft"]["rows"] >= 1600
-        assert counts["preferences"]["rows"] >= 60
+        assert counts["sft"]["rows"] >= (recipe.sft.rows or 0)
+        assert counts["preferences"]["rows"] >= recipe.small_pairs
+
+
+def test_a_row_of_temperature_scaling_costs_no_training() -> None:
+    recipe = load("smollm2")
+    trained = {stage.settings["method"] for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
+    assert trained == {"sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+replay"}
+    assert len(recipe.methods) == 2 * len(trained)

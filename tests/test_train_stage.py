@@ -13,9 +13,10 @@ import torch
 import pairs
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Work, place
-from catto.experiment.train import _Clock, label_share, run_train
+from catto.experiment.train import _Clock, label_share, right_responses, run_train
+from catto.prompts import completion
 from catto.recipe import Recipe
-from catto.records import Prediction, write_records
+from catto.records import Message, Prediction, write_records
 from catto.report.results import Training
 from catto.training import monitor
 from catto.training.config import CATTOConfig
@@ -27,7 +28,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 LIMIT = 60
 LONG = (1, 4, 5, 9)  # of twelve
-METHODS = ["sft", "dpo", "rcft", "cft", "dpo+bce", "dpo+catto", "dpo+outcome"]
+METHODS = ["sft", "dpo", "rcft", "cft", "dpo+bce", "dpo+catto", "dpo+outcome", "dpo+replay", "sft+outcome"]
+METHODS += ["dpo+outcome-pairs"]
 
 
 def _lengthened(message: Any) -> Any:
@@ -280,3 +282,36 @@ def test_an_answer_that_does_not_tell_of_every_label_has_no_share() -> None:
     assert label_share(whole) == pytest.approx(1 / (1 + 2.718281828**-1.0))
     assert label_share(whole.model_copy(update={"label_logprobs": None})) is None
     assert label_share(whole.model_copy(update={"label": None})) is None
+
+
+# ---- the controls of dpo+outcome ------------------------------------------------------------------------------------
+
+
+def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Path) -> None:
+    """After reasoning: the teacher's correct trace, and none where it has none. Answer first: the gold label itself."""
+    work = _work(tmp_path, "dpo+replay")
+    traces = {row.question: row for row in _sft_rows()}
+    answered, unknown = pairs.sft_rows(2, seed=9)
+    answered = answered.model_copy(update={"question": "s1"})
+    unknown = unknown.model_copy(update={"question": "nobody's"})
+    wrong = next(label for label in pairs.LABELS if label != unknown.gold)
+    first = unknown.model_copy(
+        update={"label": wrong, "completion": (Message(role="assistant", content=completion(None, wrong)),)}
+    )
+    found = right_responses(work, [answered, unknown, first])
+    assert found[0] == traces["s1"]
+    assert [row.completion[0].content for row in found[1:]] == [completion(None, unknown.gold)]
+    assert [row.label for row in found[1:]] == [unknown.gold]
+
+
+@pytest.mark.parametrize(
+    ("method", "stream", "weights"),
+    [("dpo+replay", True, None), ("sft+outcome", True, [0.0]), ("dpo+outcome-pairs", False, None)],
+)
+def test_a_control_trains_on_what_its_name_says(
+    method: str, stream: bool, weights: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, story = _trained(_work(tmp_path, method), monkeypatch)
+    assert (trainer._stream is not None) == stream
+    assert trainer.args.loss_weights == weights
+    assert story["rows"] == 6

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
 Stage = Literal["sft", "preference", "rcft", "scaling"]
-Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome"]
+Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"]
+# The third stream beside the pairs: unfiltered samples of the SFT model, or right responses to the same questions.
+Stream = Literal["none", "sampled", "right"]
 
 SCALED = "+ts"  # the suffix of a method's temperature scaling
 
@@ -23,12 +25,12 @@ BUDGETS: tuple[Budget, ...] = ("paper", "matched")
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
 KNOBS: MappingProxyType[str, tuple[Calibration, ...]] = MappingProxyType(
     {
-        "calibration_weight": (*_SURROGATE, "outcome"),
+        "calibration_weight": (*_SURROGATE, "outcome", "replay"),
         "reduce": _SURROGATE,
         "detach_surrogate": _SURROGATE,
         "calibrate_tokens": _SURROGATE,
         "outcome_score": ("outcome",),
-        "outcome_rows_per_pair": ("outcome",),
+        "outcome_rows_per_pair": ("outcome", "replay"),
     }
 )
 # The learning rates among which a preference method's is chosen, by validation ECE.
@@ -60,6 +62,8 @@ class Method:
     label_smoothing: float = 0.0
     calibration: Calibration = "none"
     rcft_weight: float = 0.0  # of RCFT's ECE term; 0 is CFT
+    stream: Stream = "none"
+    preference_loss: bool = True  # False: the term alone, on as many steps
 
     @property
     def budgeted(self) -> bool:
@@ -69,16 +73,18 @@ class Method:
     @property
     def group(self) -> Literal["SFT", "DPO"]:
         """The block of the paper's tables in which the method stands."""
-        return "DPO" if self.stage == "preference" else "SFT" if self.start == "base" else METHODS[self.start].group
+        if self.stage == "preference":
+            return "DPO" if self.preference_loss else "SFT"
+        return "SFT" if self.start == "base" else METHODS[self.start].group
 
 
 def _same(effort: Effort) -> MappingProxyType[Budget, Effort]:
     return MappingProxyType({"paper": effort, "matched": effort})
 
 
-def _preference(title: str, calibration: Calibration, paper: Effort = SMALL) -> Method:
+def _preference(title: str, calibration: Calibration, paper: Effort = SMALL, **more: Any) -> Method:
     effort: dict[Budget, Effort] = {"paper": paper, "matched": SMALL}
-    return Method(title, "sft", "preference", MappingProxyType(effort), GRID, 4, calibration=calibration)
+    return Method(title, "sft", "preference", MappingProxyType(effort), GRID, 4, calibration=calibration, **more)
 
 
 def _supervised(title: str, **more: float) -> Method:
@@ -97,7 +103,12 @@ METHODS: dict[str, Method] = {
     "rcft": _after_dpo("RCFT", 1.0),
     "dpo+bce": _preference("DPO + BCE", "bce"),
     "dpo+catto": _preference("DPO + CATTO", "catto"),
-    "dpo+outcome": _preference("DPO + outcome", "outcome"),
+    "dpo+outcome": _preference("DPO + outcome", "outcome", stream="sampled"),
+    # Controls of `dpo+outcome`: as much supervision without a proper score, the score without preferences, the score
+    # without further responses.
+    "dpo+replay": _preference("DPO + replay", "replay", stream="right"),
+    "sft+outcome": _preference("SFT + outcome", "outcome", stream="sampled", preference_loss=False),
+    "dpo+outcome-pairs": _preference("DPO + outcome on pairs", "outcome"),
 }
 
 
@@ -138,9 +149,11 @@ def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def weight_of(calibration: Calibration, score: str = "brier") -> float:
-    """Lambda, the weight that an objective has by default: the paper's 0.1, and ours for `outcome`."""
+    """Lambda, the weight that an objective has by default: the paper's 0.1, and ours for `outcome` and `replay`."""
     if calibration == "none":
         return 0.0
+    if calibration == "replay":
+        return 1.0
     if calibration == "outcome":
         return 1.0 if score == "brier" else 0.3
     return 0.1

@@ -140,8 +140,9 @@ class Graph:
         if of.stage == "rcft":
             needs["held_out"] = self.held_out(task, seed, "validation")
             settings["evaluation"] = {**self._generation(), "parser": answers.VERSION}
-        if of.calibration == "outcome":
+        if of.calibration in ("outcome", "replay"):
             settings["outcome"] = self.recipe.outcome.model_dump(mode="json", exclude=set(STREAMED))
+        if of.stream != "none":
             needs["stream"] = self.stream(task, seed)
         return Stage("train", f"{self._named(name, budget)} {task} seed {seed} lr {rate:g}", settings, needs)
 

@@ -22,8 +22,9 @@ from catto.experiment.stages import Work
 from catto.files import building, replacing
 from catto.labels import check_labels
 from catto.methods import METHODS, Method, acting
+from catto.prompts import completion
 from catto.recipe import ModelSettings
-from catto.records import Prediction, PreferenceRow, SftRow, read_records
+from catto.records import Message, Prediction, PreferenceRow, SftRow, read_records
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.monitor import LAST, keeping
@@ -207,10 +208,10 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
     columns = chosen_rows(fit, min(limits, default=None), work.settings["seed"])
     dropped = {"pairs": len(rows) - len(fit)}
     stream: Sequence[Example] = ()
-    outcome = work.settings.get("outcome")
-    if outcome is not None:
+    if of.stream != "none":
         sampled = list(read_records(work.input("stream") / "outcome.jsonl", SftRow))
-        stream = _examples(work, tokenizer, sampled)
+        found = sampled if of.stream == "sampled" else right_responses(work, sampled)
+        stream = _examples(work, tokenizer, found)
         dropped["stream"] = len(sampled) - len(stream)
     config = CATTOConfig(
         **{
@@ -218,11 +219,8 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
             "precompute_ref_log_probs": True,
             "calibration": of.calibration,
             "prefix_sharing": work.settings["prefix_sharing"],
-            **(
-                {}
-                if outcome is None
-                else {"outcome_score": outcome["score"], "outcome_rows_per_pair": outcome["rows_per_pair"]}
-            ),
+            **_outcome_knobs(work, of),
+            **({} if of.preference_loss else {"loss_weights": [0.0]}),
             **_common(work),
         }
     )
@@ -236,10 +234,37 @@ def _preference(work: Work, of: Method, model: Any, tokenizer: Any) -> tuple[Any
         outcome_examples=stream,
     )
     tokens = sum(2 * len(c["prompt_ids"]) + len(c["chosen_ids"]) + len(c["rejected_ids"]) for c in columns)
-    if outcome is not None:  # so many rows of the stream beside every pair
-        each = sum(len(one.row.prompt) + one.label.at for one in stream) / len(stream)  # up to the label
-        tokens += round(config.outcome_rows_per_pair * len(columns) * each)
+    if stream:  # so many rows of the stream beside every pair, up to the label where nothing behind it is computed
+        each = [one.tokens if of.stream == "right" else len(one.row.prompt) + one.label.at for one in stream]
+        tokens += round(config.outcome_rows_per_pair * len(columns) * sum(each) / len(each))
     return trainer, _Data(len(columns), tokens, dropped)
+
+
+def _outcome_knobs(work: Work, of: Method) -> dict[str, Any]:
+    """The recipe's `outcome` block as the trainer's knobs, as far as this method reads it."""
+    if "outcome" not in work.settings:
+        return {}
+    outcome = work.settings["outcome"]
+    knobs = acting(of.calibration, {"outcome_score": outcome["score"]})
+    return knobs | ({"outcome_rows_per_pair": outcome["rows_per_pair"]} if of.stream != "none" else {})
+
+
+def right_responses(work: Work, sampled: Sequence[SftRow]) -> list[SftRow]:
+    """A right response to each question of the stream: a correct trace of the teacher or, answer first, the gold label.
+
+    Questions that reason and that the teacher never got right have none.
+    """
+    traces: dict[str, SftRow] = {}
+    for row in read_records(work.input("teacher") / "sft.jsonl", SftRow):
+        traces.setdefault(row.question, row)
+    found = []
+    for row in sampled:
+        if row.completion[-1].content == completion(None, row.label):
+            answer = Message(role="assistant", content=completion(None, row.gold))
+            found.append(row.model_copy(update={"completion": (answer,), "label": row.gold}))
+        elif row.question in traces:
+            found.append(traces[row.question])
+    return found
 
 
 def _tokens(found: Sequence[Example]) -> int:

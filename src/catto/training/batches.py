@@ -41,7 +41,7 @@ class Batch:
     source: Tensor  # (N, 2): (sequence, position) that predicts each scored token
     targets: Tensor  # (N,)
     place: Tensor  # (N, 2): (row, index of the token in prompt + completion, minus one): TRL's shifted layout
-    counts: Tensor  # (G, S): in how many of the scored rows each token stands
+    counts: Tensor  # (G, S): in how many of the balanced rows each token is
     query_source: Tensor  # (M, 2)
     query_labels: Tensor  # (M, K), padded with -100
 
@@ -64,15 +64,26 @@ class _Seat(NamedTuple):
     prompt_end: int
 
 
-def build(rows: Sequence[Row], queries: Sequence[Query], scored: int, pad: int, *, shared: bool) -> Batch:
-    """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries."""
+def build(
+    rows: Sequence[Row],
+    queries: Sequence[Query],
+    scored: int,
+    pad: int,
+    *,
+    shared: bool,
+    balanced: int | None = None,
+) -> Batch:
+    """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
+
+    balanced: how many of the first rows count in a mixture of experts' load balancing; None: all that are scored.
+    """
     sequences, seats = _share(rows) if shared else _separate(rows)
     length = max(len(ids) for ids, _, _ in sequences)
     ids, segments, positions = zip(*sequences, strict=True)
     tokens = [(r, i) for r in range(scored) for i in range(len(rows[r].completion)) if rows[r].prompt or i]
     width = max((len(query.candidates) for query in queries), default=1)
     counts = torch.zeros(len(sequences), length, dtype=torch.long)
-    for row, seat in zip(rows[:scored], seats, strict=False):
+    for row, seat in zip(rows[: scored if balanced is None else balanced], seats, strict=False):
         counts[seat.sequence, : len(row.prompt)] += 1
         counts[seat.sequence, seat.start : seat.start + len(row.completion)] += 1
     return Batch(

@@ -29,7 +29,7 @@ def paper(config: CATTOConfig) -> dict[str, str]:
     dpo = dict(DPOTrainer._paper)
     if not config.weight:
         return dpo
-    citations = [dpo["citation"]] if config.calibration == "outcome" else [dpo["citation"], _CATTO]
+    citations = [dpo["citation"]] if config.calibration in ("outcome", "replay") else [dpo["citation"], _CATTO]
     return {"citation": "\n\n".join(citation.strip() for citation in citations)}  # no id: the card would link one paper
 
 
@@ -37,7 +37,7 @@ def tags(config: CATTOConfig) -> list[str]:
     """TRL's tags, and ours where there is a term."""
     if not config.weight:
         return list(DPOTrainer._tag_names)
-    own = ["calibration"] if config.calibration == "outcome" else ["catto", "calibration"]
+    own = ["calibration"] if config.calibration in ("outcome", "replay") else ["catto", "calibration"]
     return [*DPOTrainer._tag_names, *own]
 
 

@@ -13,7 +13,7 @@ from trl import DPOConfig
 
 from catto.methods import KNOBS, weight_of
 
-CALIBRATIONS = ("none", "catto", "bce", "l1", "brier", "outcome")
+CALIBRATIONS = ("none", "catto", "bce", "l1", "brier", "outcome", "replay")
 
 
 @dataclass
@@ -24,10 +24,10 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     """
 
     calibration: str = field(
-        default="catto", metadata={"help": "The calibration term: none, catto, bce, l1, brier or outcome."}
+        default="catto", metadata={"help": "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay."}
     )
     calibration_weight: float | None = field(
-        default=None, metadata={"help": "Lambda. None: 0.1; outcome 1.0, and 0.3 with outcome_score log."}
+        default=None, metadata={"help": "Lambda. None: 0.1; replay and outcome 1.0, outcome with score log 0.3."}
     )
     reduce: str | None = field(
         default=None, metadata={"help": "Over a response's tokens: mean or sum. None: the mean, for bce the sum."}
@@ -40,7 +40,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     )
     outcome_score: str = field(default="brier", metadata={"help": "The outcome's proper score: brier or log."})
     outcome_rows_per_pair: int = field(
-        default=2, metadata={"help": "Unfiltered responses that go with every pair of the batch, with outcome."}
+        default=2, metadata={"help": "Responses of the third stream that go with every pair of the batch."}
     )
     prefix_sharing: bool = field(
         default=False, metadata={"help": "Whether a prompt is computed once for all responses to it."}

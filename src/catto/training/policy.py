@@ -10,7 +10,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from catto.objectives import TokenStats
 from catto.training import head
-from catto.training.batches import Batch, Query, build
+from catto.training.batches import Batch, Query, Row, build
 from catto.training.pairs import Pairs
 from catto.training.terms import extras_of
 
@@ -25,6 +25,7 @@ class Policy:
         self.reference = reference  # of which TRL reads the log-probabilities alone
         self.stats: TokenStats
         self.labels: Any = None  # (M, K) where queries were asked
+        self.stream: tuple[Tensor, ...] = ()  # log p_t of each replayed response, (T_i,)
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """Run the batch through our head once. labels: (2 B, L), -100 off the completions."""
@@ -34,7 +35,11 @@ class Policy:
         batch = self._batch(labels.device)
         more = {name: kwargs[name] for name in ("output_router_logits",) if name in kwargs}
         output = head.call(self.model, batch, self._extras(), **more)
-        self.stats, self.labels = _spread(output.stats(), batch, labels[:, 1:]), output.labels
+        stats, lengths = output.stats(), [_scored(row) for row in self._replayed]
+        cut = len(batch.targets) - sum(lengths)
+        self.stream = torch.split(stats.target[cut:], lengths) if lengths else ()
+        self.stats = _spread(stats[:cut], batch.place[:cut], labels[:, 1:])
+        self.labels = output.labels
         return _as_trl(self.stats, labels[:, 1:] != -100, output.aux_loss)
 
     def _extras(self) -> tuple[str, ...]:
@@ -44,14 +49,22 @@ class Policy:
         return (*TRL_EXTRAS, *extras_of(self.trainer.args), *weighting)
 
     def _batch(self, device: torch.device) -> Batch:
-        rows = [*self.pairs.rows, *(example.before_label() for example in self.examples)]
-        pad = self.trainer.data_collator.pad_token_id
-        shared = self.trainer.sharing()
-        return build(rows, self._queries(), len(self.pairs.rows), pad, shared=shared).to(device)
+        pairs, replayed = len(self.pairs.rows), self._replayed
+        rows = [*self.pairs.rows, *(replayed or [example.before_label() for example in self.examples])]
+        pad, shared = self.trainer.data_collator.pad_token_id, self.trainer.sharing()
+        scored = pairs + len(replayed)
+        return build(rows, self._queries(), scored, pad, shared=shared, balanced=pairs).to(device)
+
+    @property
+    def _replayed(self) -> list[Row]:
+        """The stream's responses where all of their tokens are scored, and not only the label's."""
+        return [example.row for example in self.examples] if self.trainer.args.calibration == "replay" else []
 
     def _queries(self) -> list[Query]:
         first = len(self.pairs.rows)
         if self.reference:
+            return []
+        if self._replayed:
             return []
         if self.examples:
             return [Query(first + n, e.label.at, e.label.candidates) for n, e in enumerate(self.examples)]
@@ -71,9 +84,14 @@ class Policy:
         return mask
 
 
-def _spread(stats: TokenStats, batch: Batch, shifted: Tensor) -> TokenStats:
-    """Put the N tokens' statistics where TRL has them: (2 B, L - 1), 0 elsewhere."""
-    rows, columns = batch.place.unbind(-1)
+def _scored(row: Row) -> int:
+    """How many tokens of a row have a position that predicts them."""
+    return len(row.completion) if row.prompt else max(len(row.completion) - 1, 0)
+
+
+def _spread(stats: TokenStats, place: Tensor, shifted: Tensor) -> TokenStats:
+    """Put the N tokens' statistics where TRL has them, `place` (N, 2): (2 B, L - 1), 0 elsewhere."""
+    rows, columns = place.unbind(-1)
     values = (getattr(stats, name) for name in TokenStats.__dataclass_fields__)
     zeros = stats.target.new_zeros(shifted.shape)
     return TokenStats(*(None if v is None else zeros.index_put((rows, columns), v) for v in values))  # type: ignore[arg-type]

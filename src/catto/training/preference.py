@@ -39,7 +39,7 @@ from catto.training.pairs import (
 from catto.training.policy import Policy
 from catto.training.rows import Example, fitting
 from catto.training.stream import OutcomeStream
-from catto.training.terms import Term, outcome_on_pairs, outcome_on_stream, surrogate_term
+from catto.training.terms import Term, outcome_on_pairs, outcome_on_stream, replay_on_stream, surrogate_term
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     validation: examples on which `evaluate` measures label confidence (see `Monitored`).
     outcome_examples: with `calibration="outcome"`, the unfiltered responses (`catto.training.rows.examples`) that form
     a third stream beside the pairs; without them the term reads the pairs' own labels, y+ weighted by the question's
-    correctness rate and y- by one minus it.
+    correctness rate and y- by one minus it. With `calibration="replay"`, the responses whose cross-entropy is added.
     """
 
     def __init__(
@@ -205,7 +205,9 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     def _term(self, policy: Policy, inputs: dict[str, Any]) -> Term:
         mask = inputs["completion_mask"][..., 1:].bool()
-        if self.args.calibration == "outcome" and policy.examples:
+        if self.args.calibration == "replay":
+            term = replay_on_stream(policy.stream)
+        elif self.args.calibration == "outcome" and policy.examples:
             term = outcome_on_stream(policy.labels, policy.examples, self.args)
         elif self.args.calibration == "outcome":
             term = outcome_on_pairs(policy.labels, policy.pairs, self.args)
@@ -263,8 +265,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
 def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
     """The third stream, of the examples that fit; refused where nothing would read it."""
-    if examples and args.calibration != "outcome":
+    if examples and args.calibration not in ("outcome", "replay"):
         raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
+    if args.calibration == "replay" and not examples:
+        raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
     if not examples and args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
         raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
     if not examples or not args.weight:

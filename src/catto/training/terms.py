@@ -67,6 +67,12 @@ def outcome_on_pairs(labels: Tensor, pairs: Pairs, config: CATTOConfig) -> Term:
     return Term(total, _label_logs(labels, gold, total))
 
 
+def replay_on_stream(responses: Sequence[Tensor]) -> Term:
+    """Mean over the stream's responses of their cross-entropy, a mean over tokens. responses: log p_t, (T_i,) each."""
+    loss = -torch.stack([logprobs.mean() for logprobs in responses]).mean()
+    return Term(loss, {"calibration/replay": loss})
+
+
 def _label_logs(labels: Tensor, gold: Tensor, loss: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         top, answer = labels.max(-1)
