@@ -91,4 +91,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:
         told = "; ".join(f"{count} that need {reason}" for reason, count in reasons.most_common())
-        terminalreporter.write_line(f"Skipped: {told}. `make test-all` skips none.")
+        terminalreporter.write_line(f"Skipped: {told}. `make test-all` stops where a browser or the data is missing.")

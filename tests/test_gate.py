@@ -83,7 +83,7 @@ def test_what_is_skipped_is_said_in_one_line(tmp_path: Path) -> None:
     told = ran(project(tmp_path, source), "-m", "pytest", PATH=str(tmp_path), CATTO_DATA=str(tmp_path)).stdout
     (line,) = [line for line in told.splitlines() if line.startswith("Skipped: ")]
     assert line.startswith("Skipped: 2 that need a browser (apt-get install chromium); 1 that need the releases of the")
-    assert line.endswith("`make test-all` skips none.")
+    assert line.endswith("`make test-all` stops where a browser or the data is missing.")
 
 
 def test_everything_refuses_to_start_where_something_is_missing(tmp_path: Path) -> None:
