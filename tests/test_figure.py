@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from catto.cli import main
 from catto.evaluation.binning import reliability
 from catto.evaluation.metrics import accuracy, ece, mean_confidence
 from catto.evaluation.statistics import NullBand
@@ -83,3 +86,21 @@ def test_unknown_ending_and_unwritable_place_are_told(tmp_path: Path) -> None:
 def test_no_panels_is_refused() -> None:
     with pytest.raises(ValueError, match="panels is empty"):
         figure([])
+
+
+def test_a_full_disk_leaves_the_old_figure_and_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, drawn = tmp_path / "answers.jsonl", tmp_path / "reliability.svg"
+    answers.write_text("".join(f'{{"confidence": 0.{n}, "correct": {str(n > 4).lower()}}}\n' for n in range(1, 10)) * 4)
+    drawn.write_text("the old one")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("catto.files.os.fsync", full)
+    with pytest.raises(SystemExit, match="2"):
+        main(["measure", str(answers), "--figure", str(drawn), "--resamples", "10"])
+    assert capsys.readouterr().err == f"catto: {drawn}: cannot be written: {os.strerror(errno.ENOSPC)}\n"
+    assert drawn.read_text() == "the old one"
+    assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "reliability.svg"}

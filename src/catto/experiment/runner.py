@@ -54,6 +54,8 @@ RUN = {
     "scaled": ("measure", "run_scaled"),
     "report": ("collect", "run_report"),
 }
+# With fewer bytes left than this a failure is told as one of a full disk.
+ROOM = 2**20
 # What --repair moves aside keeps this suffix.
 DAMAGED = ".damaged"
 # These load a model of their own: the one that was generated with last is let go before.
@@ -161,7 +163,9 @@ def _run_stage(
     except Exception as error:
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
-        outcome.failed[f"{stage.name}: {type(error).__name__}: {error}"] = log
+        # Libraries tell a full disk in words of their own, such as a position in an archive.
+        full = " (the disk is full)" if shutil.disk_usage(root).free < ROOM else ""
+        outcome.failed[f"{stage.name}: {type(error).__name__}: {error}{full}"] = log
         display.ended(stage, "failed", time.monotonic() - began)
         return False
     seconds = time.monotonic() - began
