@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from catto.problems import MOST_DEPTH, DataError, parse_json, shortened
@@ -114,6 +114,8 @@ def test_every_message_is_short_whatever_it_quotes() -> None:
     assert "\x1b" not in str(DataError("a\nb", 1, "c\n\x1b[2Jd"))
 
 
+@example("a b" * 30, 82)
+@example("x" * 57 + " " + "y" * 40, 82)
 @given(st.text(), st.integers(20, 200))
 def test_a_shortened_text_is_one_printable_line(text: str, most: int) -> None:
     line = shortened(text, most)

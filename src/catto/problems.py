@@ -55,7 +55,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     if len(line) <= most:
         return line
     tail = most // 4
-    return f"{line[: most - tail - 4]} ...{line[-tail:]}"
+    return f"{line[: most - tail - 4].rstrip()} ...{line[-tail:]}"
 
 
 def listed(names: Sequence[object], most: int = 12) -> str:
