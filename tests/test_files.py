@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from catto.experiment.stages import Stage, done, finish, part
 from catto.files import Seal, building, damage, hold, locked, replacing, replacing_bytes, sealed
 from catto.problems import DataError
 from catto.records import MAX_LINE_BYTES, Message, write_records
@@ -89,26 +90,51 @@ def test_a_limit_of_the_system_on_the_size_of_files_is_told(tmp_path: Path) -> N
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_file_and_folder_are_on_the_disk_before_and_after_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fsync of the file, rename, fsync of the folder: a power cut between any two leaves a whole file."""
-    calls: list[str] = []
-    fsync, rename = os.fsync, Path.replace
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed to the disk and what is renamed, in order."""
+    found: list[str] = []
+    fsync = os.fsync
 
     def synced(descriptor: int) -> None:
-        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        found.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
         fsync(descriptor)
 
-    def renamed(self: Path, target: Path) -> Path:
-        calls.append("rename")
-        return rename(self, target)
+    def recorded(rename: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def renamed(self: Path, target: Path) -> Path:
+            found.append("rename")
+            return rename(self, target)
+
+        return renamed
 
     monkeypatch.setattr("catto.files.os.fsync", synced)
-    monkeypatch.setattr(Path, "replace", renamed)
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(Path, name, recorded(getattr(Path, name)))
+    return found
+
+
+def test_file_and_folder_are_on_the_disk_before_and_after_the_rename(tmp_path: Path, calls: list[str]) -> None:
+    """fsync of the file, rename, fsync of the folder: a power cut between any two leaves a whole file."""
     with replacing(tmp_path / "a.txt") as file:
         file.write("x")
     assert calls == ["file", "rename", "folder"]
+
+
+def test_all_of_a_built_folder_is_on_the_disk_before_its_rename(tmp_path: Path, calls: list[str]) -> None:
+    """fsync of its folders and files, of itself, rename, fsync of the folder that it stands in."""
+    with building(tmp_path / "model") as beside:
+        (beside / "sub").mkdir()
+        (beside / "sub" / "a").write_text("x")
+    assert calls == ["folder", "file", "folder", "rename", "folder"]
+
+
+def test_a_finished_stage_is_sealed_before_its_rename_which_is_on_the_disk(tmp_path: Path, calls: list[str]) -> None:
+    """done.json whole, then the stage's folder renamed: a kill or a power cut between the two leaves it unfinished."""
+    stage = Stage("questions", "questions a", {})
+    part(tmp_path, stage).mkdir(parents=True)
+    finish(tmp_path, stage, {})
+    assert calls == ["file", "rename", "folder", "rename", "folder"]
+    assert done(tmp_path, stage)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
@@ -168,11 +194,11 @@ def test_a_lock_that_is_held_and_one_that_cannot_be_are_told_apart(
 
 def test_every_damage_of_a_sealed_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    files = {"a": b"abc", "sub/b": bytes(range(256)), "empty": b"", "done.json": b"{}"}
+    files = {"a": b"abc", "sub/b": bytes(range(256)), "empty": b"", "done.json": b"{}", "sub/done.json": b"{}"}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     seals = sealed(tmp_path, frozenset({"done.json"}))
-    assert set(seals) == {"a", "sub/b", "empty"}
+    assert set(seals) == {"a", "sub/b", "empty", "sub/done.json"}  # only at the top does a file tell of the stage
     # SHA-256 of "abc", from the standard that defines it (FIPS 180-2, appendix B.1)
     assert seals["a"] == Seal(3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
     assert damage(tmp_path, seals, contents=True) is None
