@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from catto.answers import VERSION
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
-from catto.evaluation.confidence import confidence_at, evaluate, evaluate_model, is_correct
+from catto.evaluation.confidence import confidence_at, evaluate, evaluate_model, generate, is_correct
 from catto.evaluation.fallback import Closed, close, closed_ids
 from catto.labels import decoded, opening
 from catto.problems import DataError
@@ -210,6 +212,24 @@ def test_a_torn_file_is_made_whole_again(tmp_path: Path, cut: int) -> None:
     assert not part.exists()
 
 
+def test_a_chunk_is_on_the_disk_before_the_next_is_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut loses at most the chunk that is being made."""
+    part = tmp_path / "p.part.jsonl"
+    synced: dict[int, int] = {}  # file -> its size when it was last flushed to the disk
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def progress(done: int, total: int, right: int) -> None:
+        assert synced[part.stat().st_ino] == part.stat().st_size
+        assert part.read_bytes().count(b"\n") == done
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    evaluate(engine(1), questions(9), out=tmp_path / "p.jsonl", max_tokens=4, progress=progress)
+
+
 def test_killed_between_rename_and_manifest(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     predictions = evaluate(engine(), questions(3), out=out)
@@ -229,6 +249,18 @@ def test_another_runs_file_is_refused(tmp_path: Path) -> None:
     manifest_path(out).unlink()
     with pytest.raises(DataError, match="has no manifest"):
         evaluate(engine(), questions(3), out=out)
+
+
+def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
+    evaluate(engine(), questions(3), out=predictions, **GREEDY)
+    text = generate(engine(), questions(3), out=generations, **GREEDY)
+    monkeypatch.setattr("catto.evaluation.predictions.VERSION", VERSION + 1)
+    with pytest.raises(DataError, match="belongs to other settings"):
+        evaluate(engine(), questions(3), out=predictions, **GREEDY)
+    assert generate(engine(), questions(3), out=generations, **GREEDY) == text
 
 
 def test_a_stored_row_out_of_place_is_told(tmp_path: Path) -> None:
