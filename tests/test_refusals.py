@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from catto.records import (
     read_records,
 )
 from catto.teacher import dry_run, teach
-from catto.teacher.store import PartFile, forget_refusals
+from catto.teacher.store import PartFile, forget_refusals, refusals
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from teacher_world import Scripted, calm, questions, scripted, serve, server_settings
 
@@ -163,6 +163,33 @@ def test_a_kill_while_refusals_are_forgotten_loses_nothing(tmp_path: Path, kept:
         assert teach(questions(6), None, server_settings(server.url), tmp_path, retry_refused=True).responses == 36
 
 
+@pytest.mark.parametrize("manifests", range(5))
+def test_a_kill_between_any_two_manifests_leaves_nothing_made_without_the_new_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifests: int
+) -> None:
+    """Of the five, the generations' own goes last: without it the others would be taken for those of the new ones."""
+    with serve(refusing(1)) as server:
+        teach(questions(6), None, server_settings(server.url), tmp_path)
+    unlink, gone = Path.unlink, 0
+
+    def killed(self: Path, missing_ok: bool = False) -> None:
+        nonlocal gone
+        if self.name.endswith(".manifest.json"):
+            if gone == manifests:
+                raise KeyboardInterrupt
+            gone += 1
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            forget_refusals(tmp_path)
+    with serve() as server:
+        found = teach(questions(6), None, server_settings(server.url), tmp_path, retry_refused=True)
+    assert found.responses == 36
+    assert len(list(read_records(tmp_path / "outcome.jsonl", SftRow))) == 36
+
+
 def test_refusals_survive_a_stop_in_the_part_file(tmp_path: Path) -> None:
     def respond(seen: Seen) -> Reply:
         return error(403, "no money") if number(seen) == 4 else refusing(1)(seen)
@@ -197,7 +224,8 @@ def test_an_unfinished_run_that_stored_nothing_does_not_block_other_settings(tmp
 def test_an_unfinished_run_that_stored_refusals_alone_does_not_block_other_settings(tmp_path: Path) -> None:
     with serve(refusing(*range(6))) as server, pytest.raises(ServerError, match="all of the first 20 requests"):
         teach(questions(6), None, server_settings(server.url, concurrency=1), tmp_path)
-    assert len(server.seen) == 20
+    assert len(refusals(tmp_path)) == 20
+    assert len(server.seen) <= 21  # the next may be on its way when the twentieth refusal is counted
     with serve() as server:
         assert teach(questions(6), None, server_settings(server.url, model="better"), tmp_path).responses == 36
 
@@ -437,6 +465,27 @@ def test_too_large_a_share_stops_an_evaluation(tmp_path: Path) -> None:
         evaluated(server, tmp_path / "p.jsonl", count=40)
     with serve(bad) as server:
         assert len(evaluated(server, tmp_path / "p.jsonl", count=40, max_refused=1.0)) == 26
+
+
+@pytest.mark.parametrize(("refused", "share"), [(range(36, 40), None), ((0, 1, 2, 3, 20), "5 of 21")])
+def test_the_share_of_a_resumed_evaluation_counts_what_was_stored(
+    tmp_path: Path, refused: Sequence[int], share: str | None
+) -> None:
+    """Killed after 20 of 40 questions: 4 of the other 20 may be refused, or one beside 4 that are stored as refused."""
+
+    def respond(seen: Seen) -> Reply:
+        return error(403, "no money") if number(seen) == 20 else refusing(*refused, answer=answering)(seen)
+
+    out = tmp_path / "p.jsonl"
+    with serve(respond) as server, pytest.raises(ServerError, match="no money"):
+        evaluated(server, out, count=40)
+    with serve(refusing(*refused, answer=answering)) as server:
+        if share is None:
+            assert len(evaluated(server, out, count=40, max_refused=0.15)) == 36
+        else:
+            with pytest.raises(ServerError, match=f"{share} questions were refused"):
+                evaluated(server, out, count=40)
+        assert min(asked_questions(server)) == 20
 
 
 def test_an_evaluation_that_is_refused_everything_is_an_error(tmp_path: Path) -> None:
