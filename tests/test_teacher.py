@@ -90,6 +90,20 @@ def test_what_is_asked_is_the_prompt_and_what_is_kept_is_the_answer(tmp_path: Pa
     assert any(r.label is None for r in found)
 
 
+def test_a_line_that_the_limit_of_tokens_has_cut_is_no_answer(tmp_path: Path) -> None:
+    """`A` may be the beginning of "A or B"."""
+
+    class Cut(Scripted):
+        def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+            for found in super().generate(requests, done):
+                reason = "length" if found.sample else "stop"
+                yield found.model_copy(update={"text": "<answer>\nA", "finish_reason": reason})
+
+    teach(questions(1), Cut({"q0": ["A", "A"]}), TeacherSettings(n=2), tmp_path)
+    whole, cut = read_records(tmp_path / "responses.jsonl", Response)
+    assert (whole.label, whole.correct, cut.label, cut.correct) == ("A", True, None, False)
+
+
 def test_a_finished_folder_asks_nothing_and_changes_nothing(tmp_path: Path) -> None:
     with serve() as server:
         first = teach(questions(4), None, server_settings(server.url), tmp_path)
@@ -218,6 +232,14 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     run(tmp_path, "AAAA", "BBBB")
     with pytest.raises(DataError, match="other settings or questions"):
         teach(questions(3), scripted("AAAA", "BBBB", "AAAA"), TeacherSettings(n=4), tmp_path)
+
+
+def test_responses_of_another_model_are_refused_though_the_settings_name_none(tmp_path: Path) -> None:
+    teach(questions(1), scripted("AB"), TeacherSettings(n=2), tmp_path)
+    other = scripted("AB")
+    other.model = "another"
+    with pytest.raises(DataError, match="belongs to other settings"):
+        teach(questions(1), other, TeacherSettings(n=2), tmp_path)
 
 
 def test_rows_alone_are_written_anew_when_only_their_settings_change(tmp_path: Path) -> None:

@@ -142,6 +142,15 @@ def test_the_seed_moves_the_pair() -> None:
     assert len(found) == 3
 
 
+def test_each_question_draws_its_pair_by_itself() -> None:
+    """Ten questions with the same nine pairs to draw from: one draw for all would favour a place among the samples."""
+    group = answered("AAABBB")
+    found = [
+        next(preference_rows([group._replace(question=question)], TeacherSettings())) for question in questions(40)[::4]
+    ]
+    assert len({(row.chosen, row.rejected) for row in found}) > 3
+
+
 def test_a_response_to_no_question_is_an_error() -> None:
     with pytest.raises(ValueError, match="'q0', which is not among"):
         list(grouped([], answered("A").responses))
