@@ -312,6 +312,12 @@ def test_twenty_requests_in_a_row_without_a_reply_end_the_run() -> None:
     assert len(server.seen) == 20
 
 
+def test_a_reply_between_them_starts_the_count_of_failures_again() -> None:
+    with OpenAIServer(lambda seen: by_seed(seen) if seen.body["seed"] % 15 == 0 else error(500)) as server:
+        found = list(engine(server, max_retries=0, concurrency=1).generate([request(i) for i in range(40)]))
+    assert sum(isinstance(one, Refusal) for one in found) == 37  # seeds 100 to 139, of which 105, 120 and 135 are met
+
+
 def test_what_is_thrown_back_of_the_prompt_is_not_kept() -> None:
     secret = "My mother's maiden name is Featherstonehaugh, and she was born in 1931."
     asked = request().model_copy(update={"messages": (Message(role="user", content=f"Consider:\n{secret}"),)})
