@@ -14,11 +14,15 @@ from transformers import TrainerState, TrainingArguments
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.evaluation import metrics
+from catto.labels import label_place
+from catto.prompts import completion
+from catto.records import Message
 from catto.training.monitor import keeping, label_logprobs, measure
 from catto.training.rows import Example, Label, examples, row_ids
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from pairs import sft_rows
 from tiny import tiny_model, tiny_tokenizer
+from tokenizer_kinds import kinds
 
 TOKENIZER = tiny_tokenizer()
 
@@ -91,6 +95,23 @@ def test_rcft_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
     assert (whole - moved(8, 1.0)).abs().max() > 1e-2
     for batch in (1, 3):
         torch.testing.assert_close(moved(batch, 5.0), whole, rtol=0, atol=1e-6)
+
+
+def test_rcft_divides_by_a_processes_own_share_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are averaged over processes: beside one with as many samples, a process moves as it does alone."""
+    rows = examples(TOKENIZER, sft_rows(8))
+    moved = []
+    for processes in (1, 2):
+        model = tiny_model()
+        bins = RcftBins(lambda model: ([(n + 0.5) / 10 for n in range(10)] * 2, [True] * 10 + [False] * 10))
+        args = arguments(tmp_path / str(processes), learning_rate=0.5)
+        trainer = SupervisedTrainer(model, args, rows, TOKENIZER, bins=bins, rcft_weight=5.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.accelerator, "gather", lambda mine, n=processes: torch.cat([mine] * n))
+            trainer.train()
+        moved.append(weights(model))
+    assert (moved[0] - weights(tiny_model())).abs().max() > 1e-2
+    torch.testing.assert_close(moved[1], moved[0], rtol=0, atol=0)
 
 
 def test_rcft_leaves_out_answers_without_a_confidence_and_counts_them(
@@ -254,6 +275,19 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
     assert examples(TOKENIZER, [opened])[0].before_label() == closed.before_label()
     assert TOKENIZER.decode(closed.before_label().completion).endswith("<answer>\n")
     assert closed.label.candidates == [TOKENIZER.convert_tokens_to_ids(label) for label in row.labels]
+
+
+@pytest.mark.parametrize("labels", [("entailment", "not entailment"), ("dog", "the dog")])
+@pytest.mark.parametrize("name", ["byte-level", "byte-level, newline and letter are one token", "unigram"])
+def test_a_label_is_found_in_the_last_tokens_as_in_the_whole(name: str, labels: tuple[str, ...]) -> None:
+    """Also where the last eight begin inside a label whose end is another one."""
+    tokenizer = kinds()[name]
+    for label in labels:
+        turn = (Message(role="assistant", content=completion("the cat sat", label)),)
+        update = {"labels": labels, "gold": label, "label": label, "completion": turn}
+        (example,) = examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
+        at, candidates = label_place(tokenizer, example.row.completion, labels)
+        assert example.label == Label(at, list(candidates), labels.index(label))
 
 
 def test_a_row_ends_with_the_end_of_sequence_and_reads_as_generated() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,10 @@ import pairs
 import train_run
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
+from catto.training.rows import Example, examples
+from catto.training.stream import OutcomeStream
 from steps import distance, step
+from tiny import tiny_tokenizer
 
 # SGD's update is the gradient itself; Adam's first one is its sign, which rounding can flip.
 ONE_STEP: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
@@ -62,8 +67,27 @@ def _one_step(folder: Path, size: int, **options: Any) -> dict[str, Any]:
     """The weights after one step over eight pairs in micro-batches of `size`, of which the last may be ragged."""
     rows = pairs.dataset(pairs.preference_rows(8))
     cut = {"per_device_train_batch_size": size, "gradient_accumulation_steps": -(-8 // size), "rows": rows}
-    train_run.run(str(folder), **ONE_STEP, **cut, **options)
+    train_run.run(str(folder), **{**ONE_STEP, **cut, **options})
     return _weights(folder)
+
+
+def _streamed(rows: list[Example], size: int, accumulation: int, processes: int) -> list[str]:
+    """The questions of the stream's rows over two steps, micro-batch by micro-batch and process by process."""
+    streams = [OutcomeStream(rows, CATTOConfig(calibration="outcome", output_dir="")) for _ in range(processes)]
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "world_size": processes}
+    found = []
+    for step_number, _, process in itertools.product(range(2), range(accumulation), range(processes)):
+        state, args = SimpleNamespace(global_step=step_number), SimpleNamespace(**sizes, process_index=process)
+        found += streams[process].next(SimpleNamespace(state=state, args=args), size)
+    return [example.question for example in found]
+
+
+def test_the_stream_is_the_same_however_a_step_is_cut_and_a_pass_has_every_example_once() -> None:
+    """Two steps of six pairs, two rows beside each."""
+    rows = examples(tiny_tokenizer(), pairs.sft_rows(24))
+    whole = _streamed(rows, 6, 1, 1)
+    assert sorted(whole) == sorted(example.question for example in rows)
+    assert _streamed(rows, 2, 3, 1) == _streamed(rows, 3, 1, 2) == _streamed(rows, 1, 3, 2) == whole
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +109,18 @@ def test_the_term_is_the_mean_over_the_pairs_of_the_step(
     assert max(float(value.abs().max()) for value in added[0].values()) > 1e-3
     for name, value in added[1].items():
         torch.testing.assert_close(value, added[0][name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_term_is_a_mean_also_where_an_epoch_ends_inside_the_accumulation(
+    tmp_path: Path, without_term: dict[int, dict[str, Any]]
+) -> None:
+    """Eight pairs are three micro-batches: a step that may accumulate five has only these."""
+    options = {"calibration_weight": 1.0}
+    full = _one_step(tmp_path / "full", 3, **options)
+    short = _one_step(tmp_path / "short", 3, **options, gradient_accumulation_steps=5)
+    for name, value in short.items():
+        torch.testing.assert_close(value, full[name], rtol=0, atol=1e-6, msg=name)
+    assert max(float((value - without_term[3][name]).abs().max()) for name, value in full.items()) > 1e-3
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["padded", "shared"])
