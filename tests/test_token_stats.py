@@ -187,6 +187,11 @@ def test_tie_goes_to_the_rival_and_the_lowest_id() -> None:
     token_stats(z, None, torch.tensor([0]), tile=2).rival.sum().backward()
     p = torch.softmax(z.detach(), -1)
     torch.testing.assert_close(z.grad, torch.tensor([[0.0, 1.0, 0.0, 0.0]]) - p)
+    z.grad = None
+    doubt = token_stats(z, None, torch.tensor([1]), tile=2).log_doubt
+    assert doubt is not None
+    doubt.sum().backward()  # of all tokens but the rival, which is token 2
+    torch.testing.assert_close(z.grad, torch.softmax(z.detach() - torch.tensor([0, 0, torch.inf, 0]), -1) - p)
 
 
 class LargestTensor(TorchDispatchMode):
