@@ -87,6 +87,14 @@ def test_a_prompt_without_room_for_a_response_is_dropped_and_told(caplog: pytest
     assert f"dropped 1 of 8 train rows whose prompt alone fills {LIMIT} tokens: rows 1" in caplog.text
 
 
+def test_a_prompt_needs_room_for_one_token_of_a_response_as_with_trl() -> None:
+    rows = lengthened(prompts=(1,))
+    longest = max(len(row["prompt_ids"]) for row in made(CATTOTrainer, CATTOConfig, rows=rows).train_dataset)
+    for limit, kept in ((longest, 7), (longest + 1, 8)):
+        for kind, config in ((DPOTrainer, DPOConfig), (CATTOTrainer, CATTOConfig)):
+            assert len(made(kind, config, rows=rows, max_length=limit).train_dataset) == kept
+
+
 def test_another_limit_does_not_read_the_reference_cached_under_the_first(tmp_path: Path) -> None:
     """TRL caches reference log-probabilities by the dataset's fingerprint, and the collator cuts afterwards."""
     rows = lengthened(chosen=(0, 3)).add_column("here", [str(tmp_path)] * 8)

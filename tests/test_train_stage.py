@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
 
 import pairs
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Work, place
-from catto.experiment.train import _Clock, label_share, right_responses, run_train
+from catto.experiment.train import _Clock, _save, label_share, right_responses, run_train
 from catto.prompts import completion
 from catto.recipe import Recipe
 from catto.records import Message, Prediction, write_records
@@ -24,6 +26,7 @@ from catto.training.preference import CATTOTrainer
 from catto.training.rows import examples, pair_tokens, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from experiment_world import RECIPE
+from steps import lora
 from tiny import tiny_model, tiny_tokenizer
 
 LIMIT = 60
@@ -315,3 +318,17 @@ def test_a_control_trains_on_what_its_name_says(
     assert (trainer._stream is not None) == stream
     assert trainer.args.loss_weights == weights
     assert story["rows"] == 6
+
+
+# ---- what is saved --------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_merged_in_fp32(tmp_path: Path) -> None:
+    """W + scaling B A to seven digits: of a bf16 sum only three would be left."""
+    model: Any = get_peft_model(tiny_model().to(torch.bfloat16), lora())
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    expected = (layer.base_layer.weight.float() + layer.scaling["default"] * update.float()).detach()
+    _save(model, tiny_tokenizer(), tmp_path / "model")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    torch.testing.assert_close(saved.model.layers[0].self_attn.q_proj.weight.detach(), expected, rtol=0, atol=1e-7)
