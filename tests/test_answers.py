@@ -57,6 +57,11 @@ def test_no_label_two_labels_or_a_foreign_one_is_no_answer(text: str) -> None:
     assert answer(text, texts=("a cat", "the dog", "c", "d")) is None
 
 
+def test_two_leads_may_follow_each_other_and_not_three() -> None:
+    assert answer("The answer is: option B") == "B"
+    assert answer("Final answer: the answer is: option B") is None
+
+
 def test_the_longer_of_two_labels_that_contain_each_other_is_read() -> None:
     labels = ("entailment", "not entailment")
     assert answer("Not  entailment", labels) == "not entailment"

@@ -14,6 +14,7 @@ import torch
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine, prompt_ids
 from catto.evaluation.confidence import evaluate, is_correct
+from catto.evaluation.fallback import closed_ids
 from catto.evaluation.tables import Table, read_table
 from catto.labels import check_labels, decoded, label_place, locate, opening
 from catto.prompts import completion, messages
@@ -193,6 +194,16 @@ def test_tokens_whose_text_does_not_grow_are_no_answer() -> None:
     (one,) = predictions(tokenizer, ("A", "B"), [ids])
     assert one.source == "fallback"
     assert one.label in ("A", "B")
+
+
+def test_a_closed_response_leaves_room_for_all_tokens_that_tell_a_label() -> None:
+    tokenizer = kinds()["byte-level"]
+    ids = encode(tokenizer, "<think>\n" + "the cat " * 20)
+    for room in range(20, 40):
+        closed = closed_ids(tokenizer, ids, CHOICES, room)
+        assert closed is not None
+        assert max(map(len, closed.rest.values())) == max(MORE[CHOICES]) - 1
+        assert len(closed.ids) + max(map(len, closed.rest.values())) == room
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted_not_raised() -> None:
