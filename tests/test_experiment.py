@@ -87,6 +87,7 @@ def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
         told[method] = json.loads(path.read_text())
     (folder,), (stream,) = finished.stages("dpo-*/model"), finished.stages("stream-*/outcome.jsonl")
     rows = examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
+    assert len(rows) == RECIPE["outcome"]["questions"]
     mean = sum(len(one.row.prompt) + one.label.at for one in rows) / len(rows)  # nothing after the label is computed
     assert told["dpo"]["rows"] == told["dpo+outcome"]["rows"] == RECIPE["small_pairs"]
     beside = round(2 * RECIPE["small_pairs"] * mean)  # two rows of the stream a pair

@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from catto.experiment.graph import Graph
-from catto.experiment.stages import Stage, ordered
+from catto.experiment.measure import run_chosen
+from catto.experiment.stages import Stage, Work, ordered, part, place, read
 from catto.recipe import Recipe
 from catto.recipe_file import load
+from catto.records import Prediction, write_records
 from catto.report.results import VERSION
 
 TASKS = ("witnesses", "snli")
@@ -231,6 +233,33 @@ def test_only_a_mean_over_several_rates_depends_on_the_seeds(
 ) -> None:
     one, two = (Graph(recipe_of(tmp_path, f"lr_choice={choice}", f"seeds={seeds}")) for seeds in ("[0]", "[0, 1]"))
     assert (one.chosen("snli", 0, method, "paper").key != two.chosen("snli", 0, method, "paper").key) == depends
+
+
+@pytest.mark.parametrize(("choice", "rate"), [("mean", 5e-7), ("seed", 5e-6)])
+def test_the_lowest_ece_of_the_seed_or_of_the_mean_over_seeds_is_chosen(
+    tmp_path: Path, choice: str, rate: float
+) -> None:
+    """ECE of the first rate: 10 % at seed 0, 90 % at seed 1; of the second 30 % at both. All answers are right."""
+    recipe = recipe_of(tmp_path, f"lr_choice={choice}")
+    stage = Graph(recipe).chosen("snli", 0, "dpo", "paper")
+    assert stage.settings["rates"] == [5e-6, 5e-7]
+    confidence = {"0 seed 0": 0.9, "0 seed 1": 0.1, "1 seed 0": 0.7, "1 seed 1": 0.7}
+    for role, need in stage.needs.items():
+        if role.startswith("validation"):
+            row = prediction(confidence[role.removeprefix("validation ")])
+            write_records(place(tmp_path, need) / "predictions.jsonl", [row])
+    run_chosen(Work(stage, tmp_path, recipe, lambda *_: None))
+    told = read(part(tmp_path, stage) / "choice.json")
+    number = [5e-6, 5e-7].index(rate)
+    assert (told["learning_rate"], told["model"]) == (rate, f"model {number} seed 0")
+    assert told["validation_ece"] == pytest.approx({"5e-06": 0.5 if choice == "mean" else 0.1, "5e-07": 0.3})
+
+
+def prediction(confidence: float) -> Prediction:
+    """A right answer."""
+    text: dict[str, Any] = dict.fromkeys(("question", "task", "gold", "label", "text", "engine", "model"), "A")
+    numbers = {"sample": 0, "confidence": confidence, "temperature": 0.0, "seed": 0}
+    return Prediction(**text, **numbers, split="validation", source="free")
 
 
 def test_out_of_distribution_trains_on_one_task_at_the_first_rate(tmp_path: Path) -> None:

@@ -237,6 +237,17 @@ def test_another_parser_reads_again_and_neither_asks_nor_generates(
     assert kinds_first_changed(monkeypatch, tmp_path, "catto.answers.VERSION", VERSION + 1) == {"rows"}
 
 
+def test_whatever_reads_answers_itself_has_the_parser_among_its_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rows come out the same, what was made of them is taken over: RCFT's bins are read by the parser too."""
+    recipe = recipe_of(tmp_path)
+    before = {stage.name: stage.settings for stage in stages(recipe)}
+    monkeypatch.setattr("catto.answers.VERSION", VERSION + 1)
+    changed = [stage for stage in stages(recipe) if stage.settings != before[stage.name]]
+    assert {stage.settings.get("method", stage.kind) for stage in changed} == {"rows", "predicted", "rcft"}
+
+
 def test_another_wording_asks_and_generates_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {**WORDING, "snli": WORDING["snli"]._replace(role="You judge.")}
     assert kinds_first_changed(monkeypatch, tmp_path, "catto.prompts.WORDING", changed) == {"responses"}

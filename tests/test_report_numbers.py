@@ -20,6 +20,7 @@ from catto.report.build import build
 from catto.report.loading import answered, predictions_of
 from catto.report.measure import blocks, measure, steps
 from catto.report.results import Cell
+from catto.report.seeds import mean_null
 from catto.report.selected import selection_of
 from catto.report.tables import score_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
@@ -52,6 +53,20 @@ def test_interval_and_null_band_of_a_cell_are_those_of_the_library(world: Measur
     wanted, null = bootstrap(METRICS["ece"], c, z, resamples=50), null_band(METRICS["ece"], c, simulations=50)
     assert (found.metrics["ece"].low, found.metrics["ece"].high) == (wanted.low, wanted.high)
     assert (found.null.mean, found.null.low, found.null.high) == (null.mean, null.low, null.high)
+
+
+def test_the_null_band_of_a_group_is_that_of_the_mean_over_its_seeds(world: Measured) -> None:
+    for group in world.numbers.groups:
+        of = group.task, group.trained_on, group.method
+        cells = [
+            cell
+            for cell in world.results.cells
+            if (cell.task, cell.trained_on, cell.method) == of and cell.budget in (None, group.budget)
+        ]
+        confidence = [file_of(world, cell)[0] for cell in sorted(cells, key=lambda cell: cell.seed)]
+        assert len(confidence) == 2
+        wanted = mean_null(confidence, simulations=50)
+        assert (group.null.mean, group.null.low, group.null.high) == (wanted.mean, wanted.low, wanted.high)
 
 
 def test_a_group_holds_mean_and_deviation_over_its_seeds(world: Measured) -> None:
