@@ -256,11 +256,11 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
     inside = [g.model_copy(update={"null": g.null.model_copy(update={"high": 1.0})}) for g in numbers.groups]
     outside = [g.model_copy(update={"null": g.null.model_copy(update={"high": 0.0})}) for g in numbers.groups]
     none = headline(numbers.model_copy(update={"groups": tuple(outside)}))
-    assert none.lead.startswith("No method states")
+    assert none.lead.startswith("No method is calibrated to within sampling noise")
     assert "all 5 are measurably miscalibrated" in none.lead
     mixed = [i if i.method == "rcft" else o for i, o in zip(inside, outside, strict=True)]
     one = headline(numbers.model_copy(update={"groups": tuple(mixed)}))
-    assert one.lead.startswith("RCFT states confidences")
+    assert one.lead.startswith("RCFT is calibrated to within sampling noise")
     assert "the other 4 are measurably miscalibrated" in one.lead
 
 
@@ -322,7 +322,7 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
     base = [(name, task, outside) for name in methods for task in tasks] + [("rcft", task, inside) for task in tasks]
-    assert headline(regrouped(*base)).lead.startswith("RCFT states confidences")
+    assert headline(regrouped(*base)).lead.startswith("RCFT is calibrated to within sampling noise")
     told = headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
     assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
     assert "RCFT" not in told.lead

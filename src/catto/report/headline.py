@@ -69,9 +69,9 @@ def _lead(everything: Sequence[GroupNumbers], numbers: Numbers) -> str:
     budget = f" at the {budget_title(numbers.budgets[0]).lower()}" if len(numbers.budgets) > 1 else ""
     where = {1: "", 2: " on both tasks"}.get(len(tasks), f" on all {len(tasks)} tasks")
     who = _listed([method_title(name) for name in always]) if always else "No method"
-    verb = "states" if len(always) <= 1 else "state"
+    verb = "is" if len(always) <= 1 else "are"
     rest = _rest(counts, always, sometimes)
-    return f"{who} {verb} confidences whose ECE chance alone could explain{where}{budget}{rest}."
+    return f"{who} {verb} calibrated to within sampling noise{where}{budget}{rest}."
 
 
 def _rest(counts: Mapping[str, int], always: Sequence[str], sometimes: int) -> str:
@@ -83,7 +83,7 @@ def _rest(counts: Mapping[str, int], always: Sequence[str], sometimes: int) -> s
         return (
             f"; {'the other ' if always else 'all '}{others} {'is' if others == 1 else 'are'} measurably miscalibrated"
         )
-    return f"; {sometimes} of {others if always else len(counts)} {'others' if always else 'methods'} do so on some"
+    return f"; {sometimes} of {others if always else len(counts)} {'others' if always else 'methods'} are so on some"
 
 
 def _methods(groups: Sequence[GroupNumbers]) -> list[str]:
