@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from catto.evaluation.metrics import aurc, brier, ece
-from catto.evaluation.statistics import bootstrap
+from catto.metrics.catalogue import aurc, brier, ece
+from catto.metrics.statistics import bootstrap
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

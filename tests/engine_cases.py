@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from catto.engines import Context, Generation, Request
-from catto.engines.sampling import uniform
+from catto.engines.decoding import uniform
 from catto.engines.transformers import prompt_ids
 from catto.records import Message
 from tiny import tiny_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from catto.engines.transformers import TransformersEngine, prompt_ids
-from catto.evaluation.confidence import evaluate
+from catto.predict.predictor import evaluate
 from catto.prompts import completion, messages
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model, tiny_tokenizer

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from catto.cli.experiment import QUIET
+from catto.cli.run import QUIET
 from catto.experiment.stages import Stage
 
 os.environ.update(QUIET)

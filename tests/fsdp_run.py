@@ -21,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import pairs
-from catto.training import head
+from catto.training import model_forward as head
 from catto.training.batches import Batch, Query, build
-from catto.training.rows import examples
+from catto.training.tokenize import examples
 from tiny import tiny_model, tiny_tokenizer
 
 UNITS: dict[str, Any] = {

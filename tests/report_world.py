@@ -11,15 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from catto import methods
+from catto.files import write_records
 from catto.methods import METHODS, Budget
 from catto.prompts import completion
-from catto.records import Option, Prediction, Question, write_records
+from catto.records import Option, Prediction, Question
 from catto.report import build
-from catto.report.browser import Browser
-from catto.report.loading import Answered
-from catto.report.measure import measure
-from catto.report.numbers import Numbers
-from catto.report.results import Cell, Results, Training
+from catto.report.measuring import Answered, measure
+from catto.report.numbers import Cell, Numbers, Results, Training
+from catto.report.page import Browser
 from catto.tasks.witnesses import generate
 
 HOSTILE = "<script>alert(1)</script> and </script> & <b>bold</b> \u2028 {{ 7 * 7 }} | $x_1$ 50% \\end{tabular}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pairs
 from catto.training.batches import Row
-from catto.training.pairs import take_pairs
+from catto.training.tokenize import take_pairs
 
 os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.training.batches import Batch, Query, Row, block_mask, build
-from catto.training.head import _flex_mask
+from catto.training.model_forward import _flex_mask
 
 PAD = 0
 ROWS = [Row([1, 2, 3], [4, 5]), Row([7], [8]), Row([1, 2, 3], [6])]

@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_softmax, logit
 from sklearn.isotonic import IsotonicRegression
 
-from catto.evaluation.calibrators import (
+from catto.metrics.calibrators import (
     CALIBRATORS,
     HistogramBinning,
     Isotonic,
@@ -25,7 +25,7 @@ from catto.evaluation.calibrators import (
     save,
     to_json,
 )
-from catto.evaluation.metrics import EPSILON, accuracy, auroc, ece, label_nll, nll
+from catto.metrics.catalogue import EPSILON, accuracy, auroc, ece, label_nll, nll
 from catto.problems import DataError
 
 # Both kinds are present, and no order is perfect: no fit runs to an end of its range.

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from catto import measure as summary
 from catto.cli import main
-from catto.evaluation import summary
-from catto.evaluation.calibrators import CALIBRATORS, load
+from catto.files import read_records
+from catto.metrics.calibrators import CALIBRATORS, load
 from catto.prompts import messages
-from catto.records import Prediction, read_records
+from catto.records import Prediction
 from catto.tasks import load as load_task
 from command import Done, write_lines
 from experiment_world import write_recipe

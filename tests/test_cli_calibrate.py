@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from catto.evaluation import recalibration
-from catto.evaluation.calibrators import CALIBRATORS, Temperature, load, save
-from catto.evaluation.metrics import brier, ece, nll
-from catto.evaluation.tables import read_labels, read_table
-from catto.records import manifest_path
+from catto import calibrate as recalibration
+from catto.files import manifest_path
+from catto.measure import read_labels, read_table
+from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
+from catto.metrics.catalogue import brier, ece, nll
 from command import run, write_lines
 
 Capture = pytest.CaptureFixture[str]

@@ -8,8 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from catto.cli.evaluate import evaluate as command
+from catto.files import read_records
 from catto.prompts import messages
-from catto.records import Prediction, read_records
+from catto.records import Prediction
 from catto.tasks import load
 from tiny import tiny_model, tiny_tokenizer
 

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from catto.evaluation.metrics import METRICS, ece
-from catto.evaluation.statistics import Answers, bootstrap, compare, null_band
-from catto.evaluation.summary import HEADLINE, Settings, summarise, verdict
-from catto.evaluation.tables import read_table
+from catto.measure import HEADLINE, Settings, read_table, summarise, verdict
+from catto.metrics.catalogue import METRICS, ece
+from catto.metrics.statistics import Answers, bootstrap, compare, null_band
 from catto.records import Prediction
 from command import run, write_lines
 from measure_rows import CONFIDENCE, CORRECT, plain
@@ -183,7 +182,7 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain()[:3])
     code = (
         "def broken(*a, **k): raise ValueError('a defect')\n"
-        "import catto.evaluation.summary as m\nm.bootstrap_table = broken\n"
+        "import catto.measure as m\nm.bootstrap_table = broken\n"
         f"from catto.cli import main\nmain(['measure', {str(path)!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from catto.evaluation.tables import Names, read_table
+from catto.measure import Names, read_table
 from catto.problems import DataError
 from command import Done, run, write_lines
 from measure_rows import plain

@@ -13,12 +13,13 @@ import torch
 from catto.answers import VERSION
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
-from catto.evaluation.confidence import confidence_at, evaluate, evaluate_model, generate, is_correct
-from catto.evaluation.fallback import Closed, close, closed_ids
+from catto.files import manifest_path, read_manifest, read_records
 from catto.labels import decoded, opening
+from catto.predict.label_reader import Closed, close, closed_ids
+from catto.predict.predictor import confidence_at, evaluate, evaluate_model, generate, is_correct
 from catto.problems import DataError
 from catto.prompts import completion, parse, parse_answer
-from catto.records import Prediction, Question, manifest_path, read_manifest, read_records
+from catto.records import Prediction, Question
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
 from tiny import tiny_model
 
@@ -257,7 +258,7 @@ def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
     predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
     evaluate(engine(), questions(3), out=predictions, **GREEDY)
     text = generate(engine(), questions(3), out=generations, **GREEDY)
-    monkeypatch.setattr("catto.evaluation.predictions.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.predict.predictions.VERSION", VERSION + 1)
     with pytest.raises(DataError, match="belongs to other settings"):
         evaluate(engine(), questions(3), out=predictions, **GREEDY)
     assert generate(engine(), questions(3), out=generations, **GREEDY) == text

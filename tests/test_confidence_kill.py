@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from catto.records import manifest_path
+from catto.files import manifest_path
 from evaluation_world import killable, model, tokenizer
 
 QUESTIONS, SAMPLES, KILLS = 48, 2, 1

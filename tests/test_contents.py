@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from catto.experiment import contents as module
-from catto.experiment.contents import contents
-from catto.experiment.data import questions_of
-from catto.experiment.graph import Graph
+from catto.experiment import graph as module
+from catto.experiment.graph import Graph, contents
 from catto.experiment.stages import ordered
+from catto.experiment.steps import questions_of
 from catto.recipe_file import load
 
 METHODS = ["sft", "dpo", "dpo+catto"]

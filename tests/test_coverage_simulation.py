@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from catto.evaluation.metrics import accuracy, brier, debiased_ece, ece, nll
-from catto.evaluation.statistics import bootstrap_table, null_band
+from catto.metrics.catalogue import accuracy, brier, debiased_ece, ece, nll
+from catto.metrics.statistics import bootstrap_table, null_band
 
 MEASURED = {"accuracy": accuracy, "brier": brier, "nll": nll, "ece": ece}
 # Confidence is uniform on (0.5, 1) and right with probability c - shift; all expectations are integrals over it.

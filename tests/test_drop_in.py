@@ -15,7 +15,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import pairs
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples
+from catto.training.tokenize import examples
 from steps import distance, facts, made, step
 from test_preference_trainer import ZeroWeight
 from tiny import tiny_model, tiny_tokenizer

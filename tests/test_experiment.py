@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from catto.answers import VERSION
 from catto.experiment.runner import locked
 from catto.experiment.stages import Stage
-from catto.records import Prediction, SftRow, read_records
-from catto.training.rows import examples
+from catto.files import read_records
+from catto.records import Prediction, SftRow
+from catto.training.tokenize import examples
 from command import run
 from experiment_world import ENVIRONMENT, RECIPE, catto, write_recipe
 
@@ -273,7 +274,7 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     train = "sft witnesses seed 0 lr 0.001"
 
     def parser(version: int) -> None:
-        for module in ("catto.answers", "catto.teacher.collect", "catto.evaluation.predictions"):
+        for module in ("catto.answers", "catto.teacher.responses", "catto.predict.predictions"):
             monkeypatch.setattr(f"{module}.VERSION", version)
 
     assert set(again(recipe, root).values()) == {"done"}

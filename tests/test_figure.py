@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from catto.cli import main
-from catto.evaluation.binning import reliability
-from catto.evaluation.metrics import accuracy, ece, mean_confidence
-from catto.evaluation.statistics import NullBand
+from catto.metrics.binning import reliability
+from catto.metrics.catalogue import accuracy, ece, mean_confidence
+from catto.metrics.statistics import NullBand
 from catto.problems import DataError
 from catto.report.reliability import Panel, figure, save
 

@@ -15,9 +15,20 @@ from typing import Any
 import pytest
 
 from catto.experiment.stages import Stage, done, finish, part
-from catto.files import Seal, building, damage, hold, locked, replacing, replacing_bytes, sealed
+from catto.files import (
+    MAX_LINE_BYTES,
+    Seal,
+    building,
+    damage,
+    hold,
+    locked,
+    replacing,
+    replacing_bytes,
+    sealed,
+    write_records,
+)
 from catto.problems import DataError
-from catto.records import MAX_LINE_BYTES, Message, write_records
+from catto.records import Message
 
 
 def names(folder: Path) -> list[str]:

@@ -13,12 +13,13 @@ import torch
 
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine, prompt_ids
-from catto.evaluation.confidence import evaluate, is_correct
-from catto.evaluation.fallback import closed_ids
-from catto.evaluation.tables import Table, read_table
+from catto.files import read_manifest
 from catto.labels import check_labels, decoded, label_place, locate, opening
+from catto.measure import Table, read_table
+from catto.predict.label_reader import closed_ids
+from catto.predict.predictor import evaluate, is_correct
 from catto.prompts import completion, messages
-from catto.records import Option, Prediction, Question, read_manifest
+from catto.records import Option, Prediction, Question
 from tiny import tiny_model
 from tokenizer_kinds import byte_level, kinds, metaspace
 

@@ -19,7 +19,7 @@ from catto.objectives import (
     smoothed_nll,
     token_stats,
 )
-from catto.objectives.outcome import confidence_bin, spread_targets
+from catto.objectives.losses import confidence_bin, spread_targets
 
 LOSSES = {"catto": catto_loss, "bce": bce_loss, "l1": l1_loss, "brier": brier_loss}
 

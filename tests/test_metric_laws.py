@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from catto.evaluation import metrics
-from catto.evaluation.metrics import METRICS
+from catto.metrics import catalogue as metrics
+from catto.metrics.catalogue import METRICS
 
 Floats = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 
-from catto.evaluation import metrics
+from catto.metrics import catalogue as metrics
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both warn on import about their own dependencies

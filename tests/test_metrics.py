@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from catto.evaluation import metrics
-from catto.evaluation.binning import bin_edges, bin_index
-from catto.evaluation.metrics import METRICS
+from catto.metrics import catalogue as metrics
+from catto.metrics.binning import bin_edges, bin_index
+from catto.metrics.catalogue import METRICS
 
 # Four answers in two of 20 bins: 0.62 and 0.64 in (0.60, 0.65], 0.91 and 0.93 in (0.90, 0.95].
 FOUR = np.array([0.62, 0.64, 0.91, 0.93]), np.array([1, 0, 1, 1])

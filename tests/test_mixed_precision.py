@@ -18,11 +18,12 @@ from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.objectives import label_logprobs, token_stats
 from catto.prompts import Message
-from catto.training import head, monitor
+from catto.training import model_forward as head
+from catto.training import monitor
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples
 from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.tokenize import examples
 from steps import made
 from tiny import tiny_model, tiny_tokenizer
 

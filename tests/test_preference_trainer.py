@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer
 import pairs
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples
+from catto.training.tokenize import examples
 from steps import Step, distance, facts, lora, made, step
 from tiny import tiny_model, tiny_tokenizer
 

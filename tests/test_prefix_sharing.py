@@ -14,9 +14,9 @@ from trl import DPOConfig, DPOTrainer
 
 import pairs
 from catto.training.config import CATTOConfig
-from catto.training.head import sharing_obstacle
+from catto.training.model_forward import sharing_obstacle
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples
+from catto.training.tokenize import examples
 from steps import Step, distance, lora, made, rows, step
 from tiny import tiny_model, tiny_tokenizer
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from catto.cli.experiment import opened
+from catto.cli.run import opened
 from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
-from catto.keywords import CONFIGS, keywords
 from catto.methods import METHODS
 from catto.problems import DataError
 from catto.recipe import ModelSettings, Recipe, TaskSettings, TeacherSettings
-from catto.recipe_file import load, shipped
+from catto.recipe_file import CONFIGS, keywords, load, shipped
 
 BASE: dict[str, Any] = {
     "name": "one",
@@ -196,7 +195,7 @@ def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
 def test_keywords_of_a_library_that_is_not_there_are_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("catto.keywords.find_spec", lambda name: None)
+    monkeypatch.setattr("catto.recipe_file.find_spec", lambda name: None)
     keywords.cache_clear()
     assert load(write(tmp_path, preference={"trl": {"betta": 1}})).preference.trl == {"betta": 1}
     keywords.cache_clear()

@@ -10,27 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.files import replacing
-from catto.problems import DataError
-from catto.records import (
+from catto.files import (
     MAX_LINE_BYTES,
-    SCHEMA_VERSION,
-    Manifest,
-    Message,
-    Option,
-    Question,
-    Record,
-    Response,
-    content_hash,
     library_versions,
     manifest_path,
     read_lines,
     read_manifest,
     read_objects,
     read_records,
+    replacing,
     write_manifest,
     write_records,
 )
+from catto.problems import DataError
+from catto.records import SCHEMA_VERSION, Manifest, Message, Option, Question, Record, Response, content_hash
 
 laws = settings(max_examples=50, deadline=None)
 
@@ -79,7 +72,7 @@ def test_a_record_is_closed_and_immutable() -> None:
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ValueError) as caught:
         Message.model_validate({})
-    from catto.records import first_problem
+    from catto.files import first_problem
 
     assert first_problem(caught.value) == "role: missing (and 1 more)"  # type: ignore[arg-type]
 

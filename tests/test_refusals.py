@@ -18,29 +18,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from catto.engines.refusals import RefusalCap, one_line, told
+from catto.engines.replies import RefusalCap, one_line, told
 from catto.engines.server import ServerEngine, ServerError
-from catto.evaluation.confidence import evaluate
-from catto.evaluation.predictions import refusals_of, refused_path
 from catto.experiment.graph import Graph
-from catto.experiment.retry import refused_stages, retry
+from catto.experiment.runner import refused_stages, retry
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
+from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, read_records
+from catto.predict.predictions import refusals_of, refused_path
+from catto.predict.predictor import evaluate
 from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
-from catto.records import (
-    MAX_LINE_BYTES,
-    Prediction,
-    Question,
-    Refusal,
-    Response,
-    SftRow,
-    manifest_path,
-    read_manifest,
-    read_records,
-)
+from catto.records import Prediction, Question, Refusal, Response, SftRow
 from catto.teacher import dry_run, teach
-from catto.teacher.store import PartFile, forget_refusals, refusals
+from catto.teacher.responses import PartFile, forget_refusals, refusals
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from teacher_world import Scripted, calm, questions, scripted, serve, server_settings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from catto.report.page import page as render
-from catto.report.tables_more import all_tables
+from catto.report.tables import all_tables
 from chromium import Page, chromium
 from needs import needs
 from report_world import HOSTILE, TINY, World, built, measured

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 from catto.engines import TAU_GRID
-from catto.evaluation.metrics import METRICS
-from catto.evaluation.sources import Sources
-from catto.evaluation.statistics import bootstrap, null_band
+from catto.files import read_records, write_records
+from catto.measure import Sources
+from catto.metrics.catalogue import METRICS
+from catto.metrics.statistics import bootstrap, null_band
 from catto.problems import DataError
-from catto.records import Prediction, Question, read_records, write_records
+from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
-from catto.report.loading import answered, predictions_of
-from catto.report.measure import blocks, measure, steps
-from catto.report.results import Cell
+from catto.report.measuring import answered, blocks, measure, predictions_of, selection_of, steps
+from catto.report.numbers import Cell
 from catto.report.seeds import mean_null
-from catto.report.selected import selection_of
 from catto.report.tables import score_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 

@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from catto.evaluation.sources import Sources
-from catto.records import Prediction, read_records
-from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, script_json
+from catto.files import read_records
+from catto.measure import Sources
+from catto.records import Prediction
 from catto.report.build import build
-from catto.report.numbers import Spread
-from catto.report.page import Drawn, page
+from catto.report.numbers import Cell, Spread
+from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, Drawn, page, script_json
 from catto.report.plotting import Picture, inlined, svg
-from catto.report.results import Cell
-from catto.report.tables_more import all_tables
+from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.evaluation.metrics import accuracy, auroc, brier, confidence_gap, ece
-from catto.evaluation.statistics import Answers, compare, null_band
+from catto.metrics.catalogue import accuracy, auroc, brier, confidence_gap, ece
+from catto.metrics.statistics import Answers, compare, null_band
 from catto.report.seeds import Name, mean_difference, mean_interval, mean_null, scored
 
 METRIC = {"accuracy": accuracy, "ece": ece, "brier": brier, "auroc": auroc, "gap": confidence_gap}

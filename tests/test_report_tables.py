@@ -11,19 +11,27 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from catto.evaluation.sources import Sources
-from catto.evaluation.statistics import holm
+from catto.measure import Sources
+from catto.metrics.statistics import holm
 from catto.report import paper
-from catto.report.headline import headline
-from catto.report.measure import _corrected, trained_model
-from catto.report.names import method_group, method_order, method_title
-from catto.report.numbers import Band, Number, Numbers, Spread, Versus
+from catto.report.measuring import _corrected, trained_model
+from catto.report.numbers import Band, Number, Numbers, Spread, Training, Versus
+from catto.report.page import headline
 from catto.report.plotting import colour, marker
 from catto.report.render import csv_text, latex, markdown, terminal
-from catto.report.results import Training
-from catto.report.tables import Entry, Table, deviation_tables, score_tables
-from catto.report.tables_more import all_tables
-from catto.report.tables_training import budget_note, rate_tables, training_tables
+from catto.report.tables import (
+    Entry,
+    Table,
+    all_tables,
+    budget_note,
+    deviation_tables,
+    method_group,
+    method_order,
+    method_title,
+    rate_tables,
+    score_tables,
+    training_tables,
+)
 from report_world import HOSTILE, SMALL, TINY, measured
 
 Tables = dict[str, Table]

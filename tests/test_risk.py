@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from catto.evaluation.risk import THRESHOLDS, risk_coverage, threshold_for_risk, upper_bound
-from catto.report.risk import draw_risk_coverage
+from catto.metrics.ranking import THRESHOLDS, risk_coverage, threshold_for_risk, upper_bound
+from catto.report.figures import draw_risk_coverage
 
 # world -> (confidence of a uniform number, chance of being right at that confidence)
 WORLDS = {

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from catto.engines import Context, Request
-from catto.engines.sampling import draw, inverse_cdf, uniform
+from catto.engines.decoding import draw, inverse_cdf, uniform
 from catto.engines.transformers import TransformersEngine, prompt_ids
 from engine_cases import (
     TOKENIZER,

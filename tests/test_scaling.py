@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp, softmax
 
 from catto.engines import TAU_GRID
-from catto.evaluation.calibrators import Platt, Temperature
-from catto.evaluation.metrics import auroc
-from catto.evaluation.scaling import calibrated, confidence_at, fit_calibrator, fit_tau, rescaled
+from catto.metrics.calibrators import Platt, Temperature
+from catto.metrics.catalogue import auroc
+from catto.metrics.temperature import calibrated, confidence_at, fit_calibrator, fit_tau, rescaled
 from catto.records import Prediction
 
 LABELS = ("A", "B", "C", "D")

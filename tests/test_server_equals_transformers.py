@@ -15,11 +15,10 @@ import torch
 
 from catto.engines import Request
 from catto.engines.decoding import evaluating, last_logits
-from catto.engines.probing import Abilities, probe
-from catto.engines.server import ServerEngine, ServerError
+from catto.engines.server import Abilities, ServerEngine, ServerError, probe
 from catto.engines.transformers import prompt_ids
-from catto.evaluation.confidence import evaluate
-from catto.evaluation.served import label_logprobs
+from catto.predict.label_reader import label_logprobs
+from catto.predict.predictor import evaluate
 from catto.records import Message, Prediction
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok

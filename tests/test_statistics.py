@@ -11,9 +11,17 @@ import pytest
 from scipy.stats import bootstrap as scipy_bootstrap
 from scipy.stats import chisquare
 
-from catto.evaluation.metrics import METRICS, accuracy, auroc, brier, ece, mean_confidence
-from catto.evaluation.resampling import Clusters, resampled
-from catto.evaluation.statistics import Answers, bootstrap, bootstrap_table, compare, null_band, over_seeds
+from catto.metrics.catalogue import METRICS, accuracy, auroc, brier, ece, mean_confidence
+from catto.metrics.statistics import (
+    Answers,
+    Clusters,
+    bootstrap,
+    bootstrap_table,
+    compare,
+    null_band,
+    over_seeds,
+    resampled,
+)
 
 
 def data(rows: int = 200, seed: int = 0) -> tuple[Any, Any]:
@@ -68,7 +76,7 @@ def test_bca_shifts_the_interval_of_a_skewed_mean() -> None:
 def test_grouped_jackknife_is_close_to_the_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     c, z = data(1000, seed=3)
     grouped = bootstrap(brier, c, z, resamples=1000, method="bca")
-    monkeypatch.setattr("catto.evaluation.resampling.JACKKNIFE_PARTS", 1000)
+    monkeypatch.setattr("catto.metrics.statistics.JACKKNIFE_PARTS", 1000)
     full = bootstrap(brier, c, z, resamples=1000, method="bca")
     assert grouped.low == pytest.approx(full.low, abs=0.02 * (full.high - full.low))
     assert grouped.high == pytest.approx(full.high, abs=0.02 * (full.high - full.low))
@@ -76,7 +84,7 @@ def test_grouped_jackknife_is_close_to_the_full_one(monkeypatch: pytest.MonkeyPa
 
 def test_draws_are_uniform_over_rows_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 7 rows over 50: counts of 4,000 resamples pass a chi-square test, and their variance is multinomial."""
-    monkeypatch.setattr("catto.evaluation.resampling.BLOCK", 7)
+    monkeypatch.setattr("catto.metrics.statistics.BLOCK", 7)
     draws = list(resampled(Clusters.of(None, 50), 4000, np.random.default_rng(0)))
     counts = np.array([np.bincount(rows, minlength=50) for rows in draws])
     assert (counts.sum(axis=1) == 50).all()

@@ -13,13 +13,13 @@ from transformers import TrainerState, TrainingArguments
 
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
-from catto.evaluation import metrics
 from catto.labels import label_place
+from catto.metrics import catalogue as metrics
 from catto.prompts import completion
 from catto.records import Message
 from catto.training.monitor import keeping, label_logprobs, measure
-from catto.training.rows import Example, Label, examples, row_ids
 from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.tokenize import Example, Label, examples, row_ids
 from pairs import sft_rows
 from tiny import tiny_model, tiny_tokenizer
 from tokenizer_kinds import kinds

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from catto.files import read_rows
 from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import SPLITS, Question
 from catto.tasks import TASKS, load
-from catto.tasks.hashing import permutation
-from catto.tasks.readers import read_rows
 from catto.tasks.rows import Task
+from catto.tasks.splits import permutation
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tasks"
 

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.tasks.hashing import content_key, names_letters, normalised, permutation
-from catto.tasks.occurrences import Occurrences
-from catto.tasks.readers import read_rows
+from catto.files import read_rows
+from catto.tasks.loading import Occurrences
 from catto.tasks.rows import Cut, Row, Task
-from catto.tasks.splits import Entry, assign, draw
+from catto.tasks.splits import Entry, assign, content_key, draw, names_letters, normalised, permutation
 
 
 def test_permutations_are_uniform() -> None:

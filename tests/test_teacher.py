@@ -11,13 +11,13 @@ import pytest
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
+from catto.files import read_manifest, read_records
 from catto.problems import DataError
 from catto.prompts import Parsed, messages, parse, parse_answer
 from catto.recipe import TeacherSettings
-from catto.records import PreferenceRow, Question, Response, SftRow, read_manifest, read_records
+from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run, teach
-from catto.teacher.collect import Requests, draw
-from catto.teacher.store import locked
+from catto.teacher.responses import Requests, draw, locked
 from openai_server import Reply, Seen, error
 from teacher_world import LABELS, Scripted, answer, calm, questions, run, scripted, serve, server_settings, stormy
 
@@ -259,11 +259,11 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
         found = parse_answer(text, question, cut=cut)
         return found if "<answer>" in text else found._replace(reasoning="r", label="C", span=(0, 1))
 
-    monkeypatch.setattr("catto.teacher.collect.parse_answer", generous)
+    monkeypatch.setattr("catto.teacher.responses.parse_answer", generous)
     nobody, settings = Scripted({}), TeacherSettings(n=4, min_wrong=1)
     teach(questions(2), nobody, settings, tmp_path)
     assert [r.label for r in read_records(tmp_path / "responses.jsonl", Response)][:4] == ["A", "B", "B", None]
-    monkeypatch.setattr("catto.teacher.collect.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.teacher.responses.VERSION", VERSION + 1)
     told = teach(questions(2), nobody, settings, tmp_path)
     assert nobody.asked == 0
     assert [r.label for r in read_records(tmp_path / "responses.jsonl", Response)][:4] == ["A", "B", "B", "C"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from catto.engines import Key
 from catto.teacher import teach
-from catto.teacher.collect import draw
+from catto.teacher.responses import draw
 from openai_server import Reply, Seen
 from teacher_world import calm, faults_of, questions, serve, server_settings, stormy
 

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.files import read_manifest
 from catto.prompts import completion, messages, parse
 from catto.recipe import TeacherSettings
-from catto.records import (
-    Response,
-    read_manifest,
-)
+from catto.records import Response
 from catto.teacher import Answered, dry_run, grouped, outcome_rows, preference_rows, sft_rows
-from catto.teacher.rows import dropped
+from catto.teacher.pairing import dropped
 from teacher_world import LABELS, questions, run, scripted
 
 # Estimates and yield

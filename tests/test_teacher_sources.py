@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from catto.files import read_manifest, read_records
 from catto.problems import DataError
 from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
-from catto.records import Option, Question, Response, SftRow, read_manifest, read_records
+from catto.records import Option, Question, Response, SftRow
 from catto.tasks import witnesses
 from catto.teacher import teach
-from catto.teacher.collect import draw
+from catto.teacher.responses import draw
 from teacher_world import LABELS, questions
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dense
-from catto.objectives import head, label_logprobs, token_stats
-from catto.objectives.head import EXTRAS
+from catto.objectives import fused_head as head
+from catto.objectives import label_logprobs, token_stats
+from catto.objectives.fused_head import EXTRAS
 
 NAMES = ("target", "rival", "logsumexp", *EXTRAS)
 TILES = (1, 3, 7, 1000)

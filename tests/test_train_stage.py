@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM
 import pairs
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Work, place
-from catto.experiment.train import _Clock, _save, label_share, right_responses, run_train
+from catto.experiment.train_step import _Clock, _save, label_share, right_responses, run_train
+from catto.files import write_records
 from catto.prompts import completion
 from catto.recipe import Recipe
-from catto.records import Message, Prediction, write_records
-from catto.report.results import Training
+from catto.records import Message, Prediction
+from catto.report.numbers import Training
 from catto.training import monitor
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples, pair_tokens, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.tokenize import examples, pair_tokens, preference_columns
 from experiment_world import RECIPE
 from steps import lora
 from tiny import tiny_model, tiny_tokenizer
@@ -135,7 +136,7 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
 @pytest.mark.parametrize("method", ["rcft", "cft"])
 def test_traces_are_drawn_among_those_that_fit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bins = RcftBins(lambda model: ([0.3, 0.9], [True, False]))
-    monkeypatch.setattr("catto.experiment.train._bins", lambda work, tokenizer: bins)
+    monkeypatch.setattr("catto.experiment.train_step._bins", lambda work, tokenizer: bins)
     trainer, story = _trained(_work(tmp_path, method), monkeypatch)
     assert (story["rows"], story["dropped"], story["epochs"]) == (6, {"rows": 4}, 1.0)
     assert not {f"s{number}" for number in LONG} & {example.question for example in trainer.train_dataset}

@@ -18,9 +18,8 @@ import fsdp_run
 import pairs
 import train_run
 from catto.training.config import CATTOConfig
-from catto.training.preference import CATTOTrainer
-from catto.training.rows import Example, examples
-from catto.training.stream import OutcomeStream
+from catto.training.preference import CATTOTrainer, OutcomeStream
+from catto.training.tokenize import Example, examples
 from steps import distance, step
 from tiny import tiny_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train_run
-from catto.training.checkpoints import newest_complete
+from catto.training.monitor import newest_complete
 
 STEPS = 14
 RUN: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}

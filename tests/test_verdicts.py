@@ -13,11 +13,12 @@ from scipy.stats import binom
 from typer.testing import CliRunner
 
 from catto.cli.select import select as select_command
-from catto.evaluation.binning import reliability
-from catto.evaluation.metrics import METRICS, auroc_within, confidence_gap, debiased_ece, ece
-from catto.evaluation.selection import candidates, within_questions
-from catto.evaluation.sources import Sources
-from catto.evaluation.statistics import (
+from catto.files import write_records
+from catto.measure import Sources, judged
+from catto.metrics.binning import reliability
+from catto.metrics.catalogue import METRICS, auroc_within, confidence_gap, debiased_ece, ece
+from catto.metrics.selection import candidates, within_questions
+from catto.metrics.statistics import (
     OUTSIDE,
     Answers,
     Comparison,
@@ -29,8 +30,7 @@ from catto.evaluation.statistics import (
     mark,
     null_band,
 )
-from catto.evaluation.summary import judged
-from catto.records import Prediction, write_records
+from catto.records import Prediction
 from catto.report.reliability import Panel
 from command import run, write_lines
 from measure_rows import plain

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from catto.records import SPLITS, Question
 from catto.tasks import load
-from catto.tasks.hashing import digest
+from catto.tasks.splits import digest
 from catto.tasks.witnesses import (
     _SHARES,
     RELIABILITIES,

@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 
 import fsdp_run
 import pairs
-from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
+from catto.training.monitor import newest_complete
 from catto.training.preference import CATTOTrainer
-from catto.training.rows import examples
+from catto.training.tokenize import examples
 from steps import made
 from tiny import tiny_tokenizer
 

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from catto.evaluation.confidence import evaluate_model as evaluate
-    from catto.evaluation.metrics import METRICS, ece
     from catto.methods import METHODS
+    from catto.metrics.catalogue import METRICS, ece
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
+    from catto.predict.predictor import evaluate_model as evaluate
     from catto.problems import DataError
     from catto.tasks import TASKS
     from catto.tasks import load as load_questions
@@ -44,15 +44,15 @@ __all__ = [
 _HOME = {
     "CATTOConfig": ("training.config", "CATTOConfig"),
     "CATTOTrainer": ("training.preference", "CATTOTrainer"),
-    "DataError": ("records", "DataError"),
+    "DataError": ("problems", "DataError"),
     "METHODS": ("methods", "METHODS"),
-    "METRICS": ("evaluation.metrics", "METRICS"),
+    "METRICS": ("metrics.catalogue", "METRICS"),
     "TASKS": ("tasks", "TASKS"),
     "TokenStats": ("objectives", "TokenStats"),
     "bce_loss": ("objectives", "bce_loss"),
     "catto_loss": ("objectives", "catto_loss"),
-    "ece": ("evaluation.metrics", "ece"),
-    "evaluate": ("evaluation.confidence", "evaluate_model"),
+    "ece": ("metrics.catalogue", "ece"),
+    "evaluate": ("predict.predictor", "evaluate_model"),
     "load_questions": ("tasks", "load"),
     "outcome_loss": ("objectives", "outcome_loss"),
     "rcft_loss": ("objectives", "rcft_loss"),

@@ -3,34 +3,39 @@
 Every file that the package writes goes through `replacing` and every folder through `building`: written beside its
 place, flushed to the disk, then renamed. A kill or a full disk leaves the old file or none, never half of the new one.
 Files that grow (responses, predictions) are appended line by line by their own classes.
+
+Records in files.
+
+Read the rows of JSON lines, JSON, CSV and Parquet files, plain or gzipped, row by row where the format allows.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
-from catto.problems import DataError
+from pydantic import ValidationError
 
-__all__ = [
-    "BUSY",
-    "Seal",
-    "building",
-    "damage",
-    "hold",
-    "locked",
-    "replacing",
-    "replacing_bytes",
-    "sealed",
-    "sync_folder",
-]
+from catto.problems import UNKNOWN, DataError, listed, parse_json, validation_problem
+from catto.records import (
+    SCHEMA_VERSION,
+    Manifest,
+    Record,
+)
+
+# ---- files
+
 
 BUSY = "another run is writing here"
 
@@ -182,3 +187,303 @@ def damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | Non
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- records_io
+
+
+# One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
+MAX_LINE_BYTES = 16 * 2**20
+
+R = TypeVar("R", bound=Record)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (row, text) of every non-empty line, rows counted from 1, streaming."""
+    with opened(path) as file:
+        row = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            row += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(path, row, f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
+            if line.strip():
+                yield row, decoded(line, path, row).strip()
+
+
+def decoded(line: bytes, path: Path, number: int, unit: Literal["row", "line"] = "row") -> str:
+    """Return a line as text; one that is not UTF-8, or that no text file holds, is a DataError.
+
+    A quoted field of a CSV file may hold line breaks: there `unit` is `line`, which is not the row's number.
+    """
+    row, place = (number, "") if unit == "row" else (None, f"line {number}: ")
+    if b"\0" in line:
+        raise DataError(path, row, f"{place}holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} of the line" if unit == "row" else f"byte {error.start}"
+        raise DataError(path, row, f"{place}not UTF-8 at {where}") from None
+
+
+@contextmanager
+def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
+    """Open a regular file, a gzipped one as what it holds unless `plain`; one that cannot be read is a DataError."""
+    import gzip
+    import zlib
+
+    try:
+        check_regular(path)
+        file = gzip.open(path, "rb") if path.suffix == ".gz" and not plain else path.open("rb")  # noqa: SIM115 (closed below)
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, DataError) else unreadable(path, error) from None
+    with file:
+        try:
+            yield file  # type: ignore[misc]
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise DataError(path, None, f"broken gzip file: {error}") from None
+        except OSError as error:  # some files of /proc open and cannot be read
+            raise unreadable(path, error) from None
+
+
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is not a regular file: a pipe would wait for ever, a device has no end."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise DataError(path, None, f"expected a file, got {KINDS.get(kind, 'a device')}")
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> DataError:
+    """The error of a file that cannot be opened or read."""
+    return DataError(path, None, getattr(error, "strerror", None) or str(error))
+
+
+def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
+    """Return a whole small file as text; one of more than `most` bytes is refused."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(path, None, f"larger than {most / 2**20:g} MB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(path, None, f"not UTF-8 at byte {error.start}") from None
+
+
+def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
+    """Return the value of a JSON file."""
+    text = read_text(path, most)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        hint = "; JSON lines must be named .jsonl" if "Extra data" in str(error) else ""
+        raise DataError(path, None, f"{error}{hint}") from None
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row, object) of a JSON-lines file."""
+    for row, line in read_lines(path):
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            raise DataError(path, row, f"{error}{_other_format(line) if row == 1 else ''}") from None
+        if not isinstance(value, dict):
+            hint = _other_format(line) if row == 1 else ""
+            raise DataError(path, row, f"expected a JSON object, got {type(value).__name__}{hint}")
+        yield row, value
+
+
+def _other_format(line: str) -> str:
+    """A hint where the first line is that of another format."""
+    if line.startswith("["):
+        return "; a JSON list must be named .json"
+    return "; a CSV file must be named .csv" if "," in line and not line.startswith("{") else ""
+
+
+def read_records(path: Path, kind: type[R]) -> Iterator[R]:
+    """Yield the records of a file, each validated; the error names file, row and field."""
+    for row, value in read_objects(path):
+        try:
+            yield kind.model_validate(value)
+        except ValidationError as error:
+            raise DataError(path, row, first_problem(error, value)) from None
+
+
+def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
+    """Say the first problem of a pydantic error in one line: field, what was expected, what is there."""
+    place, message = validation_problem(error, value)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
+
+
+def json_line(record: Record, path: Path, row: int) -> str:
+    """A record as a line of the file that it goes to; one that could not be read back is refused."""
+    line = record.model_dump_json() + "\n"
+    if len(line) > MAX_LINE_BYTES // 4 and len(line.encode()) > MAX_LINE_BYTES:
+        raise DataError(
+            path, row, f"line would be longer than {MAX_LINE_BYTES // 2**20} MB, which could not be read back"
+        )
+    return line
+
+
+def write_records(path: Path, records: Iterable[Record], manifest: Manifest | None = None) -> int:
+    """Write records as JSON lines, whole or not at all, then the manifest; return how many."""
+    count = 0
+    with replacing(path) as file:
+        for record in records:
+            file.write(json_line(record, path, count + 1))
+            count += 1
+    if manifest is not None:
+        write_manifest(path, manifest)
+    return count
+
+
+def manifest_path(path: Path) -> Path:
+    """The manifest's place: `rows.jsonl` -> `rows.manifest.json`."""
+    return path.with_name(path.name.removesuffix(".jsonl") + ".manifest.json")
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write the manifest of the records at `path`."""
+    with replacing(manifest_path(path)) as file:
+        file.write(manifest.model_dump_json(indent=2) + "\n")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and validate the manifest of the records at `path`."""
+    place = manifest_path(path)
+    value = read_json(place)
+    try:
+        manifest = Manifest.model_validate(value)
+    except ValidationError as error:
+        raise DataError(place, None, first_problem(error, value)) from None
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise DataError(place, None, f"schema_version {manifest.schema_version}, this catto reads {SCHEMA_VERSION}")
+    return manifest
+
+
+def library_versions(*names: str) -> dict[str, str]:
+    """Installed versions of catto and the named distributions; absent ones are left out."""
+    found: dict[str, str] = {}
+    for name in ("catto", *names):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# Folders, files and places in pages are named for recipes, tasks and methods.
+
+
+# ---- readers
+
+
+# A JSON file is held whole, also when it was gzipped from nothing; more rows than this belong into JSON lines.
+MOST_JSON_BYTES = 2**29
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+
+Rows = Iterator[tuple[int, dict[str, Any]]]
+
+
+def kind(path: Path) -> str:
+    """The format by the file's name, `.gz` aside; empty where it is none that we read."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    return suffix if suffix in SUFFIXES else ""
+
+
+def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
+    """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
+    match kind(path):
+        case ".jsonl" | ".ndjson":
+            return read_objects(path)
+        case ".json":
+            return _read_json(path)
+        case ".csv":
+            return _read_csv(path, columns)
+        case ".parquet":
+            return _read_parquet(path)
+    raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
+
+
+def _read_json(path: Path) -> Rows:
+    value = read_json(path, MOST_JSON_BYTES)
+    rows = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}')
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}")
+        yield number, row
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, since a quoted CSV field may hold line breaks."""
+    with opened(path) as file:
+        line_number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            line_number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(path, None, f"line {line_number} is longer than {MAX_LINE_BYTES // 2**20} MB")
+            yield decoded(line, path, line_number, "line")
+
+
+def _read_csv(path: Path, columns: tuple[str, ...] | None) -> Rows:
+    number, names = 0, columns
+    try:
+        for values in csv.reader(_text_lines(path), strict=True):
+            if names is None:
+                names = _header(path, values)
+            elif values:
+                number += 1
+                yield number, _named(path, number, names, values)
+    except csv.Error as error:
+        raise DataError(path, number + 1, f"not CSV: {error}") from None
+
+
+def _header(path: Path, names: list[str]) -> tuple[str, ...]:
+    """Check the names of the columns; what is another format, or was separated by other signs, is told so."""
+    whole = ",".join(names)
+    if whole.startswith(("{", "[")) and _is_json(whole):
+        raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
+    if len(names) == 1:
+        for sign, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+            if sign in whole:
+                raise DataError(path, None, f"columns are separated by {word}, expected commas (and points in numbers)")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(path, None, f"column {twice[0]!r} stands twice in the header")
+    return tuple(names)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return text.startswith('{"')
+    return True
+
+
+def _named(path: Path, number: int, names: tuple[str, ...], values: list[str]) -> dict[str, Any]:
+    if len(values) != len(names):
+        raise DataError(path, number, f"expected {len(names)} columns ({listed(names)}), got {len(values)}")
+    return dict(zip(names, values, strict=True))
+
+
+def _read_parquet(path: Path) -> Rows:
+    try:
+        import pyarrow as arrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
+    number = 0
+    with opened(path) as file:
+        try:
+            # One batch at a time: a batch is all that is held.
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+        except arrow.ArrowException as error:
+            raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None

@@ -1,9 +1,15 @@
-"""Read a recipe: a YAML file or a shipped one's name, with `a.b=c` overrides; a problem is told in one line."""
+"""Read a recipe: a YAML file or a shipped one's name, with `a.b=c` overrides; a problem is told in one line.
+
+Which keywords a trainer's configuration takes, read from its source: importing it would import torch.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -11,10 +17,12 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from catto.keywords import keywords
+from catto.files import read_text
 from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, listed, shortened, validation_problem
 from catto.recipe import Recipe, suggestion
-from catto.records import read_text
+
+# ---- recipe_file
+
 
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
 MOST_BYTES = 2**20
@@ -263,3 +271,57 @@ class _Strict(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+# ---- keywords
+
+
+_TRAINING = (("transformers", "training_args.py", "TrainingArguments"),)
+# Configuration -> the classes whose fields it has: package, file, class.
+CONFIGS = {
+    "TrainingArguments": _TRAINING,
+    "CATTOConfig": (
+        ("catto", "training/config.py", "CATTOConfig"),
+        ("trl", "trainer/dpo_config.py", "DPOConfig"),
+        ("trl", "trainer/base_config.py", "_BaseConfig"),
+        *_TRAINING,
+    ),
+    "LoraConfig": (
+        ("peft", "tuners/lora/config.py", "LoraConfig"),
+        ("peft", "config.py", "PeftConfig"),
+        ("peft", "config.py", "PeftConfigMixin"),
+    ),
+}
+
+
+@cache
+def keywords(config: str) -> frozenset[str]:
+    """The keywords of one of CONFIGS; none where a library is missing or laid out in another way.
+
+    >>> "num_train_epochs" in keywords("TrainingArguments")
+    True
+    """
+    found: set[str] = set()
+    for package, file, name in CONFIGS[config]:
+        fields = _fields(package, file, name)
+        if not fields:
+            return frozenset()
+        found |= fields
+    return frozenset(found)
+
+
+def _fields(package: str, file: str, name: str) -> set[str]:
+    """The annotated names in a class's body: a dataclass's fields."""
+    spec = find_spec(package)
+    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / file
+    if path is None or not path.exists():
+        return set()
+    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {
+        entry.target.id
+        for one in classes
+        if one.name == name
+        for entry in one.body
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+        if "ClassVar" not in ast.unparse(entry.annotation)
+    }

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, recipe, run, select, teach, train, verify
+from catto.cli import calibrate, data, doctor, evaluate, measure, run, select, teach, train
 from catto.cli.console import refuse
 from catto.problems import DataError
 
@@ -40,10 +40,10 @@ app.add_typer(calibrate.app, name="calibrate")
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("select", epilog=select.EXAMPLES)(select.select)
 app.command("data", epilog=data.EXAMPLES)(data.data)
-app.add_typer(recipe.app, name="recipe")
+app.add_typer(run.app, name="recipe")
 app.command("plan", epilog=run.PLAN_EXAMPLES)(run.plan)
 app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
-app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
+app.command("verify", epilog=run.VERIFY_EXAMPLES)(run.verify)
 app.command("teach", epilog=teach.EXAMPLES)(teach.teach)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.add_typer(train.app, name="model")

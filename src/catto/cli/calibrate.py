@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from catto.cli.checks import MOST_SEED, warn_few, writable_file
-from catto.cli.console import number, print_table, progress, refuse, say, span, table, warn
+from catto.cli.console import (
+    MOST_SEED,
+    number,
+    print_table,
+    progress,
+    refuse,
+    say,
+    span,
+    table,
+    warn,
+    warn_few,
+    writable_file,
+)
 from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
 
 if TYPE_CHECKING:
-    from catto.evaluation.binning import Floats
-    from catto.evaluation.recalibration import Fitted
-    from catto.evaluation.tables import Confidences, Table
+    from catto.calibrate import Fitted
+    from catto.measure import Confidences, Table
+    from catto.metrics.binning import Floats
 
 __all__ = ["app"]
 
@@ -51,9 +62,9 @@ def fit(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
-    from catto.evaluation.calibrators import TAU_RANGE, Temperature
-    from catto.evaluation.recalibration import fit_file
-    from catto.evaluation.tables import Names
+    from catto.calibrate import fit_file
+    from catto.measure import Names
+    from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if on == "labels" and method != "temperature":
         refuse(f"--on labels: works with --method temperature, not {method}")
@@ -84,8 +95,8 @@ def apply(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
-    from catto.evaluation.recalibration import apply_file, open_fitted
-    from catto.evaluation.tables import Names, Table
+    from catto.calibrate import apply_file, open_fitted
+    from catto.measure import Names, Table
 
     if out.suffix.lower() != ".jsonl":
         refuse(f"--out: {out} must end in .jsonl")
@@ -99,7 +110,7 @@ def apply(
 
 
 def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
-    from catto.evaluation.recalibration import shared_questions
+    from catto.calibrate import shared_questions
 
     shared = shared_questions(fitted, answers)
     if shared:
@@ -110,8 +121,8 @@ def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
 
 def _show(answers: Table, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
-    from catto.evaluation.metrics import METRICS
-    from catto.evaluation.summary import Settings, steps, summarise, unheld
+    from catto.measure import Settings, steps, summarise, unheld
+    from catto.metrics.catalogue import METRICS
 
     settings = Settings(metrics=SHOWN, seed=seed)
     with progress("measuring", 2 * steps(settings, len(answers))) as tick:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from catto.cli import completing
-from catto.cli.checks import MOST_SEED
-from catto.cli.console import print_json, print_table, refuse, say, table
+from catto.cli import console as completing
+from catto.cli.console import MOST_SEED, print_json, print_table, refuse, say, table
 
 if TYPE_CHECKING:
     from catto.records import Question, Split

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from catto.cli import completing
-from catto.cli.checks import MOST_SEED, finite, needs, server_url, writable_folder
-from catto.cli.console import refuse, say
+from catto.cli import console as completing
+from catto.cli.console import MOST_SEED, finite, needs, refuse, say, server_url, writable_folder
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -96,10 +95,10 @@ def _answer(
     refusals: dict[str, Any],
     file: Path,
 ) -> None:
-    from catto.engines.server import ServerError
-    from catto.evaluation.confidence import check_questions
-    from catto.evaluation.confidence import evaluate as run
-    from catto.evaluation.predictions import check_settings
+    from catto.engines.replies import ServerError
+    from catto.predict.predictions import check_settings
+    from catto.predict.predictor import check_questions
+    from catto.predict.predictor import evaluate as run
 
     try:
         check_questions(questions, settings["k"], settings["temperature"])
@@ -162,9 +161,9 @@ def _engine(
 def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
-    from catto.engines.refusals import told
-    from catto.evaluation.predictions import refusals_of
-    from catto.records import read_manifest
+    from catto.engines.replies import told
+    from catto.files import read_manifest
+    from catto.predict.predictions import refusals_of
 
     measure(path)
     counts, refused = read_manifest(path).counts, refusals_of(path)

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catto.cli.checks import MOST_SEED, finite
-from catto.cli.console import number, print_json, print_table, refuse, say, span, table
+from catto.cli.console import MOST_SEED, finite, number, print_json, print_table, refuse, say, span, table
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from catto.evaluation.metrics import Within
-    from catto.evaluation.selection import Selected
-    from catto.evaluation.sources import Sources
+    from catto.measure import Sources
+    from catto.metrics.catalogue import Within
+    from catto.metrics.selection import Selected
     from catto.records import Prediction
 
 __all__ = ["select"]
@@ -57,12 +56,13 @@ def select(
     With it stands how well confidence orders the samples of the same question, and how many had no readable answer.
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
     """
-    from catto.evaluation.predictions import refusals_of
-    from catto.evaluation.scaling import fit_tau as fitted
-    from catto.evaluation.selection import candidates, within_questions
-    from catto.evaluation.selection import select as selected
-    from catto.evaluation.sources import Sources
-    from catto.records import Prediction, read_records
+    from catto.files import read_records
+    from catto.measure import Sources
+    from catto.metrics.selection import candidates, within_questions
+    from catto.metrics.selection import select as selected
+    from catto.metrics.temperature import fit_tau as fitted
+    from catto.predict.predictions import refusals_of
+    from catto.records import Prediction
 
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
@@ -107,7 +107,7 @@ def _told(within: Within, questions: int) -> str:
 def _document(row: Selected, within: Within, counts: Sources) -> dict[str, object]:
     from dataclasses import asdict
 
-    from catto.evaluation.summary import jsonable
+    from catto.measure import jsonable
 
     return {
         **jsonable(row),

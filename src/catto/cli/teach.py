@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from catto.cli.checks import places
-from catto.cli.console import refuse, say
-from catto.cli.experiment import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
+from catto.cli.console import places, refuse, say
+from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go, opened
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -76,8 +75,8 @@ def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage, retry_refused
 
 
 def _questions(root: Path, stage: Stage) -> list[Question]:
-    from catto.experiment.data import questions_of, read_questions
     from catto.experiment.stages import done, place
+    from catto.experiment.steps import questions_of, read_questions
 
     if done(root, stage):
         return read_questions(place(root, stage) / "train.jsonl")

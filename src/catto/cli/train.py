@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from catto.cli import completing
-from catto.cli.checks import MOST_SEED, needs, writable_folder
-from catto.cli.console import refuse, say
-from catto.cli.experiment import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
+from catto.cli import console as completing
+from catto.cli.console import MOST_SEED, needs, refuse, say, writable_folder
+from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go, one_task, opened
 from catto.methods import METHODS, SCALED
 
 __all__ = ["app", "train"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from catto.files import read_json
 from catto.problems import DataError
-from catto.records import read_json
 
 __all__ = ["check_model", "is_hub_id"]
 

@@ -1,7 +1,13 @@
-"""Any OpenAI-compatible server as an engine: vLLM, SGLang, DeepSeek, OpenAI, ...
+"""An asynchronous producer as a plain iterator.
+
+Any OpenAI-compatible server as an engine: vLLM, SGLang, DeepSeek, OpenAI, ...
 
 Every response is a request of its own, with its own temperature and seed, so no server needs to know `n`.
 `stop` is applied here, to the finished text: servers drop the stop text, and some look for it in the reasoning too.
+
+What a server can do besides answering: log-probabilities, and going on with a message that was begun.
+
+`n` is never asked for: every response is a request of its own.
 """
 
 from __future__ import annotations
@@ -11,30 +17,87 @@ import base64
 import contextlib
 import math
 import os
+import queue
 import random
 import re
+import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import openai
 from pydantic import ValidationError
 
 from catto.engines import Context, Generation, Key, Request, Scores
-from catto.engines.arrivals import Put, arrivals
-from catto.engines.refusals import ENOUGH, ServerError, one_line
-from catto.engines.replies import Reply, cut_after_stop
-from catto.records import Refusal, first_problem
+from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line
+from catto.files import first_problem
+from catto.records import Message, Refusal
+
+# ---- arrivals
+
+
+T = TypeVar("T")
+Put = Callable[[T], None]
+
+
+class _End:
+    """The producer is done; `error` is what it raised."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
+    """Run `produce(put)` on an event loop in a thread of its own and yield what it puts, then raise what it raised.
+
+    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
+    is dropped cancels the producer.
+    """
+    arrived: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+    started: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    thread = threading.Thread(target=_drive, args=(produce, arrived, started), daemon=True)
+    thread.start()
+    cancel = started.get()
+    try:
+        while not isinstance(item := arrived.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            cancel()
+        thread.join()
+
+
+def _drive(
+    produce: Callable[[Put[T]], Awaitable[None]],
+    arrived: queue.SimpleQueue[T | _End],
+    started: queue.SimpleQueue[Callable[[], object]],
+) -> None:
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        started.put(lambda: loop.call_soon_threadsafe(task.cancel))
+        await produce(arrived.put)
+
+    try:
+        asyncio.run(main())
+        arrived.put(_End(None))
+    except BaseException as error:  # handed over to the caller's thread
+        arrived.put(_End(error))
+
+
+# ---- server
+
 
 try:  # what the client speaks through: httpx2 from openai 3 on
     import httpx2 as httpx
 except ImportError:  # pragma: no cover
     import httpx  # type: ignore[import-not-found,no-redef]
 
-__all__ = ["ServerEngine", "ServerError", "back_off", "parted", "wished_wait"]
 
 # A key-less local server gets this in place of a key: the client insists on one.
 NO_KEY = "none"
@@ -375,3 +438,85 @@ def wished_wait(headers: Mapping[str, str]) -> float | None:
 def back_off(retry: int) -> float:
     """Seconds before retry 1, 2, ...: doubling from half a second to eight, less up to a quarter at random."""
     return float(min(FIRST_DELAY * 2 ** (retry - 1), LONGEST_DELAY)) * (1 - 0.25 * random.random())
+
+
+# ---- probing
+
+
+# What vLLM and SGLang call it; other servers refuse it or ignore it, which `probe` finds out.
+CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+MOST_TOPS = 20
+PROBE_RETRIES = 2
+
+
+class Abilities(NamedTuple):
+    """Whether log-probabilities come, for how many candidates a token, and whether a begun message is gone on with."""
+
+    logprobs: bool
+    tops: int
+    continues: bool
+
+    def missing(self) -> list[str]:
+        """What is missing, a sentence each."""
+        lines = {
+            "no log-probabilities: the confidence cannot be read": not self.logprobs,
+            f"top_logprobs gives {self.tops} candidates: other labels may be unknown": self.logprobs and self.tops < 2,
+            "a begun message is not gone on with: responses without an answer stay without": not self.continues,
+        }
+        return [line for line, is_missing in lines.items() if is_missing]
+
+
+def probe(engine: ServerEngine) -> Abilities:
+    """Ask the server a few tokens to see what it can do. A server that cannot answer at all raises ServerError."""
+    plain = _asked(_twin(engine, 0), "")
+    if isinstance(plain, Refusal):
+        raise ServerError(f"{engine.place}: a first request was refused: {plain.refused}")
+    known = _asked(_twin(engine, engine.top_logprobs or MOST_TOPS), "")
+    tops = known.tops if isinstance(known, Generation) else None
+    most = max((len(candidates) for _, candidates in tops), default=0) if tops else 0
+    return Abilities(bool(tops), most, _continues(engine, plain.prompt_tokens))
+
+
+def _continues(engine: ServerEngine, bare: int | None) -> bool:
+    """Whether a final message is gone on with, told by the prompt's length.
+
+    Twice the text costs twice the tokens then; a server that ignores the wish adds the end of a turn and a new one.
+    """
+    found = [_asked(_twin(engine, 0, CONTINUE), " ".join(["one"] * n)) for n in (4, 8)]
+    lengths = [one.prompt_tokens if isinstance(one, Generation) else None for one in found]
+    if bare is None or lengths[0] is None or lengths[1] is None:
+        return False
+    return lengths[0] - bare <= lengths[1] - lengths[0] + 1
+
+
+def _asked(engine: ServerEngine, begun: str) -> Generation | Refusal:
+    chat = [Message(role="user", content="Count."), *([Message(role="assistant", content=begun)] if begun else [])]
+    return next(iter(engine.generate([Request(question="probe", messages=tuple(chat), max_tokens=1)])))
+
+
+def _twin(engine: ServerEngine, top_logprobs: int, extra: Mapping[str, Any] | None = None) -> ServerEngine:
+    """The same server with other settings; what a probe asks in vain is not asked for long."""
+    retries = min(engine.max_retries, PROBE_RETRIES)
+    return engine.twin(top_logprobs=top_logprobs, max_retries=retries, extra_body=extra or {})
+
+
+def next_tokens(
+    engine: ServerEngine, begun: Sequence[tuple[tuple[Message, ...], str]]
+) -> list[dict[str, float] | Refusal]:
+    """Best next tokens after each (chat, begun answer), text -> log-probability; empty where the server gave none."""
+    twin = engine.twin(
+        top_logprobs=engine.top_logprobs or MOST_TOPS, max_retries=engine.max_retries, extra_body=CONTINUE
+    )
+    requests = [
+        Request(question=str(place), messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
+        for place, (chat, text) in enumerate(begun)
+    ]
+    found = {int(one.question): one for one in twin.generate(requests)}
+    engine.retries += twin.retries
+    return [_candidates(found[place]) for place in range(len(begun))]
+
+
+def _candidates(outcome: Generation | Refusal) -> dict[str, float] | Refusal:
+    if isinstance(outcome, Refusal):
+        return outcome
+    return dict(outcome.tops[0][1]) if outcome.tops else {}

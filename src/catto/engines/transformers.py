@@ -16,9 +16,8 @@ import transformers
 from torch import Tensor
 
 from catto.engines import TAU_GRID, Context, Generation, Key, Request, Scores
-from catto.engines.decoding import decode_rows, evaluating, last_logits
+from catto.engines.decoding import Row, as_float64, decode_rows, evaluating, last_logits
 from catto.engines.places import check_model
-from catto.engines.sampling import Row, as_float64
 from catto.problems import DataError
 from catto.prompts import prompt_text
 from catto.records import Message

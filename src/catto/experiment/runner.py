@@ -1,4 +1,10 @@
-"""Run what is missing of a graph, here and one stage after the other; stages of a local run share one process."""
+"""Run what is missing of a graph, here and one stage after the other; stages of a local run share one process.
+
+Ask again what a teacher's server refused.
+
+A stage with refused requests becomes one that was begun and refused nothing. Run again it asks for what is missing, and
+the stages that were made without it are stale if something new came: they are run again too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +23,9 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from catto import files
-from catto.experiment import engine
+from catto.experiment import steps as engine
 from catto.experiment.stages import (
+    DONE,
     LOG,
     Stage,
     Work,
@@ -34,9 +41,14 @@ from catto.experiment.stages import (
     sources,
     take_over,
 )
+from catto.files import library_versions
 from catto.problems import DataError
 from catto.recipe import Recipe
-from catto.records import library_versions
+from catto.records import Refusal
+from catto.teacher.responses import forget_refusals, refusals
+
+# ---- runner
+
 
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {
@@ -232,3 +244,25 @@ def seconds_of(root: Path, stage: Stage) -> float | None:
     """How long a finished stage took."""
     folder = place(root, stage)
     return float(account(folder)["seconds"]) if folder.exists() else None
+
+
+# ---- retry
+
+
+def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
+    """The stages, finished or begun, some of whose requests were refused."""
+    folders = [(stage, place(root, stage)) for stage in ordered(list(goals))]
+    found = [(stage, refusals(folder if folder.exists() else part(root, stage))) for stage, folder in folders]
+    return [(stage, refused) for stage, refused in found if refused]
+
+
+def retry(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
+    """Ask refused requests again, then run what is missing of the goals."""
+    with locked(root):
+        for stage, _ in refused_stages(root, goals):
+            finished, begun = place(root, stage), part(root, stage)
+            if finished.exists():
+                finished.rename(begun)
+                (begun / DONE).unlink()
+            forget_refusals(begun)
+    return run(recipe, root, goals, display)

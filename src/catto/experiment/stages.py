@@ -22,10 +22,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from catto.files import Seal, damage, replacing, sealed, sync_folder
+from catto.files import Seal, damage, read_json, replacing, sealed, sync_folder
 from catto.problems import DataError
 from catto.recipe import Recipe
-from catto.records import content_hash, read_json
+from catto.records import content_hash
 
 # Raised when a stage's meaning changes, so that old folders are not taken for new ones.
 VERSION = 2

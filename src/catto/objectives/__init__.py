@@ -1,9 +1,17 @@
 """Pure mathematics on tensors: the fused head's token statistics and the losses that read them. No trainer in sight."""
 
-from catto.objectives.calibration import bce_loss, brier_loss, catto_loss, l1_loss, surrogate_target
-from catto.objectives.head import TokenStats, label_logprobs, token_stats
-from catto.objectives.likelihood import dpo_loss, smoothed_nll
-from catto.objectives.outcome import outcome_loss, rcft_loss
+from catto.objectives.fused_head import TokenStats, label_logprobs, token_stats
+from catto.objectives.losses import (
+    bce_loss,
+    brier_loss,
+    catto_loss,
+    dpo_loss,
+    l1_loss,
+    outcome_loss,
+    rcft_loss,
+    smoothed_nll,
+    surrogate_target,
+)
 
 __all__ = [
     "TokenStats",

@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from catto.files import replacing
+from catto.files import library_versions, replacing
 from catto.problems import DataError
-from catto.records import Question, content_hash, library_versions
+from catto.records import Question, content_hash
 from catto.report import numbers as store
-from catto.report.browser import MOST_ROWS, Browser
-from catto.report.loading import Answered, Protocol, answered, predictions_of, questions_of, row_count
-from catto.report.measure import Tick, measure
-from catto.report.numbers import Numbers
-from catto.report.page import Drawn, page
+from catto.report.measuring import Answered, Protocol, Tick, answered, measure, predictions_of, questions_of, row_count
+from catto.report.numbers import VERSION, Numbers, Results
+from catto.report.page import MOST_ROWS, Browser, Drawn, page
 from catto.report.plotting import Picture, svg
 from catto.report.render import csv_text, latex, markdown
-from catto.report.results import VERSION, Results
-from catto.report.tables import Table
-from catto.report.tables_more import all_tables
+from catto.report.tables import Table, all_tables
 
 __all__ = ["build"]
 
@@ -38,7 +34,7 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     """Write report.html, tables, figures and numbers.json into `out`; return the page's path.
 
     What stands in `out` from an earlier build and has the same inputs is taken over. `tick` is called
-    `catto.report.measure.steps(results)` times.
+    `catto.report.measuring.steps(results)` times.
     """
     read = _read(results, folder)
     numbers = measure(results, folder, read.cells, read.questions, store.read(out / "numbers.json"), tick)
@@ -76,9 +72,7 @@ def _write_tables(tables: Sequence[Table], folder: Path) -> None:
 
 
 def _pictures(results: Results, numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:
-    from catto.report.figures import score_pictures
-    from catto.report.figures_more import answer_pictures, selection_pictures
-    from catto.report.figures_training import training_pictures
+    from catto.report.figures import answer_pictures, score_pictures, selection_pictures, training_pictures
 
     scores, answers = score_pictures(numbers), answer_pictures(numbers, cells)
     return [*scores, *answers, *selection_pictures(numbers), *training_pictures(results, numbers)]

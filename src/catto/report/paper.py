@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from catto.methods import METHODS, Budget, known, method
-from catto.report.results import Training
+from catto.report.numbers import Training
 
 __all__ = [
     "LEARNING_RATES",

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from catto.methods import SCALED, Budget
-from catto.report.names import method_title
 from catto.report.reliability import BLUE, GREY, INK, PALE, RED, STYLE
+from catto.report.tables import method_title
 
 __all__ = [
     "Picture",

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from catto.evaluation.binning import Reliability
-from catto.evaluation.sources import Sources
-from catto.evaluation.statistics import NullBand
 from catto.files import replacing_bytes
+from catto.measure import Sources
+from catto.metrics.binning import Reliability
+from catto.metrics.statistics import NullBand
 
 __all__ = ["Panel", "figure", "save"]
 

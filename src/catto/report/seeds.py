@@ -17,8 +17,8 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import ArrayLike
 
-from catto.evaluation.binning import Bools, Floats, Ints, bin_edges, bin_index, checked, checked_confidence
-from catto.evaluation.statistics import ALPHA, Comparison, Interval, NullBand
+from catto.metrics.binning import Bools, Floats, Ints, bin_edges, bin_index, checked, checked_confidence
+from catto.metrics.statistics import ALPHA, Comparison, Interval, NullBand
 
 __all__ = ["Ranked", "Scored", "mean_difference", "mean_interval", "mean_null", "scored"]
 

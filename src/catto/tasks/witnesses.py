@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from catto.records import Option, Question, Split, content_hash
-from catto.tasks.hashing import digest
 from catto.tasks.rows import LETTERS, Task
+from catto.tasks.splits import digest
 
 RELIABILITIES = (0.35, 0.5, 0.75)
 SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from catto.teacher.collect import ask, dry_run, teach, write_rows
-from catto.teacher.rows import Answered, grouped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.pairing import Answered, Estimate, Yield, grouped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.responses import ask, dry_run, teach, write_rows
 from catto.teacher.sources import LabelTeacher, StoredResponses, WitnessTeacher, open_source
-from catto.teacher.summary import Estimate, Yield
 
 __all__ = [
     "Answered",

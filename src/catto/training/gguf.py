@@ -9,9 +9,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from catto.files import building
+from catto.files import building, opened
 from catto.problems import DataError
-from catto.records import opened
 
 _PART = re.compile(r"\.gguf\.part\d+$")  # a large file is split over packages: name.gguf.part00, .part01, ...
 

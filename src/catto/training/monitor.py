@@ -1,12 +1,17 @@
-"""Calibration while training: label confidence after reasoning that was sampled once, on held-out questions.
+"""Which checkpoint of a killed run can be gone on from.
+
+Calibration while training: label confidence after reasoning that was sampled once, on held-out questions.
 
 One forward a checkpoint and no generation. ECE is computed over the whole set, never averaged over batches.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +19,51 @@ from numpy.typing import NDArray
 from transformers import IntervalStrategy, TrainerCallback
 
 from catto.engines.decoding import evaluating
-from catto.evaluation import metrics
-from catto.training import head
+from catto.metrics import catalogue as metrics
+from catto.training import model_forward as head
 from catto.training.batches import Query, build
-from catto.training.rows import Example
+from catto.training.tokenize import Example
+
+# ---- checkpoints
+
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+# One of these holds, or lists the files that hold, the model or the adapter.
+_MODELS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "pytorch_model_fsdp_0",
+)
+
+
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint that was written to its end, None where there is none.
+
+    Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
+    number and lacks that file, or holds a part of it.
+    """
+    found = [(int(match[1]), path) for path in Path(output_dir).glob("checkpoint-*") if (match := _number(path))]
+    return next((path for _, path in sorted(found, reverse=True) if _complete(path)), None)
+
+
+def _number(path: Path) -> re.Match[str] | None:
+    return _NAME.fullmatch(path.name)
+
+
+def _complete(path: Path) -> bool:
+    return any((path / name).exists() for name in _MODELS) and _parses(path / "trainer_state.json")
+
+
+def _parses(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_text()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+# ---- monitor
+
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
 LAST = "last"  # the other rule: the last step's

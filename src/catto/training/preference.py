@@ -1,4 +1,13 @@
-"""`CATTOTrainer`: TRL's DPOTrainer with a calibration term, one policy forward a step.
+"""The third stream beside the pairs: which unfiltered responses go with which step.
+
+The choice follows from (seed, step, place in the step) alone, so a run that was killed goes on with the same rows and
+the order of accumulation or the number of processes changes nothing.
+
+From statistics to the calibration term of a batch of pairs, and what it logs.
+
+What stands in the model's place in TRL's loss: one call through our head, with TRL's fields on the way out.
+
+`CATTOTrainer`: TRL's DPOTrainer with a calibration term, one policy forward a step.
 
 With calibration none or weight 0 and no prefix sharing, everything is TRL's own code and the loss is TRL's to the
 last bit. Otherwise `_compute_loss` of TRL receives, in the model's place, a callable that runs our head once and hands
@@ -12,34 +21,240 @@ import copy
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import Dataset
+from torch import Tensor
 from trl import DPOConfig, DPOTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 from catto.files import replacing
-from catto.training import head
+from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
+from catto.training import model_forward as head
+from catto.training.batches import Batch, Query, Row, build
 from catto.training.card import calibration_section, method_title, paper, tags
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.pairs import (
+from catto.training.tokenize import (
     COLUMNS,
     KEY,
+    Example,
     Fits,
     Pairs,
     check_columns,
     check_not_empty,
+    fitting,
     fitting_pairs,
     label_columns,
     numbered,
     paired,
     take_pairs,
 )
-from catto.training.policy import Policy
-from catto.training.rows import Example, fitting
-from catto.training.stream import OutcomeStream
-from catto.training.terms import Term, outcome_on_pairs, outcome_on_stream, replay_on_stream, surrogate_term
+
+# ---- stream
+
+
+class OutcomeStream:
+    """Endless passes over the examples, each in an order of its own."""
+
+    def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
+        self.examples = examples
+        self.per_pair = config.outcome_rows_per_pair
+        self.seed = config.seed if config.data_seed is None else config.data_seed
+        self._step, self._micro = -1, 0
+        self._turn, self._order = -1, np.arange(0)
+
+    def next(self, trainer: Any, pairs: int) -> list[Example]:
+        """The examples of this process's next micro-batch of `pairs` pairs."""
+        step = trainer.state.global_step
+        self._micro = self._micro + 1 if step == self._step else 0
+        self._step = step
+        args = trainer.args
+        size = args.per_device_train_batch_size * self.per_pair
+        micro = step * args.gradient_accumulation_steps + self._micro
+        start = (micro * args.world_size + args.process_index) * size
+        return [self.at(start + n) for n in range(pairs * self.per_pair)]
+
+    def at(self, position: int) -> Example:
+        """Example number `position` of the endless stream."""
+        turn, place = divmod(position, len(self.examples))
+        if turn != self._turn:
+            self._turn, self._order = turn, np.random.default_rng((self.seed, turn)).permutation(len(self.examples))
+        return self.examples[int(self._order[place])]
+
+
+# ---- terms
+
+
+class Term(NamedTuple):
+    """The calibration term, a scalar, and scalars to log."""
+
+    loss: Tensor
+    logs: dict[str, Tensor]
+
+
+def extras_of(config: CATTOConfig) -> tuple[str, ...]:
+    """The optional statistics that this objective reads."""
+    return ("log_doubt",) if config.weight and config.calibration == "bce" else ()
+
+
+def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> Term:
+    """Mean over pairs of the term on y+ plus the term on y- (paper Eq. 7). stats, mask: (2 B, T), chosen first."""
+    half = mask.shape[0] // 2
+    chosen = _per_response(stats[:half], mask[:half], config, preferred=True)
+    rejected = _per_response(stats[half:], mask[half:], config, preferred=False)
+    logs = {"calibration/chosen": chosen.mean(), "calibration/rejected": rejected.mean()}
+    with torch.no_grad():
+        for name, values in (
+            ("confidence", stats.confidence),
+            ("surrogate", stats.surrogate),
+            ("right", stats.right.float()),
+        ):
+            logs[f"calibration/{name}"] = values[mask].mean() if mask.any() else values.new_zeros(())
+    return Term((chosen + rejected).mean(), logs)
+
+
+def _per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, preferred: bool) -> Tensor:
+    options: dict[str, Any] = {"preferred": preferred, "detach_surrogate": config.detach_surrogate}
+    if config.calibration == "bce":
+        return bce_loss(stats, mask, reduce="mean" if config.reduce == "mean" else "sum", **options)
+    loss = {"catto": catto_loss, "l1": l1_loss, "brier": brier_loss}[config.calibration](stats, mask, **options)
+    return loss * mask.sum(-1) if config.reduce == "sum" else loss
+
+
+def outcome_on_stream(labels: Tensor, examples: Sequence[Example], config: CATTOConfig) -> Term:
+    """Mean proper score of the label probabilities after sampled, unfiltered reasoning. labels: (M, K)."""
+    gold = torch.tensor([example.label.gold for example in examples], device=labels.device)
+    losses = outcome_loss(labels, gold, score=config.outcome_score)  # type: ignore[arg-type]
+    return Term(losses.mean(), _label_logs(labels, gold, losses.mean()))
+
+
+def outcome_on_pairs(labels: Tensor, pairs: Pairs, config: CATTOConfig) -> Term:
+    """The same on the pairs' own labels: y+ weighted by the question's correctness rate, y- by one minus it."""
+    gold = torch.tensor([fact["gold_index"] for fact in pairs.facts] * 2, device=labels.device)
+    rate = torch.tensor([fact["correctness_rate"] for fact in pairs.facts], device=labels.device)
+    weights = torch.cat([rate, 1 - rate]).to(labels.dtype)
+    losses = outcome_loss(labels, gold, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
+    total = losses.sum() / pairs.size
+    return Term(total, _label_logs(labels, gold, total))
+
+
+def replay_on_stream(responses: Sequence[Tensor]) -> Term:
+    """Mean over the stream's responses of their cross-entropy, a mean over tokens. responses: log p_t, (T_i,) each."""
+    loss = -torch.stack([logprobs.mean() for logprobs in responses]).mean()
+    return Term(loss, {"calibration/replay": loss})
+
+
+def _label_logs(labels: Tensor, gold: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        top, answer = labels.max(-1)
+        right = (answer == gold).to(labels.dtype).mean()
+        return {"calibration/outcome": loss, "calibration/confidence": top.exp().mean(), "calibration/right": right}
+
+
+# ---- policy
+
+
+TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
+
+
+class Policy:
+    """Stands in the model's place in TRL's loss: calls it once through our head, keeps the statistics."""
+
+    def __init__(self, trainer: Any, model: Any, pairs: Pairs, examples: Any = (), *, reference: bool = False) -> None:
+        self.trainer, self.model, self.pairs, self.examples = trainer, model, pairs, examples
+        self.reference = reference  # of which TRL reads the log-probabilities alone
+        self.stats: TokenStats
+        self.labels: Any = None  # (M, K) where queries were asked
+        self.stream: tuple[Tensor, ...] = ()  # log p_t of each replayed response, (T_i,)
+
+    def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """Run the batch through our head once. labels: (2 B, L), -100 off the completions."""
+        if labels is None:  # TRL's second, deprecated call for full logits
+            return self.model(**kwargs)
+        head.install(self.trainer.accelerator.unwrap_model(self.model))
+        batch = self._batch(labels.device)
+        more = {name: kwargs[name] for name in ("output_router_logits",) if name in kwargs}
+        output = head.call(self.model, batch, self._extras(), **more)
+        stats, lengths = output.stats(), [_scored(row) for row in self._replayed]
+        cut = len(batch.targets) - sum(lengths)
+        self.stream = torch.split(stats.target[cut:], lengths) if lengths else ()
+        self.stats = _spread(stats[:cut], batch.place[:cut], labels[:, 1:])
+        self.labels = output.labels
+        return _as_trl(self.stats, labels[:, 1:] != -100, output.aux_loss)
+
+    def _extras(self) -> tuple[str, ...]:
+        if self.reference:
+            return ()
+        weighting = ("log_sum_sq",) if self.trainer.use_weighting else ()
+        return (*TRL_EXTRAS, *extras_of(self.trainer.args), *weighting)
+
+    def _batch(self, device: torch.device) -> Batch:
+        pairs, replayed = len(self.pairs.rows), self._replayed
+        rows = [*self.pairs.rows, *(replayed or [example.before_label() for example in self.examples])]
+        pad, shared = self.trainer.data_collator.pad_token_id, self.trainer.sharing()
+        scored = pairs + len(replayed)
+        return build(rows, self._queries(), scored, pad, shared=shared, balanced=pairs).to(device)
+
+    @property
+    def _replayed(self) -> list[Row]:
+        """The stream's responses where all of their tokens are scored, and not only the label's."""
+        return [example.row for example in self.examples] if self.trainer.args.calibration == "replay" else []
+
+    def _queries(self) -> list[Query]:
+        first = len(self.pairs.rows)
+        if self.reference:
+            return []
+        if self._replayed:
+            return []
+        if self.examples:
+            return [Query(first + n, e.label.at, e.label.candidates) for n, e in enumerate(self.examples)]
+        if self.trainer.args.calibration != "outcome" or "chosen_label_at" not in self.pairs.facts[0]:
+            return []
+        sides = [f["chosen_label_at"] for f in self.pairs.facts] + [f["rejected_label_at"] for f in self.pairs.facts]
+        candidates = [f[f"{side}_candidates"] for side in ("chosen", "rejected") for f in self.pairs.facts]
+        return [Query(row, at, ids) for row, (at, ids) in enumerate(zip(sides, candidates, strict=True)) if at >= 0]
+
+    def label_mask(self, like: Tensor) -> Tensor:
+        """True at the label's token of every row that has one. (2 B, L - 1)."""
+        mask = torch.zeros_like(like)
+        facts = self.pairs.facts
+        for row, at in enumerate([f["chosen_label_at"] for f in facts] + [f["rejected_label_at"] for f in facts]):
+            if at >= 0:
+                mask[row, len(self.pairs.rows[row].prompt) + at - 1] = True
+        return mask
+
+
+def _scored(row: Row) -> int:
+    """How many tokens of a row have a position that predicts them."""
+    return len(row.completion) if row.prompt else max(len(row.completion) - 1, 0)
+
+
+def _spread(stats: TokenStats, place: Tensor, shifted: Tensor) -> TokenStats:
+    """Put the N tokens' statistics where TRL has them, `place` (N, 2): (2 B, L - 1), 0 elsewhere."""
+    rows, columns = place.unbind(-1)
+    values = (getattr(stats, name) for name in TokenStats.__dataclass_fields__)
+    zeros = stats.target.new_zeros(shifted.shape)
+    return TokenStats(*(None if v is None else zeros.index_put((rows, columns), v) for v in values))  # type: ignore[arg-type]
+
+
+def _as_trl(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) -> Any:
+    """Our statistics under TRL's names; what TRL only logs carries no gradient."""
+    return FusedCausalLMOutput(
+        log_probs=stats.target,
+        entropy=None if stats.entropy is None else stats.entropy.detach(),
+        mean_logits=None if stats.mean_logit is None else stats.mean_logit.detach(),
+        is_top1=stats.right & mask,
+        log_sum_sq_probs=stats.log_sum_sq,
+        label_mask=mask,
+        aux_loss=aux_loss,
+    )
+
+
+# ---- preference
+
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +263,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     """Train on preferences and keep confidence honest. Takes what `DPOTrainer` takes.
 
     validation: examples on which `evaluate` measures label confidence (see `Monitored`).
-    outcome_examples: with `calibration="outcome"`, the unfiltered responses (`catto.training.rows.examples`) that form
-    a third stream beside the pairs; without them the term reads the pairs' own labels, y+ weighted by the question's
+    outcome_examples: with `calibration="outcome"`, the unfiltered responses (`catto.training.tokenize.examples`) that
+    form a third stream; without them the term reads the pairs' own labels, y+ weighted by the question's
     correctness rate and y- by one minus it. With `calibration="replay"`, the responses whose cross-entropy is added.
     """
 

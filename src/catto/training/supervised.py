@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from catto.evaluation.binning import reliability
+from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
-from catto.training import head
+from catto.training import model_forward as head
 from catto.training.batches import Batch, Query, build
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.rows import Example
+from catto.training.tokenize import Example
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10

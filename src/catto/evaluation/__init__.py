@@ -1,1 +1,0 @@
-"""Predictions -> numbers: metrics, intervals, calibrators, and the tables they read."""

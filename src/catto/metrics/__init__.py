@@ -1,0 +1,1 @@
+"""Arithmetic on arrays: calibration errors, ranking, statistics, calibrators, temperature, selection. No files."""

@@ -1,0 +1,161 @@
+"""The losses that calibration is added to: DPO's, and the cross-entropy with label smoothing.
+
+The calibration terms of preference training, one number a response. Names are the paper's.
+
+Every term compares the confidence c of each token with a target s: the surrogate z~ on a preferred response, 1 - z~
+on a dispreferred one. The mean over tokens comes first and the mean over responses later, never a token mean over
+the batch, so that accumulating 1 x 8 and 8 x 1 gives the same update.
+
+Losses at the label: whether the answer was right is known there, so confidence can be scored properly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from catto.objectives.fused_head import TokenStats
+
+# ---- likelihood
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
+    """-log sigmoid(beta ((log pi - log ref)(y+) - (log pi - log ref)(y-))). Sequence log-probabilities (B,) -> (B,).
+
+    For reference and tests: training takes TRL's own losses.
+    """
+    return -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
+
+
+def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
+    """Cross-entropy with the target (1 - epsilon) onehot + epsilon / V, a number a token. (B, T) -> (B, T).
+
+    -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp): the mean log-probability needs no second pass.
+    Masked positions give 0.
+    """
+    if epsilon == 0.0:
+        return -stats.target
+    if stats.mean_logit is None:
+        raise ValueError("smoothed_nll needs the mean logit: call token_stats with 'mean_logit' among its extras")
+    return -(1 - epsilon) * stats.target - epsilon * (stats.mean_logit - stats.logsumexp)
+
+
+# ---- calibration
+
+
+Reduce = Literal["mean", "sum"]
+# As torch's own binary cross-entropy: log-probabilities below this count as this and give no gradient.
+LOG_FLOOR = -100.0
+
+
+def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bool = False) -> Tensor:
+    """The target s of every token: z~ (paper Eq. 5) or, on a dispreferred response, 1 - z~. (B, T) -> (B, T)."""
+    surrogate = stats.surrogate.detach() if detach_surrogate else stats.surrogate
+    return surrogate if preferred else 1 - surrogate
+
+
+def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
+    """Mean calibration loss of each response, s (1 - c) + (1 - s) c (paper Eq. 6). stats, mask: (B, T) -> (B,)."""
+    s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
+    c = stats.confidence
+    return reduce_tokens(s * (1 - c) + (1 - s) * c, mask)
+
+
+def bce_loss(
+    stats: TokenStats,
+    mask: Tensor,
+    *,
+    preferred: bool = True,
+    detach_surrogate: bool = False,
+    reduce: Reduce = "sum",
+) -> Tensor:
+    """Binary cross-entropy -s log c - (1 - s) log(1 - c) of each response. stats, mask: (B, T) -> (B,).
+
+    The paper sums over the tokens, so a long response weighs more; `reduce="mean"` divides by their number.
+    """
+    if stats.log_doubt is None:
+        raise ValueError("bce_loss needs log(1 - c): call token_stats with 'log_doubt' among its extras")
+    s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
+    log_c, log_doubt = stats.log_confidence.clamp(min=LOG_FLOOR), stats.log_doubt.clamp(min=LOG_FLOOR)
+    return reduce_tokens(-s * log_c - (1 - s) * log_doubt, mask, reduce)
+
+
+def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
+    """Mean |c - s| of each response: unlike the paper's term its minimum is at c = s. stats, mask: (B, T) -> (B,)."""
+    s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
+    return reduce_tokens((stats.confidence - s).abs(), mask)
+
+
+def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
+    """Mean (c - s)^2 of each response. stats, mask: (B, T) -> (B,)."""
+    s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
+    return reduce_tokens((stats.confidence - s) ** 2, mask)
+
+
+def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tensor:
+    """Reduce over the response's tokens, first of all; 0 for a response without tokens. (B, T) -> (B,)."""
+    total = values.masked_fill(~mask.bool(), 0.0).sum(-1)
+    return total if reduce == "sum" else total / mask.sum(-1).clamp(min=1)
+
+
+# ---- outcome
+
+
+Score = Literal["brier", "log"]
+
+
+def outcome_loss(
+    label_logprobs: Tensor, gold: Tensor, *, score: Score = "brier", weights: Tensor | None = None
+) -> Tensor:
+    """Proper score of the label probabilities after a sampled reasoning, one number a response.
+
+    label_logprobs: (B, K) full-vocabulary log-probabilities, -inf where a row has fewer labels; gold: (B,) index of
+    the right label; weights: (B,). brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]; log: -log P_gold. -> (B,).
+    """
+    if score == "log":
+        loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
+    else:
+        right = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
+        loss = ((label_logprobs.exp() - right) ** 2).sum(-1)
+    return loss if weights is None else weights * loss
+
+
+def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
+    """Squared distance of the label distribution to its bin's accuracy, one number a sample (RCFT's ECE term).
+
+    label_logprobs: (B, K), -inf where a row has fewer labels; accuracy: (M,) of the M equal-width bins of the top
+    probability, nan where a bin is empty: such samples give no loss. With q the label-restricted softmax, c its top
+    and a the accuracy of c's bin: (c - a)^2 + sum_j (q_j - t_j)^2 over the other labels. -> (B,).
+    """
+    q = torch.log_softmax(label_logprobs, dim=-1).exp()
+    c, top = q.max(-1)
+    a = accuracy.to(q)[confidence_bin(c.detach(), accuracy.shape[0])]
+    empty = a.isnan()
+    a = a.masked_fill(empty, 0.0)
+    others = torch.isfinite(label_logprobs).scatter(-1, top.unsqueeze(-1), False)
+    targets = spread_targets(q.detach(), others, a)
+    distance = (c - a) ** 2 + ((q - targets) ** 2).masked_fill(~others, 0.0).sum(-1)
+    return distance.masked_fill(empty, 0.0)
+
+
+def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
+    """Index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...)."""
+    edges = torch.arange(1, bins, device=confidence.device, dtype=torch.float64) / bins
+    return torch.bucketize(confidence.double(), edges)
+
+
+def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
+    """Spread 1 - a over the labels other than the top one, more to the likelier. q, others: (B, K); a: (B,) -> (B, K).
+
+    t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), g = ln(K - 1) / (q_1 (1 - a)), q_1 their largest.
+    a = 1 gives 0 (no mass is left), q_1 = 0 the uniform spread, K = 2 the whole of 1 - a.
+    """
+    rest, count = 1 - accuracy, others.sum(-1)
+    largest = q.masked_fill(~others, 0.0).amax(-1)
+    gain = torch.log(count.to(q.dtype)) / (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
+    bend = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
+    share = (1 + bend) / (count + bend.sum(-1)).unsqueeze(-1)
+    return (rest.unsqueeze(-1) * share).masked_fill(~others, 0.0)

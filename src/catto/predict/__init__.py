@@ -1,0 +1,1 @@
+"""Ask a model: generate, read the label and its probability."""
