@@ -1,4 +1,4 @@
-"""The shape of the package in numbers: `python tests/shape.py [ROOM ...]` prints them, test_architecture.py limits them."""
+"""The shape of the package in numbers. `python tests/shape.py [ROOM ...]` prints them; a test limits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "catto"
-LAYOUT = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER})  # fmt: skip
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
