@@ -60,7 +60,7 @@ def run(recipe_file: str, root: Path) -> int:
 
 
 def main() -> None:
-    for module in ("experiment.data", "experiment.train", "experiment.measure", "experiment.collect", "report.build"):
+    for module in ("experiment.steps", "experiment.train_step", "experiment.results", "report.build"):
         importlib.import_module(f"catto.{module}")
     print("ready", flush=True)
     for line in sys.stdin:

@@ -52,19 +52,19 @@ from catto.teacher.responses import forget_refusals, refusals
 
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {
-    "questions": ("data", "run_questions"),
-    "held_out": ("data", "run_held_out"),
-    "responses": ("data", "run_responses"),
-    "sampled": ("data", "run_sampled"),
-    "rows": ("data", "run_rows"),
-    "train": ("train", "run_train"),
-    "chosen": ("measure", "run_chosen"),
-    "generated": ("measure", "run_generated"),
-    "predicted": ("measure", "run_predicted"),
-    "tau": ("measure", "run_tau"),
-    "sampling": ("measure", "run_sampling"),
-    "scaled": ("measure", "run_scaled"),
-    "report": ("collect", "run_report"),
+    "questions": ("steps", "run_questions"),
+    "held_out": ("steps", "run_held_out"),
+    "responses": ("steps", "run_responses"),
+    "sampled": ("steps", "run_sampled"),
+    "rows": ("steps", "run_rows"),
+    "train": ("train_step", "run_train"),
+    "chosen": ("steps", "run_chosen"),
+    "generated": ("steps", "run_generated"),
+    "predicted": ("steps", "run_predicted"),
+    "tau": ("steps", "run_tau"),
+    "sampling": ("steps", "run_sampling"),
+    "scaled": ("steps", "run_scaled"),
+    "report": ("results", "run_report"),
 }
 # With fewer bytes left than this a failure is told as one of a full disk.
 ROOM = 2**20
