@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "MOST_DEPTH",
     "TOO_DEEP",
     "DataError",
+    "did_you_mean",
     "listed",
     "parse_json",
     "shortened",
@@ -66,6 +68,16 @@ def listed(names: Sequence[object], most: int = 12) -> str:
     """
     shown = ", ".join(shortened(str(name), 60) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean ...?` for the end of a message, or nothing where no known word is close.
+
+    >>> did_you_mean("bin", ["bins", "resamples"])
+    '; did you mean bins?'
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def parse_json(text: str) -> Any:

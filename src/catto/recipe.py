@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +18,7 @@ from pydantic import (
 )
 
 from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method
+from catto.problems import did_you_mean
 from catto.records import Split, checked_name
 
 # More bins than this hold no two answers of any file, and a resample costs their number.
@@ -284,7 +284,7 @@ class Recipe(Settings):
             names = [*METHODS, *(name + SCALED for name in METHODS)]
             raise ValueError(
                 f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}, nor one of them with {SCALED}"
-                f"{suggestion(unknown[0], names)}"
+                f"{did_you_mean(unknown[0], names)}"
             )
         rates = {f"{name}.learning_rates": getattr(self, name).learning_rates for name in ("sft", "preference", "rcft")}
         lists = {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}
@@ -302,9 +302,3 @@ class Recipe(Settings):
             if start != "base" and start not in self.methods:
                 raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
         return self
-
-
-def suggestion(word: str, known: Any) -> str:
-    """`; did you mean ...?`, where a known word is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -18,8 +18,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from catto.files import read_text
-from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, listed, shortened, validation_problem
-from catto.recipe import Recipe, suggestion
+from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, did_you_mean, listed, shortened, validation_problem
+from catto.recipe import Recipe
 
 # ---- recipe_file
 
@@ -45,7 +45,7 @@ def find(source: str) -> Path:
     if source in known:
         return known[source]
     raise DataError(
-        source, None, f"neither a file nor one of the recipes {', '.join(known)}{suggestion(source, known)}"
+        source, None, f"neither a file nor one of the recipes {', '.join(known)}{did_you_mean(source, known)}"
     )
 
 
@@ -79,7 +79,7 @@ def _refused(config: str, name: str, value: Any) -> str | None:
     """Say what is wrong with a keyword that goes to a trainer as it is; None: nothing that can be told without it."""
     known = keywords(config)
     if known and name not in known:
-        return f"not a keyword of {config}{suggestion(name, known)}"
+        return f"not a keyword of {config}{did_you_mean(name, known)}"
     if (config, name) == ("LoraConfig", "task_type"):
         return "is always CAUSAL_LM: leave it out"
     if isinstance(value, str) and (number := _number(value)) is not None:
@@ -192,7 +192,7 @@ def explain(error: ValidationError, model: type[BaseModel], value: object) -> tu
     place, message = validation_problem(error, value)
     if message == "unknown key":
         known = _names(model, place[:-1])
-        message = f"unknown key{suggestion(place[-1], known)} (known: {listed(known, 40)})"
+        message = f"unknown key{did_you_mean(place[-1], known)} (known: {listed(known, 40)})"
     return place, message
 
 

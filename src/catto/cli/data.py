@@ -81,7 +81,7 @@ class Part:
 
 
 def _task(name: str, file: Path | None, fields: str | None, answer: Literal["label", "index", "text"]) -> Task:
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
     from catto.tasks import TASKS, from_file
 
     if file is not None:
@@ -89,7 +89,7 @@ def _task(name: str, file: Path | None, fields: str | None, answer: Literal["lab
     if fields is not None:
         refuse("--fields: goes with --file")
     if name not in TASKS:
-        refuse(f"task {name} is not one of {', '.join(TASKS)}{suggestion(name, TASKS)}")
+        refuse(f"task {name} is not one of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
     return TASKS[name]
 
 

@@ -64,7 +64,7 @@ QUIET = {
 
 def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
     """Read a recipe with its overrides; a task that nobody knows or a seed without splits is told at once."""
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
     from catto.recipe_file import blamed, load
     from catto.tasks import TASKS
     from catto.tasks.rows import SEEDS
@@ -74,7 +74,7 @@ def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
         if name not in TASKS and block.path is None:
             known = ", ".join(TASKS)
             told = blamed(source, overrides or (), ("tasks", name))
-            refuse(f"{told}: tasks.{name}: neither one of {known} nor given a path{suggestion(name, TASKS)}")
+            refuse(f"{told}: tasks.{name}: neither one of {known} nor given a path{did_you_mean(name, TASKS)}")
         # The embedded world is made from any seed; other splits are fixed by theirs.
         split_seeds = recipe.seeds if name == "witnesses" else TASKS[name].seeds if block.path is None else SEEDS
         for seed in recipe.seeds:
@@ -93,14 +93,14 @@ def folder(recipe: Recipe, out: Path | None) -> Path:
 
 def one_task(recipe: Recipe, task: str | None) -> str:
     """The task that is meant: the one named, that of `train_on`, or the only one."""
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
 
     if task is None:
         task = recipe.train_on or next(iter(recipe.tasks))
         if recipe.train_on is None and len(recipe.tasks) > 1:
             refuse(f"--task: the recipe has several, name one of {', '.join(recipe.tasks)}")
     if task not in recipe.tasks:
-        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{suggestion(task, recipe.tasks)}")
+        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{did_you_mean(task, recipe.tasks)}")
     return task
 
 
@@ -387,10 +387,10 @@ def copy(
 
 
 def _shipped(name: str) -> Path:
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
     from catto.recipe_file import shipped
 
     known = shipped()
     if name not in known:
-        refuse(f"recipe {name}: not one of {', '.join(known)}{suggestion(name, known)}")
+        refuse(f"recipe {name}: not one of {', '.join(known)}{did_you_mean(name, known)}")
     return known[name]

@@ -52,10 +52,10 @@ def teach(
 
 
 def _tasks(recipe: Recipe, task: str | None) -> list[str]:
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
 
     if task is not None and task not in recipe.tasks:
-        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{suggestion(task, recipe.tasks)}")
+        refuse(f"--task: {task} is not one of {', '.join(recipe.tasks)}{did_you_mean(task, recipe.tasks)}")
     return [task] if task is not None else [recipe.train_on] if recipe.train_on is not None else list(recipe.tasks)
 
 

