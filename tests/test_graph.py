@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from catto.experiment.graph import Graph
+from catto.experiment.results import run_chosen
 from catto.experiment.stages import Stage, Work, ordered, part, place, read
-from catto.experiment.steps import run_chosen
 from catto.files import write_records
 from catto.recipe import Recipe
 from catto.recipe_file import load
 from catto.records import Prediction
-from catto.report.numbers import VERSION
+from catto.report import VERSION
 
 TASKS = ("witnesses", "snli")
 BASE: dict[str, Any] = {

@@ -23,7 +23,7 @@ from catto.methods import METHODS, Budget, Effort, Method, method
 from catto.problems import DataError
 from catto.recipe import SAMPLING, SAMPLING_QUESTIONS, Recipe, StageSettings, TaskSettings
 from catto.records import Split, content_hash
-from catto.report.numbers import VERSION
+from catto.report import VERSION
 from catto.tasks.loading import LocalFiles, find
 
 # ---- contents

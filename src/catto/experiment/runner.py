@@ -58,12 +58,12 @@ RUN = {
     "sampled": ("steps", "run_sampled"),
     "rows": ("steps", "run_rows"),
     "train": ("train_step", "run_train"),
-    "chosen": ("steps", "run_chosen"),
-    "generated": ("steps", "run_generated"),
-    "predicted": ("steps", "run_predicted"),
-    "tau": ("steps", "run_tau"),
-    "sampling": ("steps", "run_sampling"),
-    "scaled": ("steps", "run_scaled"),
+    "chosen": ("results", "run_chosen"),
+    "generated": ("results", "run_generated"),
+    "predicted": ("results", "run_predicted"),
+    "tau": ("results", "run_tau"),
+    "sampling": ("results", "run_sampling"),
+    "scaled": ("results", "run_scaled"),
     "report": ("results", "run_report"),
 }
 # With fewer bytes left than this a failure is told as one of a full disk.

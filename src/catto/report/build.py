@@ -10,9 +10,10 @@ from pathlib import Path
 from catto.files import library_versions, replacing
 from catto.problems import DataError
 from catto.records import Question, content_hash
+from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.measuring import Answered, Protocol, Tick, answered, measure, predictions_of, questions_of, row_count
-from catto.report.numbers import VERSION, Numbers, Results
+from catto.report.numbers import Numbers, Results
 from catto.report.page import MOST_ROWS, Browser, Drawn, page
 from catto.report.plotting import Picture, svg
 from catto.report.render import csv_text, latex, markdown

@@ -28,8 +28,8 @@ from catto.metrics.selection import candidates, select, within_questions
 from catto.metrics.statistics import MetricFunction, bootstrap_table, holm, null_band, over_seeds
 from catto.problems import DataError
 from catto.records import Prediction, Question, content_hash
+from catto.report import VERSION
 from catto.report.numbers import (
-    VERSION,
     Band,
     Cell,
     CellNumbers,

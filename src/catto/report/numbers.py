@@ -18,12 +18,9 @@ from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Comparison, Interval, NullBand, mark
 from catto.problems import DataError
 from catto.records import Record, checked_name
+from catto.report import VERSION
 
 # ---- results
-
-
-# Raised when a number changes its meaning or the page its make: a report of another version is made again.
-VERSION = 4
 
 
 class Training(Record):
