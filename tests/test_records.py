@@ -23,7 +23,7 @@ from catto.files import (
     write_records,
 )
 from catto.problems import DataError
-from catto.records import SCHEMA_VERSION, Manifest, Message, Option, Question, Record, Response, content_hash
+from catto.records import SCHEMA_VERSION, Manifest, Message, Option, Question, Record, Response, Sampled, content_hash
 
 laws = settings(max_examples=50, deadline=None)
 
@@ -204,6 +204,6 @@ def test_versions_leave_out_what_is_not_installed() -> None:
 
 
 def test_every_record_forbids_unknown_fields() -> None:
-    kinds = Record.__subclasses__()
+    kinds = [*Record.__subclasses__(), *Sampled.__subclasses__()]
     assert len(kinds) >= 8
     assert all(kind.model_config["extra"] == "forbid" and kind.model_config["frozen"] for kind in kinds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,22 @@ class Record(BaseModel):
     """A closed, immutable record: an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Key = tuple[str, int]  # (question id, number of the sample)
+
+
+class Sampled(Record):
+    """A record about one sample of one question."""
+
+    if TYPE_CHECKING:  # each record declares both fields itself, so that its own order of fields is that of the file
+        question: str
+        sample: int
+
+    @property
+    def key(self) -> Key:
+        """(question, sample)."""
+        return self.question, self.sample
 
 
 class Option(Record):
@@ -59,7 +75,7 @@ class Question(Record):
         return self
 
 
-class Response(Record):
+class Response(Sampled):
     """One answer of a teacher to one question, right or wrong, with how it was sampled."""
 
     question: str
@@ -80,7 +96,7 @@ class Response(Record):
     seconds: float | None = None
 
 
-class Refusal(Record):
+class Refusal(Sampled):
     """A request that got no usable reply and is left out: one line of why, without key or prompt.
 
     `refused` stands first, so that a line of a file tells by its beginning what it is.
@@ -89,11 +105,6 @@ class Refusal(Record):
     refused: str
     question: str
     sample: int = Field(ge=0)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """(question, sample)."""
-        return self.question, self.sample
 
 
 class Message(Record):
@@ -131,7 +142,7 @@ class PreferenceRow(Record):
     correctness_rate: float = Field(ge=0, le=1)
 
 
-class Prediction(Record):
+class Prediction(Sampled):
     """One candidate answer of one question; k candidates are k lines. Docs: docs/conventions.md."""
 
     question: str

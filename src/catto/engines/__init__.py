@@ -12,7 +12,8 @@ from typing import Protocol
 
 from pydantic import Field
 
-from catto.records import Message, Record, Refusal
+from catto.records import Key as Key
+from catto.records import Message, Record, Refusal, Sampled
 
 # Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
 TAU_GRID: tuple[float, ...] = (
@@ -36,10 +37,8 @@ TAU_GRID: tuple[float, ...] = (
     5.0,
 )
 
-Key = tuple[str, int]
 
-
-class Request(Record):
+class Request(Sampled):
     """Ask for one response: sample `sample` of question `question`. Temperature 0 is greedy."""
 
     question: str
@@ -50,13 +49,8 @@ class Request(Record):
     max_tokens: int = Field(default=512, gt=0)
     stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which is kept
 
-    @property
-    def key(self) -> Key:
-        """(question, sample)."""
-        return self.question, self.sample
 
-
-class Generation(Record):
+class Generation(Sampled):
     """One response as an engine gives it. What an engine cannot know stays None."""
 
     question: str
@@ -73,11 +67,6 @@ class Generation(Record):
     model: str
     temperature_acts: bool = True
     seconds: float | None = None
-
-    @property
-    def key(self) -> Key:
-        """(question, sample)."""
-        return self.question, self.sample
 
 
 class Context(Record):
