@@ -7,7 +7,8 @@ Commands import the heavy libraries inside their functions, so that `catto --hel
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, NoReturn
 
 import typer
@@ -78,11 +79,17 @@ def _refuse_usage(error: BaseException) -> NoReturn:
     refuse(f"{message.rstrip('.')}; see {path} --help")
 
 
+@cache
+def _command() -> Callable[..., int | None]:
+    """Build the commands from their functions, once a process: it takes longer than most refusals."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; bad input is one line on stderr and exit code 2, anything unexpected a traceback."""
     try:
         given = None if arguments is None else list(arguments)
-        sys.exit(app(args=given, prog_name="catto", standalone_mode=False) or 0)
+        sys.exit(_command()(args=given, prog_name="catto", standalone_mode=False) or 0)
     except UsageError as error:
         _refuse_usage(error)
     except DataError as error:
