@@ -251,8 +251,8 @@ def l1_binned(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> L
 # ---- smooth
 
 
-# Cells of [0, 1]. The coarse grid serves bandwidths of at least FINE_ENOUGH cells; below, the finer ones are tried.
-GRIDS = (1 << 9, 1 << 12, 1 << 16)
+# Cells of [0, 1]. A grid serves bandwidths of at least FINE_ENOUGH cells; below, a finer one is taken.
+COARSEST, FINEST = 1 << 9, 1 << 16
 FINE_ENOUGH = 8
 TOLERANCE = 1e-9
 
@@ -266,11 +266,13 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
     smoothed in the cosine basis, where the reflected kernel is diagonal: O(N + G log G).
     """
     c, z = checked(confidence, correct)
-    sigma = 0.0
-    for cells in GRIDS:
-        sigma = _fixed_point(_spectrum(c, z, cells))
-        if sigma * cells >= FINE_ENOUGH:
-            break
+    cells = COARSEST
+    while (sigma := _fixed_point(_spectrum(c, z, cells))) * cells < FINE_ENOUGH and cells < FINEST:
+        # At once to the grid that this bandwidth needs: the finest costs a hundred times the coarsest.
+        while True:
+            cells *= 2
+            if sigma * cells >= FINE_ENOUGH or cells == FINEST:
+                break
     return sigma
 
 
@@ -290,8 +292,11 @@ def _spectrum(confidence: Floats, correct: Bools, cells: int) -> Floats:
 
 def _smoothed(spectrum: Floats, sigma: float) -> float:
     """Return the integral of |residual smoothed by sigma|, by the trapezoid rule on the grid."""
-    frequency = np.pi * np.arange(len(spectrum))
-    density = np.abs(np.fft.irfft(spectrum * np.exp(-0.5 * (sigma * frequency) ** 2))[: len(spectrum)])
+    # From 8.6 / sigma on, the kernel is below 1e-16: no exponential is taken there.
+    kept = int(8.6 / (np.pi * sigma)) + 1 if sigma * np.pi * len(spectrum) > 8.6 else len(spectrum)
+    smooth = np.zeros(len(spectrum))
+    smooth[:kept] = spectrum[:kept] * np.exp(-0.5 * (sigma * np.pi * np.arange(kept)) ** 2)
+    density = np.abs(np.fft.irfft(smooth)[: len(spectrum)])
     return float(density.sum() - 0.5 * (density[0] + density[-1]))
 
 
