@@ -18,8 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import expit, log_softmax, logit
-from sklearn.isotonic import IsotonicRegression
-from sklearn.linear_model import LogisticRegression
 
 from catto.files import read_json, replacing
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_bins, checked_confidence, reliability
@@ -123,6 +121,8 @@ class Platt:
         c, z = checked(confidence, correct)
         if z.all() or not z.any():
             raise ValueError("Platt needs right and wrong rows, got one kind only")
+        from sklearn.linear_model import LogisticRegression  # a second to import, which `eval` need not wait for
+
         model = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000).fit(_logits(c)[:, None], z)
         return cls(float(model.coef_[0, 0]), float(model.intercept_[0]))
 
@@ -151,6 +151,8 @@ class Isotonic:
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
         """Fit by least squares under monotonicity. (N,), (N,)."""
         c, z = checked(confidence, correct)
+        from sklearn.isotonic import IsotonicRegression
+
         model = IsotonicRegression(y_min=0.0, y_max=1.0).fit(c, z.astype(np.float64))
         return cls(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
 

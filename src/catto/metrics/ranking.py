@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import default_rng
 from numpy.typing import ArrayLike
-from scipy.stats import beta, binom
 
 from catto.metrics.binning import Floats, Ints, checked
 
@@ -216,6 +215,8 @@ def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 
     the M fixed THRESHOLDS, whichever is taken fails with probability at most delta. The rows must be drawn like those
     that are answered later, and must not have been used to fit the confidence.
     """
+    from scipy.stats import binom  # a second to import, which `measure` need not wait for
+
     c, z = checked(confidence, correct)
     for name, value in (("risk", risk), ("delta", delta)):
         if not 0.0 < value < 1.0:
@@ -235,4 +236,6 @@ def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 
 
 def upper_bound(errors: int, rows: int, delta: float) -> float:
     """Clopper-Pearson: the error rate at which so few errors have probability delta."""
+    from scipy.stats import beta
+
     return 1.0 if errors >= rows else float(beta.ppf(1.0 - delta, errors + 1, rows - errors))
