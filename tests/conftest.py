@@ -55,12 +55,17 @@ def _repeatable(request: pytest.FixtureRequest) -> None:
         sys.modules["torch"].manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
-# Files that start processes, the slowest first: begun last, one of them would keep a worker busy while others wait.
+# The slowest files, the slowest first: begun last, one of them would keep one worker busy while the others wait.
 FIRST = (
-    "test_readme",
     "test_experiment_kill",
+    "test_readme",
+    "test_tasks_real",
+    "test_gate",
     "test_experiment",
     "test_training_processes",
+    "test_coverage_simulation",
+    "test_malformed_input",
+    "test_mixed_precision",
     "test_confidence_kill",
     "test_training_resume",
     "test_teacher_kill",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,3 @@ def killable(folder: str, out: str, count: str) -> list[Prediction]:
     """What the killed process runs: the model from its folder, small chunks."""
     loaded = TransformersEngine.load(folder, batch_size=2)
     return evaluate(loaded, questions(int(count)), k=2, temperature=1.0, max_tokens=24, out=Path(out))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    killable(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """Two processes that share a tiny model by `fully_shard`, beside one that holds it whole.
 
-Every layout takes two steps of SGD, with a pass without gradient before each, and compares every gradient. Part of
-`train_run.py`'s launch, since starting processes takes longer than this.
+Every layout takes two steps of SGD, with a pass without gradient before each, and compares every gradient. Run
+by the two processes of `train_run.share`.
 """
 
 from __future__ import annotations

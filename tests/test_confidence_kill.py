@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from catto.files import manifest_path
 from evaluation_world import killable, model, tokenizer
+from forked import Forked
 
 QUESTIONS, SAMPLES, KILLS = 48, 2, 1
 
 
-def start(folder: Path, out: Path) -> subprocess.Popen[bytes]:
-    script = Path(__file__).with_name("evaluation_world.py")
-    arguments = [sys.executable, str(script), str(folder), str(out), str(QUESTIONS)]
-    return subprocess.Popen(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def start(folder: Path, out: Path) -> Forked:
+    return Forked(killable, str(folder), str(out), str(QUESTIONS))
 
 
 def lines(part: Path) -> int:
     return part.read_bytes().count(b"\n") if part.exists() else 0
 
 
-def kill_after(process: subprocess.Popen[bytes], part: Path, goal: int, wait: float) -> None:
+def kill_after(process: Forked, part: Path, goal: int, wait: float) -> None:
     deadline = time.monotonic() + 900
     while lines(part) < goal:
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.process.is_alive(), "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.002)
     time.sleep(wait)
-    process.send_signal(signal.SIGKILL)
+    process.process.kill()
     assert process.wait() == -signal.SIGKILL
 
 

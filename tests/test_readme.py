@@ -21,6 +21,7 @@ from catto.records import Question
 from catto.tasks.witnesses import generate
 from pages import README, ROOT, Block, blocks
 
+EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "MPLBACKEND": "Agg"}
 
 
@@ -86,10 +87,10 @@ EACH = (
 )
 
 
-def execute(page: str, folder: Path) -> list[str]:
-    """Run the blocks of a page in order; what each shell block or row of Python blocks printed."""
+def execute(given: list[Block], folder: Path) -> list[str]:
+    """Run blocks in order; what each shell block or row of Python blocks printed."""
     said = []
-    for shell, group in groupby(filter(runnable, blocks(page)), key=lambda block: block.language == "bash"):
+    for shell, group in groupby(filter(runnable, given), key=lambda block: block.language == "bash"):
         if shell:
             said += [run(["bash", "-euo", "pipefail", "-c", block.text], folder) for block in group]
         else:
@@ -98,13 +99,18 @@ def execute(page: str, folder: Path) -> list[str]:
     return said
 
 
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[str]:
+    """What the README printed and then the worked examples, whose blocks share an interpreter with its last one."""
+    return execute([*blocks(), *blocks(EXTENDING)], folder)
+
+
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.language for block in blocks()} == {"python", "diff", "bash", "bash gpu", "text", "bibtex"}
+    assert {block.language for block in blocks()} == {"python", "diff", "bash", "bash gpu", "bibtex"}
 
 
-def test_blocks_run_in_order(folder: Path) -> None:
+def test_blocks_run_in_order(folder: Path, said: list[str]) -> None:
     """One test, since later blocks read what earlier ones wrote."""
-    said = execute(README, folder)
     assert len(said) >= 5
     assert (folder / "reliability.svg").read_text(encoding="utf-8").count("<svg")
     assert (folder / "my-dpo-model" / "model.safetensors").exists()
@@ -120,7 +126,7 @@ def test_the_diff_changes_one_line() -> None:
     compile(before, "before", "exec")
 
 
-def test_worked_examples_run(folder: Path) -> None:
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    assert sum(block.language == "python" for block in blocks(page)) == 6
-    assert execute(page, folder)
+def test_worked_examples_run(said: list[str]) -> None:
+    assert sum(block.language == "python" for block in blocks(EXTENDING)) == 6
+    assert "test questions;" in said[-1]  # of the first
+    assert "NullBand(" in said[-1]  # of the last

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +17,7 @@ import train_run
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer, OutcomeStream
 from catto.training.tokenize import Example, examples
+from forked import Forked
 from steps import distance, step
 from tiny import tiny_tokenizer
 
@@ -131,26 +129,17 @@ def test_gradient_checkpointing_changes_nothing(sharing: bool) -> None:
     assert distance(kept.gradients, plain.gradients) < 1e-6
 
 
-def _launched(script: str, *arguments: str) -> str:
-    """Run a script of this folder in two processes; what it printed."""
-    # Standalone: the launcher binds a free port itself, so that no other process can take it in between.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(Path(__file__).with_name(script)), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes of 4 pairs each: everything in one launch, since importing torch takes longer than all of it."""
+    """Two processes of 4 pairs each, which do everything one after the other."""
     folder = tmp_path_factory.mktemp("two")
     common = {"ddp_backend": "gloo", "per_device_train_batch_size": 4, **ONE_STEP}
     runs = [{"folder": str(folder / str(stream)), "stream": stream, **common} for stream in (False, True)]
     runs += [{"folder": str(folder / f"dispatched {name}"), **common, **DISPATCHED[name]} for name in DISPATCHED]
-    printed = _launched("train_run.py", json.dumps(runs), str(folder / "fsdp.json"))
-    assert printed.count("step 1") == 2 * len(runs)
+    processes = [Forked(train_run.share, rank, folder, runs) for rank in range(2)]
+    for printed, code in [process.finished() for process in processes]:
+        assert code == 0, printed
+        assert printed.count("step 1") == len(runs)
     return folder
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +13,19 @@ import torch
 
 import train_run
 from catto.training.monitor import newest_complete
+from forked import Forked
 
 STEPS = 14
 RUN: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
 
 
-def _start(folder: Path, **options: Any) -> subprocess.Popen[str]:
-    arguments = json.dumps([{"folder": str(folder), **RUN, **options}])
-    command = [sys.executable, str(Path(train_run.__file__)), arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-
-
 def _kill_at(folder: Path, step: int, **options: Any) -> None:
     """Kill -9 right after `step`: the checkpoint that it may be writing is left as it is."""
-    process = _start(folder, pause=0.02, **options)
-    assert process.stdout is not None
-    for line in process.stdout:
+    process = Forked(train_run.run, str(folder), pause=0.02, **RUN, **options)
+    for line in process.lines():
         if line.startswith("step ") and int(line.split()[1]) >= step:
-            process.send_signal(signal.SIGKILL)
+            process.process.kill()
             break
-    process.stdout.close()
     assert process.wait() == -signal.SIGKILL
 
 

@@ -1,17 +1,14 @@
-"""Runs of training as a process of their own, to be killed or spread: `python train_run.py '[{"folder": ...}]'`.
-
-A second argument names the file for what `fsdp_run` finds in the same processes.
-"""
+"""Runs of training, to be called in processes that are killed, or in two that share the work."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
 import fsdp_run
@@ -51,10 +48,13 @@ def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -
     return trainer
 
 
-if __name__ == "__main__":
-    for options in json.loads(sys.argv[1]):
+def share(rank: int, folder: Path, runs: list[dict[str, Any]]) -> None:
+    """Be one of two processes that train together and then compare FSDP's layouts into folder/fsdp.json."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one was forked from
+    # A file instead of a port, which another process could take in between.
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for options in runs:
         run(**options)
-    if len(sys.argv) > 2:
-        fsdp_run.run(sys.argv[2])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    fsdp_run.run(str(folder / "fsdp.json"))
+    torch.distributed.destroy_process_group()
