@@ -1,10 +1,4 @@
-"""Runs of a recipe as processes that can be killed: `python experiment_run.py RECIPE`, then a folder a line on stdin.
-
-`FOLDER|N` lets the disk be full from the N-th time on that something is flushed to it.
-
-Importing the libraries takes several seconds, so it happens once, and each run is a fork of the process that did it.
-A run writes one line for every event, and at the end its parent writes `exit` and the status.
-"""
+"""Runs of a recipe, to be called in processes that can be killed or whose disk is full."""
 
 from __future__ import annotations
 
@@ -16,9 +10,10 @@ import sys
 from pathlib import Path
 
 from catto.cli.run import QUIET
+from catto.experiment.graph import Graph
+from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage
-
-os.environ.update(QUIET)
+from catto.recipe_file import load
 
 
 class Events:
@@ -35,7 +30,7 @@ class Events:
         self._say(f"ended {stage.name} {outcome}")
 
     def _say(self, line: str) -> None:
-        os.write(1, f"{line}\n".encode())
+        os.write(1, f"{line}\n".encode())  # a stage prints into its log
 
 
 def fill_disk(calls: int) -> None:
@@ -50,34 +45,18 @@ def fill_disk(calls: int) -> None:
     os.fsync = full
 
 
-def run(recipe_file: str, root: Path) -> int:
-    from catto.experiment.graph import Graph
-    from catto.experiment.runner import run as run_stages
-    from catto.recipe_file import load
-
-    recipe = load(recipe_file)
-    return 0 if run_stages(recipe, root, [Graph(recipe).report()], Events()).ok else 1
+def import_stages() -> None:
+    """Import what the stages import when they begin: in every process that is forked later, it is there."""
+    modules = [f"catto.experiment.{name}" for name in ("steps", "train_step", "results")]
+    for module in (*modules, "catto.report.figures", "scipy.stats"):
+        importlib.import_module(module)
 
 
-def main() -> None:
-    for module in ("experiment.steps", "experiment.train_step", "experiment.results", "report.build"):
-        importlib.import_module(f"catto.{module}")
-    print("ready", flush=True)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            status = 70
-            try:
-                os.write(1, f"pid {os.getpid()}\n".encode())
-                folder, _, calls = line.strip().partition("|")
-                if calls:
-                    fill_disk(int(calls))
-                status = run(sys.argv[1], Path(folder))
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        print(f"exit {status}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def run(recipe_file: Path, root: Path, full_from: int | None = None) -> None:
+    """Run all stages, and print one line for every event. From flush number `full_from` on, the disk is full."""
+    os.environ.update(QUIET)
+    if full_from is not None:
+        fill_disk(full_from)
+    recipe = load(str(recipe_file))
+    if not run_stages(recipe, root, [Graph(recipe).report()], Events()).ok:
+        sys.exit(1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 RECIPE: dict[str, Any] = {
@@ -40,3 +43,29 @@ def catto(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]
     """Run the command as a process of its own."""
     command = [sys.executable, "-m", "catto", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+class Finished:
+    """The experiment after one undisturbed run of the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.recipe, self.root = folder, folder / "tiny.yaml", folder / "runs" / "tiny"
+        self.done = subprocess.CompletedProcess[str]((), **json.loads((folder / "done.json").read_text()))
+
+    def stages(self, pattern: str) -> list[Path]:
+        return sorted((self.root / "stages").glob(pattern))
+
+
+def finished(factory: pytest.TempPathFactory) -> Finished:
+    """Run the experiment once for all test files and all processes that share the suite. Nobody may change it."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "finished-experiment"
+    with (base / "finished-experiment.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done.json").exists():
+            folder.mkdir()
+            done = catto("run", write_recipe(folder), cwd=folder)
+            kept = {"returncode": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+            (folder / "done.json").write_text(json.dumps(kept))
+    return Finished(folder)

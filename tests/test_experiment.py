@@ -23,27 +23,15 @@ from catto.files import read_records
 from catto.records import Prediction, SftRow
 from catto.training.tokenize import examples
 from command import run
-from experiment_world import ENVIRONMENT, RECIPE, catto, write_recipe
+from experiment_world import ENVIRONMENT, RECIPE, Finished, catto, finished, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
-class Finished:
-    """The experiment after one undisturbed run of the command."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.recipe = folder, write_recipe(folder)
-        self.root = folder / "runs" / "tiny"
-        self.done = catto("run", self.recipe, cwd=folder)
-
-    def stages(self, pattern: str) -> list[Path]:
-        return sorted((self.root / "stages").glob(pattern))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return Finished(tmp_path_factory.mktemp("experiment"))
+@pytest.fixture(scope="module", name="finished")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return finished(tmp_path_factory)
 
 
 def test_the_experiment_ends_with_a_table_and_a_page(finished: Finished) -> None:

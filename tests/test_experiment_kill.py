@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +13,41 @@ import pytest
 
 import experiment_run
 from catto.experiment.stages import check
-from experiment_world import ENVIRONMENT, RECIPE, write_recipe
+from experiment_world import RECIPE, finished, write_recipe
+from forked import Forked
 
 # Times, or files that hold nothing but what was drawn or printed from times.
 TIMED = {"log.txt", "done.json", "seconds.json", ".lock"}
 OF_TIMES = ("training.", "report.html", "inputs.json")
 
 
-class Runs:
-    """The process that forks runs."""
-
-    def __init__(self, recipe: Path) -> None:
-        command = [sys.executable, str(Path(experiment_run.__file__)), str(recipe)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
-        assert self._line() == "ready"
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
-
-    def start(self, root: Path, full_from: int | None = None) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{root}\n" if full_from is None else f"{root}|{full_from}\n")
-        self.process.stdin.flush()
-        return int(self._line().removeprefix("pid "))
-
-    def events(self) -> Iterator[str]:
-        """Yield the events of the run; the last one is its exit."""
-        while True:
-            line = self._line()
-            assert line or self.process.poll() is None, "the process that forks runs has died"
-            yield line
-            if line.startswith("exit "):
-                return
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=300)
-        self.process.stdout.close()
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    experiment_run.import_stages()
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    started = Runs(write_recipe(tmp_path_factory.mktemp("recipe")))
-    yield started
-    started.close()
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbed: the command's own, in another interpreter."""
+    experiment = finished(tmp_path_factory)
+    assert experiment.done.returncode == 0, experiment.done.stderr
+    return experiment.root
 
 
-@pytest.fixture(scope="module")
-def calm(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("calm") / "run"
-    runs.start(folder)
-    assert list(runs.events())[-1] == "exit 0"
-    return folder
+def start(recipe: Path, root: Path, full_from: int | None = None) -> Forked:
+    return Forked(experiment_run.run, recipe, root, full_from)
 
 
-def kill(runs: Runs, root: Path, stage: str, after: int, wait: float) -> None:
+def kill(recipe: Path, root: Path, stage: str, after: int, wait: float) -> None:
     """Start a run; kill it `wait` seconds after event number `after`, counted from the start of a stage."""
-    pid, counted, last = runs.start(root), 0, ""
-    for last in runs.events():
+    run, counted, last = start(recipe, root), 0, ""
+    for last in run.lines():
         counted += counted > 0 or last.startswith(f"started {stage}")
-        if counted == after and not last.startswith("exit "):
+        if counted == after:
             time.sleep(wait)
-            os.kill(pid, signal.SIGKILL)
-    assert last == f"exit {int(signal.SIGKILL)}", f"the run ended before it could be killed: {last}"
+            run.process.kill()
+    assert run.wait() == -signal.SIGKILL, f"the run ended before it could be killed: {last}"
 
 
 def stripped(value: Any) -> Any:
@@ -122,32 +85,30 @@ def assert_equal(disturbed: Path, calm: Path) -> None:
     assert not list(disturbed.rglob("*.part*"))
 
 
-def test_killed_ten_times_equals_undisturbed(tmp_path: Path, runs: Runs, calm: Path) -> None:
+def test_killed_ten_times_equals_undisturbed(tmp_path: Path, recipe: Path, calm: Path) -> None:
     killed = tmp_path / "killed"
     chance = random.Random(11)
     # One kill inside each training after its first checkpoint, one anywhere before each but the first, one inside the
     # report: of ten moments drawn from all, too few would fall where a training has to go on.
     for method in RECIPE["methods"]:
         if method != "sft":
-            kill(runs, killed, "", chance.randint(1, 8), chance.uniform(0, 0.03))
-        kill(runs, killed, f"{method} ", 1 + chance.randint(3, 5), chance.uniform(0, 0.03))
-    kill(runs, killed, "report", chance.randint(1, 3), chance.uniform(0, 0.3))
-    runs.start(killed)
-    assert list(runs.events())[-1] == "exit 0"
+            kill(recipe, killed, "", chance.randint(1, 8), chance.uniform(0, 0.03))
+        kill(recipe, killed, f"{method} ", 1 + chance.randint(3, 5), chance.uniform(0, 0.03))
+    kill(recipe, killed, "report", chance.randint(1, 3), chance.uniform(0, 0.3))
+    assert start(recipe, killed).finished()[1] == 0
     assert_equal(killed, calm)
 
 
-def test_a_disk_that_is_full_again_and_again_loses_nothing(tmp_path: Path, runs: Runs, calm: Path) -> None:
+def test_a_disk_that_is_full_again_and_again_loses_nothing(tmp_path: Path, recipe: Path, calm: Path) -> None:
     """Each run can flush a few files and then nothing more; what it finished is whole, and the end is the same."""
     full, failed = tmp_path / "full", set[str]()
     for attempt in range(40):
-        runs.start(full, 7 + 4 * attempt)
-        events = list(runs.events())
+        events, code = start(recipe, full, 7 + 4 * attempt).finished()
         failed |= {event.split()[1] for event in events if event.endswith(" failed")}
         for path in full.glob("stages/*/done.json"):
             check(path.parent, contents=True)
-        if events[-1] == "exit 0":
+        if code == 0:
             break
-    assert events[-1] == "exit 0"
+    assert code == 0
     assert len(failed) > 8, failed
     assert_equal(full, calm)
