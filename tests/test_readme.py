@@ -33,7 +33,7 @@ def after(diff: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the README takes for granted: a small chat model and preference pairs."""
-    from catto.training.scratch import scratch_model, word_tokenizer
+    from catto.training.models import scratch_model, word_tokenizer
 
     made = tmp_path_factory.mktemp("readme")
     questions = list(generate("train", 60, seed=0)) + list(generate("test", 60, seed=0))

@@ -78,7 +78,7 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(help="The new folder.")],
 ) -> None:
     """Write the model of a GGUF file as an ordinary checkpoint that can be trained."""
-    from catto.training.gguf import import_gguf as convert
+    from catto.training.models import import_gguf as convert
 
     writable_folder("OUT", out)
     needs("torch", "train", "import-gguf")

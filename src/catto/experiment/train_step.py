@@ -26,9 +26,9 @@ from catto.prompts import completion
 from catto.recipe import ModelSettings
 from catto.records import Message, Prediction, PreferenceRow, SftRow
 from catto.training.config import CATTOConfig
+from catto.training.models import scratch_model, word_tokenizer
 from catto.training.monitor import LAST, keeping, newest_complete
 from catto.training.preference import CATTOTrainer
-from catto.training.scratch import scratch_model, word_tokenizer
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.tokenize import Example, examples, fitting, pair_tokens, preference_columns
 

@@ -1,4 +1,4 @@
-"""Pure mathematics on tensors: the fused head's token statistics and the losses that read them. No trainer in sight."""
+"""Mathematics on tensors, without a trainer: the fused head's token statistics and the losses that read them."""
 
 from catto.objectives.fused_head import TokenStats, label_logprobs, token_stats
 from catto.objectives.losses import (

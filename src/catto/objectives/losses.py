@@ -1,12 +1,13 @@
-"""The losses that calibration is added to: DPO's, and the cross-entropy with label smoothing.
+"""The losses. Names are the paper's.
 
-The calibration terms of preference training, one number a response. Names are the paper's.
+Likelihood: DPO's loss and the cross-entropy with label smoothing.
 
-Every term compares the confidence c of each token with a target s: the surrogate z~ on a preferred response, 1 - z~
-on a dispreferred one. The mean over tokens comes first and the mean over responses later, never a token mean over
-the batch, so that accumulating 1 x 8 and 8 x 1 gives the same update.
+Calibration terms, one number per response: each compares the confidence c of a token with a target s, which is the
+surrogate z~ on a preferred response and 1 - z~ on a dispreferred one. The mean over a response's tokens comes first
+and the mean over responses later, never a token mean over the batch, so that accumulating 1 x 8 and 8 x 1 gives the
+same update.
 
-Losses at the label: whether the answer was right is known there, so confidence can be scored properly.
+Losses at the label: there it is known whether the answer is right, so confidence can be scored properly.
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ from torch.nn.functional import logsigmoid
 
 from catto.objectives.fused_head import TokenStats
 
-# ---- likelihood
+Reduce = Literal["mean", "sum"]
+Score = Literal["brier", "log"]
+# As in torch's own binary cross-entropy: log-probabilities below this count as this and give no gradient.
+LOG_FLOOR = -100.0
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
     """-log sigmoid(beta ((log pi - log ref)(y+) - (log pi - log ref)(y-))). Sequence log-probabilities (B,) -> (B,).
 
-    For reference and tests: training takes TRL's own losses.
+    For reference and tests: training uses TRL's own losses.
+
+    >>> same = torch.tensor([-7.0])
+    >>> dpo_loss(same, same, same, same)
+    tensor([0.6931])
     """
     return -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
 
 
 def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
-    """Cross-entropy with the target (1 - epsilon) onehot + epsilon / V, a number a token. (B, T) -> (B, T).
+    """Cross-entropy with the target (1 - epsilon) onehot + epsilon / V of each token. (B, T) -> (B, T).
 
     -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp): the mean log-probability needs no second pass.
     Masked positions give 0.
@@ -43,12 +51,7 @@ def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
     return -(1 - epsilon) * stats.target - epsilon * (stats.mean_logit - stats.logsumexp)
 
 
-# ---- calibration
-
-
-Reduce = Literal["mean", "sum"]
-# As torch's own binary cross-entropy: log-probabilities below this count as this and give no gradient.
-LOG_FLOOR = -100.0
+# ---- calibration terms -----------------------------------------------------------------------------------------------
 
 
 def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bool = False) -> Tensor:
@@ -58,23 +61,24 @@ def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bo
 
 
 def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Mean calibration loss of each response, s (1 - c) + (1 - s) c (paper Eq. 6). stats, mask: (B, T) -> (B,)."""
+    """Mean calibration loss of each response, s (1 - c) + (1 - s) c (paper Eq. 6). stats, mask: (B, T) -> (B,).
+
+    >>> from catto import token_stats
+    >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
+    >>> catto_loss(stats, torch.ones(1, 1)), catto_loss(stats, torch.ones(1, 1), preferred=False)
+    (tensor([0.4851]), tensor([0.5149]))
+    """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
     c = stats.confidence
     return reduce_tokens(s * (1 - c) + (1 - s) * c, mask)
 
 
 def bce_loss(
-    stats: TokenStats,
-    mask: Tensor,
-    *,
-    preferred: bool = True,
-    detach_surrogate: bool = False,
-    reduce: Reduce = "sum",
+    stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False, reduce: Reduce = "sum"
 ) -> Tensor:
     """Binary cross-entropy -s log c - (1 - s) log(1 - c) of each response. stats, mask: (B, T) -> (B,).
 
-    The paper sums over the tokens, so a long response weighs more; `reduce="mean"` divides by their number.
+    The paper sums over the tokens, so a long response has more weight; `reduce="mean"` divides by their number.
     """
     if stats.log_doubt is None:
         raise ValueError("bce_loss needs log(1 - c): call token_stats with 'log_doubt' among its extras")
@@ -96,24 +100,28 @@ def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detac
 
 
 def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tensor:
-    """Reduce over the response's tokens, first of all; 0 for a response without tokens. (B, T) -> (B,)."""
+    """Reduce over each response's tokens; 0 for a response without tokens. (B, T) -> (B,).
+
+    >>> reduce_tokens(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]]))
+    tensor([2.])
+    """
     total = values.masked_fill(~mask.bool(), 0.0).sum(-1)
     return total if reduce == "sum" else total / mask.sum(-1).clamp(min=1)
 
 
-# ---- outcome
-
-
-Score = Literal["brier", "log"]
+# ---- losses at the label ---------------------------------------------------------------------------------------------
 
 
 def outcome_loss(
     label_logprobs: Tensor, gold: Tensor, *, score: Score = "brier", weights: Tensor | None = None
 ) -> Tensor:
-    """Proper score of the label probabilities after a sampled reasoning, one number a response.
+    """Proper score of the label probabilities after a sampled reasoning, one number per response.
 
     label_logprobs: (B, K) full-vocabulary log-probabilities, -inf where a row has fewer labels; gold: (B,) index of
     the right label; weights: (B,). brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]; log: -log P_gold. -> (B,).
+
+    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]))
+    tensor([0.0800])
     """
     if score == "log":
         loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
@@ -124,11 +132,14 @@ def outcome_loss(
 
 
 def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
-    """Squared distance of the label distribution to its bin's accuracy, one number a sample (RCFT's ECE term).
+    """Squared distance of the label distribution to its bin's accuracy, one number per sample (RCFT's ECE term).
 
     label_logprobs: (B, K), -inf where a row has fewer labels; accuracy: (M,) of the M equal-width bins of the top
     probability, nan where a bin is empty: such samples give no loss. With q the label-restricted softmax, c its top
     and a the accuracy of c's bin: (c - a)^2 + sum_j (q_j - t_j)^2 over the other labels. -> (B,).
+
+    >>> rcft_loss(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([0.5, 0.6]))
+    tensor([0.1800])
     """
     q = torch.log_softmax(label_logprobs, dim=-1).exp()
     c, top = q.max(-1)
@@ -142,7 +153,11 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
-    """Index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...)."""
+    """Index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...).
+
+    >>> confidence_bin(torch.tensor([0.0, 0.5, 0.51, 1.0]), 2)
+    tensor([0, 0, 1, 1])
+    """
     edges = torch.arange(1, bins, device=confidence.device, dtype=torch.float64) / bins
     return torch.bucketize(confidence.double(), edges)
 
