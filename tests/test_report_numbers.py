@@ -21,7 +21,7 @@ from catto.report.build import build
 from catto.report.measuring import answered, blocks, measure, predictions_of, selection_of, steps
 from catto.report.numbers import Cell
 from catto.report.seeds import mean_null
-from catto.report.tables import score_tables
+from catto.report.tables import group_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
 
@@ -133,7 +133,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
     assert (world.true_error, world.regret, world.bayes_accuracy) == pytest.approx((0.6, 0.4, 1.0), abs=1e-12)
     assert found.budgets == (None,)
     assert found.groups[0].versus == {}
-    assert score_tables(found, "in")
+    assert group_tables(found, "in")
 
 
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +15,20 @@ from rich.console import Console
 
 from catto.measure import Sources
 from catto.metrics.statistics import holm
-from catto.report import paper
-from catto.report.measuring import _corrected, trained_model
+from catto.report import render
+from catto.report.measuring import _corrected, papers_budget, trained_model
 from catto.report.numbers import Band, Number, Numbers, Spread, Training, Versus
 from catto.report.page import headline
 from catto.report.plotting import colour, marker
-from catto.report.render import csv_text, latex, markdown, terminal
+from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
-    Entry,
-    Table,
     all_tables,
     budget_note,
-    deviation_tables,
+    group_tables,
     method_group,
     method_order,
     method_title,
-    rate_tables,
-    score_tables,
+    printed,
     training_tables,
 )
 from report_world import HOSTILE, SMALL, TINY, measured
@@ -44,36 +43,42 @@ def tables() -> Tables:
 
 
 def test_the_papers_numbers_as_typed_by_hand() -> None:
-    assert paper.score("in", "dpo+catto", "snli", "ece") == 19.13
-    assert paper.score("in", "dpo+catto", "snli", "accuracy") == 78.52
-    assert paper.score("in", "dpo", "reward_bench_2", "ece") == 19.41
-    assert paper.score("in", "sft+ls", "commonsense_qa", "ece") == 42.20
-    assert paper.score("out", "sft", "reward_bench_2", "accuracy") == 10.69
-    assert paper.score("out", "dpo+bce", "tldr", "ece") == 32.46
-    assert paper.score("in", "dpo+catto", "anli", "ece", std=True) == 6.73
-    assert paper.score("out", "dpo", "commonsense_qa", "ece", std=True) == 18.24
-    assert paper.confidence_at_k("dpo+catto", "snli", 8) == 82.80
-    assert paper.confidence_at_k("rcft", "tldr", 4) == 64.24
-    assert paper.confidence_at_k("dpo", "snli", 4, std=True) == 4.58
-    assert paper.learning_rate("dpo+bce", "anli", 0) == 5e-6
-    assert paper.learning_rate("dpo", "tldr", 3) == 5e-7
-    assert paper.minutes("rcft", "commonsense_qa") == 2909
-    assert paper.minutes("dpo+catto", "reward_bench_2") == 135
+    assert printed("in", "dpo+catto", "ece", "snli") == "19.13"
+    assert printed("in", "dpo+catto", "accuracy", "snli") == "78.52"
+    assert printed("in", "dpo", "ece", "reward_bench_2") == "19.41"
+    assert printed("in", "sft+ls", "ece", "commonsense_qa") == "42.20"
+    assert printed("out", "sft", "accuracy", "reward_bench_2") == "10.69"
+    assert printed("out", "dpo+bce", "ece", "tldr") == "32.46"
+    assert printed("std-in", "dpo+catto", "ece", "anli") == "6.73"
+    assert printed("std-out", "dpo", "ece", "commonsense_qa") == "18.24"
+    assert printed("k", "dpo+catto", "8", "snli") == "82.80"
+    assert printed("k", "rcft", "4", "tldr") == "64.24"
+    assert printed("std-k", "dpo", "4", "snli") == "4.58"
+    assert printed("rates", "dpo+bce", "0", "anli") == "5e-06"
+    assert printed("rates", "dpo", "3", "tldr") == "5e-07"
+    assert printed("training", "rcft", "minutes", "commonsense_qa") == "2909"
+    assert printed("training", "dpo+catto", "minutes", "reward_bench_2") == "135"
 
 
 def test_the_paper_prints_no_deviation_of_bce_at_k_and_nothing_of_our_own_methods() -> None:
-    assert paper.confidence_at_k("dpo+bce", "snli", 4, std=True) is None
-    assert paper.score("in", "dpo+outcome", "snli", "ece") is None
-    assert paper.score("in", "dpo", "witnesses", "ece") is None
-    assert paper.confidence_at_k("dpo", "snli", 16) is None
-    assert paper.learning_rate("dpo", "snli", 5) is None
+    assert printed("std-k", "dpo+bce", "4", "snli") == ""
+    assert printed("in", "dpo+outcome", "ece", "snli") == ""
+    assert printed("in", "dpo", "ece", "witnesses") == ""
+    assert printed("k", "dpo", "16", "snli") == ""
+    assert printed("rates", "dpo", "5", "snli") == ""
 
 
 def test_every_row_of_the_paper_is_complete() -> None:
-    tables = (paper.IN_DISTRIBUTION, paper.OUT_OF_DISTRIBUTION, paper.IN_DISTRIBUTION_STD)
-    tables += (paper.OUT_OF_DISTRIBUTION_STD, paper.CONFIDENCE_AT_K, paper.CONFIDENCE_AT_K_STD)
-    assert {len(row) for table in tables for row in table.values()} == {10}
-    assert {len(row) for task in paper.LEARNING_RATES.values() for row in task.values()} == {5}
+    """Seven methods of two scores, six at two k (five with a deviation), three at five seeds, three with minutes."""
+    rows = list(csv.DictReader((Path(render.__file__).parent / "paper.csv").read_text().splitlines()))
+    tables = ("in", "out", "std-in", "std-out", "k", "std-k", "rates", "training")
+    assert Counter(row["table"] for row in rows) == dict(zip(tables, (14, 14, 14, 14, 12, 10, 15, 3), strict=True))
+    assert len({(row["table"], row["method"], row["quantity"]) for row in rows}) == len(rows)
+    for row in rows:
+        numbers = list(row.values())[3:]
+        assert len(numbers) == 5
+        form = {"rates": r"5e-0[67]", "training": r"\d+"}.get(row["table"], r"\d+\.\d\d")
+        assert all(re.fullmatch(form, number) for number in numbers)
 
 
 def test_the_tables_of_the_paper_are_there_for_both_budgets(tables: Tables) -> None:
@@ -314,7 +319,7 @@ def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
     sure = Versus(difference=-0.2, low=-0.3, high=-0.1, p_value=0.001, p_corrected=0.001)
     best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": Spread(mean=0.0001, std=0.0)}}
     changed = regrouped(("rcft", "snli", MOSTLY_FORCED | best | {"versus": {"ece": sure, "accuracy": sure}}))
-    table = score_tables(changed, "in")[0]
+    table = group_tables(changed, "in")[0]
     entry = entry_of(table, "rcft", "snli", "ece")
     assert (entry.forced, entry.mark, entry.best) == ("85 % forced", "", False)
     assert entry_of(table, "rcft", "witnesses", "ece").forced == ""
@@ -347,7 +352,7 @@ def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
         },
         "gap": Number(value=0.012, low=-0.034, high=0.056),
     }
-    table = score_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
+    table = group_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
     entry = entry_of(table, "dpo", "snli", "ece")
     assert entry.interval is None
     assert entry.null is not None
@@ -408,27 +413,23 @@ def test_confidence_at_k_stands_beside_greedy_vote_auroc_within_and_fallback(tab
 
 
 def test_the_papers_out_of_distribution_numbers_stand_beside_training_on_mmlu_only() -> None:
-    assert paper.setting_of("snli", "snli") == "in"
-    assert paper.setting_of("mmlu", "snli") == "out"
-    assert paper.setting_of("anli", "snli") is None
-    assert paper.score(None, "dpo", "snli", "ece") is None
     for trained_on, wanted in (("mmlu", "17.67"), ("anli", "")):
         numbers = regrouped(("dpo", "snli", {"trained_on": trained_on}))
-        assert entry_of(score_tables(numbers, "out")[0], "dpo", "snli", "ece").paper == wanted
-        deviation = deviation_tables(numbers, "out")[0]
+        assert entry_of(group_tables(numbers, "out")[0], "dpo", "snli", "ece").paper == wanted
+        deviation = group_tables(numbers, "std-out")[0]
         assert entry_of(deviation, "dpo", "snli", "ece").paper == ("10.82" if wanted else "")
 
 
 def test_the_papers_numbers_need_its_epochs_and_pairs() -> None:
     """DPO: 6 epochs on all pairs. CATTO: 2 epochs on 500 pairs. Of a rescaled model, those of the model below it."""
     six, two = Training(epochs=6, rows=1400), Training(epochs=2, rows=500)
-    assert paper.budget_is_the_papers("dpo", "paper", six)
-    assert not paper.budget_is_the_papers("dpo", "paper", two)
-    assert not paper.budget_is_the_papers("dpo", "matched", six)
-    assert paper.budget_is_the_papers("dpo+catto", None, two)
-    assert not paper.budget_is_the_papers("dpo+catto", None, Training(epochs=2, rows=60))
-    assert paper.budget_is_the_papers("sft+ts", None, Training(epochs=3, rows=100))
-    assert not paper.budget_is_the_papers("sft+ts", None, Training(epochs=1, rows=100))
+    assert papers_budget("dpo", "paper", six)
+    assert not papers_budget("dpo", "paper", two)
+    assert not papers_budget("dpo", "matched", six)
+    assert papers_budget("dpo+catto", None, two)
+    assert not papers_budget("dpo+catto", None, Training(epochs=2, rows=60))
+    assert papers_budget("sft+ts", None, Training(epochs=3, rows=100))
+    assert not papers_budget("sft+ts", None, Training(epochs=1, rows=100))
 
 
 def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -> None:
@@ -440,7 +441,8 @@ def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -
         for cell in results.cells
     ]
     changed = results.model_copy(update={"cells": tuple(short)})
-    rates, time = rate_tables(changed)[0], training_tables(changed)[0]
+    rates, *_, time = training_tables(changed)
+    assert (rates.kind, time.kind) == ("rates", "training")
     assert not any(entry.paper for line in rates.lines if line.method == "dpo" for entry in line.entries)
     assert any(entry.paper for line in rates.lines if line.method == "dpo+catto" for entry in line.entries)
     assert not any(entry.paper for line in time.lines if line.method == "dpo" for entry in line.entries)
@@ -457,4 +459,6 @@ def test_a_suffix_scales_any_trained_method() -> None:
     world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
     tables = all_tables(world.numbers, world.results)
     assert [line.method for line in tables[0].lines] == ["dpo", "dpo+outcome", name]
-    assert not [line for table in rate_tables(world.results) for line in table.lines if line.method == name]
+    rates = [table for table in training_tables(world.results) if table.kind == "rates"]
+    assert rates
+    assert not [line for table in rates for line in table.lines if line.method == name]

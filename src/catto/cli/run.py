@@ -273,11 +273,11 @@ def _show_results(report: Path) -> None:
     """Print the score tables from the numbers of the report."""
     from catto.report import numbers as store
     from catto.report.render import terminal
-    from catto.report.tables import score_tables
+    from catto.report.tables import group_tables
 
     numbers = store.read(report / "numbers.json")
     if numbers is not None:  # None: they were deleted, the page still stands
-        for made in (*score_tables(numbers, "in"), *score_tables(numbers, "out")):
+        for made in group_tables(numbers, "in", "out"):
             print_table(terminal(made))
 
 

@@ -16,8 +16,8 @@ from catto.report.measuring import Answered, Protocol, Tick, answered, measure, 
 from catto.report.numbers import Numbers, Results
 from catto.report.page import MOST_ROWS, Browser, Drawn, page
 from catto.report.plotting import Picture, svg
-from catto.report.render import csv_text, latex, markdown
-from catto.report.tables import Table, all_tables
+from catto.report.render import Table, csv_text, latex, markdown
+from catto.report.tables import all_tables
 
 __all__ = ["build"]
 

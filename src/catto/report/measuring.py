@@ -20,7 +20,7 @@ import numpy as np
 
 from catto.files import read_lines, read_records
 from catto.measure import Sources
-from catto.methods import Budget, known, method, order
+from catto.methods import METHODS, Budget, known, method, order
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import METRICS, auroc, brier, confidence_gap, ece, nll
 from catto.metrics.catalogue import accuracy as share_right
@@ -43,7 +43,6 @@ from catto.report.numbers import (
     World,
     finite,
 )
-from catto.report.paper import budget_is_the_papers
 from catto.report.seeds import Name, Seed, mean_difference, mean_interval, mean_null, scored
 
 # ---- loading
@@ -437,9 +436,25 @@ def _group(
 def _papers_budget(group: _Group, results: Results) -> bool:
     """Whether every seed's model was trained as the paper's; of a rescaled one, the model that is rescaled."""
     return all(
-        budget_is_the_papers(one.cell.method, group.budget, trained_model(one.cell, group.budget, results))
+        papers_budget(one.cell.method, group.budget, trained_model(one.cell, group.budget, results))
         for one in group.cells
     )
+
+
+def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
+    """Return whether a model had the paper's training: its budget, and its epochs and pairs as far as recorded.
+
+    A method that both budgets share is the same model in both. training: of the model itself, or of the one that is
+    rescaled; None where nothing is recorded.
+    """
+    if not known(name) or (budget == "matched" and method(name).budgeted):
+        return False
+    if training is None:
+        return True
+    of = method(name)
+    effort = (METHODS[of.start] if of.stage == "scaling" else of).effort["paper"]
+    pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
+    return pairs and training.epochs in (None, effort.epochs)
 
 
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:

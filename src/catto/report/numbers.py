@@ -206,6 +206,15 @@ class GroupNumbers(Record):
     selection: dict[int, dict[str, Spread]]
     sampled: dict[str, Spread]
 
+    def named(self, name: str) -> Spread | None:
+        """Look a number up by its name; None where the group does not have it."""
+        unparsed = {
+            "fallback_rate": self.fallback_rate,
+            "plain_rate": self.plain_rate,
+            "accuracy_unparsed_wrong": self.accuracy_unparsed_wrong,
+        }
+        return {**self.metrics, **self.world, **self.sampled, **unparsed}.get(name)
+
     @property
     def within_null(self) -> bool:
         """Whether the ECE lies at or below the upper end of the null band."""

@@ -25,12 +25,12 @@ from catto.records import Prediction, Question
 from catto.report.measuring import COMPARED
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
 from catto.report.plotting import Picture, inlined, themed
+from catto.report.render import Table
 from catto.report.tables import (
     BUDGET_TITLES,
     LEGEND,
     MARKS,
     Setting,
-    Table,
     budget_note,
     budget_title,
     method_group,

@@ -1,115 +1,39 @@
-"""A table as Markdown, LaTeX (booktabs), CSV and for the terminal."""
+"""A table (columns, lines, entries) and its forms: Markdown, LaTeX (booktabs), CSV, and for the terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
 
-from catto.report.tables import Entry, Line, Table
+from catto.methods import Budget
+from catto.report.numbers import Versus
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-    from rich.text import Text as RichText
 
-__all__ = ["csv_text", "latex", "markdown", "terminal"]
+__all__ = ["EMPTY", "Better", "Column", "Entry", "Line", "Table", "csv_text", "latex", "markdown", "terminal"]
 
-LATEX_SPECIAL = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "†": r"$^{\dagger}$",
-    "±": r"$\pm$",
-    "↑": r"$\uparrow$",
-    "↓": r"$\downarrow$",
-}
-MARKDOWN_SPECIAL = "\\`*_[]<>|~"
+Better = Literal["higher", "lower"] | None
 
-
-def markdown(table: Table) -> str:
-    """Render for a page of Markdown: one table, the blocks told apart by a bold line."""
-    heads = [" ".join(part for part in (column.top, column.name) if part) for column in table.columns]
-    lines = ["| " + " | ".join(["Method", *map(_markdown_text, heads)]) + " |"]
-    lines.append("|" + "|".join([" :--- ", *(" ---: " for _ in table.columns)]) + "|")
-    for line in table.lines:
-        cells = [_markdown_text(line.title), *map(_markdown_entry, line.entries)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return f"### {_markdown_text(table.title)}\n\n" + "\n".join(lines) + f"\n\n{_markdown_text(table.caption)}\n"
-
-
-def _markdown_text(text: str) -> str:
-    escaped = "".join("\\" + sign if sign in MARKDOWN_SPECIAL else sign for sign in text)
-    return " ".join(escaped.split())
-
-
-def _markdown_entry(entry: Entry) -> str:
-    value = f"**{entry.text}**" if entry.best else entry.text
-    lines = [*warned(entry), value + entry.mark.replace("*", "\\*"), *details(entry)]
-    return "<br>".join(line.replace("[", "\\[").replace("<", "&lt;") for line in lines)
-
-
-def warned(entry: Entry) -> list[str]:
-    """What stands above a value: that its answers were forced."""
-    return [entry.forced] if entry.forced else []
-
-
-def details(entry: Entry) -> list[str]:
-    """What stands under a value, and the paper's number."""
-    return [*entry.details(), *([f"paper: {entry.paper}"] if entry.paper else [])]
-
-
-def latex(table: Table) -> str:
-    """Render a booktabs table; it needs no other package."""
-    caption = _latex_text(f"{table.title}. {table.caption}")
-    head = [r"\begin{table*}[t]", r"\centering", r"\small", rf"\caption{{{caption}}}"]
-    head += [rf"\label{{tbl:{table.name}}}", rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule"]
-    tops = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{_latex_text(top)}}}}}" for top, span in table.tops()]
-    body = [" & " + " & ".join(tops) + r" \\", _rules(table)] if any(top for top, _ in table.tops()) else []
-    body.append(" & ".join([r"\textbf{Methods}", *(_latex_text(column.name) for column in table.columns)]) + r" \\")
-    for _, lines in table.blocks():
-        body += [r"\midrule", *map(_latex_line, lines)]
-    return "\n".join([*head, *body, r"\bottomrule", r"\end{tabular}", r"\end{table*}", ""])
-
-
-def _rules(table: Table) -> str:
-    found, start = [], 2
-    for _, span in table.tops():
-        found.append(rf"\cmidrule(lr){{{start}-{start + span - 1}}}")
-        start += span
-    return "".join(found)
-
-
-def _latex_line(line: Line) -> str:
-    title = _latex_text(line.title)
-    # After the `\\` of the row before, a bracket would be its length and a star its variant.
-    title = f"{{}}{title}" if title.startswith(("[", "*")) else title
-    return " & ".join([title, *map(_latex_entry, line.entries)]) + r" \\"
-
-
-def _latex_text(text: str) -> str:
-    return "".join(LATEX_SPECIAL.get(sign, sign) for sign in " ".join(text.split()))
-
-
-def _latex_entry(entry: Entry) -> str:
-    value = rf"\textbf{{{_latex_text(entry.text)}}}" if entry.best else _latex_text(entry.text)
-    mark = {"": "", "*": "$^{*}$"}.get(entry.mark, _latex_text(entry.mark))
-    above, below = (
-        [rf"{{\scriptsize {_latex_text(note)}}}" for note in notes] for notes in (warned(entry), details(entry))
-    )
-    stacked = r" \\ ".join([*above, value + mark, *below])
-    return rf"\shortstack[r]{{{stacked}}}" if above or below else value + mark
-
-
+LATEX_SPECIAL = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "†": r"$^{\dagger}$",
+        "±": r"$\pm$",
+        "↑": r"$\uparrow$",
+        "↓": r"$\downarrow$",
+    }
+)
+MARKDOWN_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|~"})
 CSV_HEAD = (
     *("table", "budget", "block", "method", "task", "column", "metric", "value", "std", "low", "high"),
     *("null_low", "null_high", "difference_to_dpo", "difference_low", "difference_high", "p_value", "p_corrected"),
@@ -117,20 +41,195 @@ CSV_HEAD = (
 )
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One number as it is printed, in the unit of its column (per cent, minutes, ...).
+
+    group: index in `Numbers.groups`. scale: factor from the group's unit to the column's. notes: further lines below
+    the value. forced: a warning above the value, where the number describes the fallback and not the model.
+    """
+
+    value: float | None
+    text: str
+    std: float | None = None
+    interval: tuple[float, float] | None = None
+    null: tuple[float, float] | None = None
+    versus: Versus | None = None
+    mark: str = ""
+    paper: str = ""
+    best: bool = False
+    group: int | None = None
+    scale: float = 100.0
+    notes: tuple[str, ...] = ()
+    forced: str = ""
+
+    def details(self) -> list[str]:
+        """Return the lines below the value: interval or deviation, null band, notes, the difference to DPO."""
+        decimals = len(self.text.partition(".")[2])
+        lines = []
+        if self.interval is not None:
+            lines.append(f"[{', '.join(f'{end:.{decimals}f}' for end in self.interval)}]")
+        elif self.std is not None:
+            lines.append(f"± {self.std:.{decimals}f}")
+        if self.null is not None:
+            lines.append(f"null {' to '.join(f'{end:.{decimals}f}' for end in self.null)}")
+        lines += self.notes
+        if (versus := self.versus) is not None:
+            p = versus.p_corrected
+            judged = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
+            lines.append(f"to DPO {self.scale * versus.difference:+.{decimals}f}{judged}")
+            if versus.low is not None and versus.high is not None:
+                ends = (self.scale * versus.low, self.scale * versus.high)
+                lines.append(f"[{', '.join(f'{end:+.{decimals}f}' for end in ends)}]")
+        return lines
+
+    def stacked(self) -> tuple[list[str], str, list[str]]:
+        """Return the lines above the value, the value, and the lines below it with the paper's number."""
+        paper = [f"paper: {self.paper}"] if self.paper else []
+        return [self.forced] if self.forced else [], self.text, [*self.details(), *paper]
+
+
+EMPTY = Entry(None, "-")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, the number it shows, and the heading `top` that it shares with its neighbours.
+
+    in_paper: whether the paper's table has this column too. pick: (k, rule), where the number is the accuracy of a way
+    to pick one of k samples; otherwise it is the group's number named `metric`.
+    """
+
+    name: str
+    metric: str
+    better: Better = None
+    in_paper: bool = True
+    scale: float = 100.0
+    decimals: int = 2
+    pick: tuple[int, str] | None = None
+    top: str = ""
+    task: str = ""
+
+    def heading(self, between: str = " ") -> str:
+        """Return both headings."""
+        return between.join(part for part in (self.top, self.name) if part)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row: its method, its heading, the block that it belongs to, and one entry for each column."""
+
+    method: str
+    title: str
+    block: str
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. name: the stem of its files; kind: the part of the page that shows it."""
+
+    name: str
+    title: str
+    caption: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    budget: Budget | None = None
+    kind: str = ""
+
+    def in_papers_shape(self) -> Table:
+        """Return the table with the paper's columns only, for a page as narrow as the paper's."""
+        kept = [place for place, column in enumerate(self.columns) if column.in_paper]
+        lines = (replace(line, entries=tuple(line.entries[place] for place in kept)) for line in self.lines)
+        return replace(self, columns=tuple(self.columns[place] for place in kept), lines=tuple(lines))
+
+    def blocks(self) -> list[tuple[str, list[Line]]]:
+        """Return the lines by block, in order."""
+        blocks: dict[str, list[Line]] = {}
+        for line in self.lines:
+            blocks.setdefault(line.block, []).append(line)
+        return list(blocks.items())
+
+    def tops(self) -> list[tuple[str, int]]:
+        """Return the shared headings and the number of columns that each of them spans."""
+        return [(top, len(list(columns))) for top, columns in groupby(self.columns, key=lambda column: column.top)]
+
+
+def _escaped(text: str, special: dict[int, str]) -> str:
+    return " ".join(text.translate(special).split())
+
+
+def markdown(table: Table) -> str:
+    """Render for a page of Markdown: title, table, caption; the lines of an entry are separated by <br>."""
+
+    def cell(entry: Entry) -> str:
+        above, value, below = entry.stacked()
+        value = (f"**{value}**" if entry.best else value) + entry.mark.replace("*", "\\*")
+        return "<br>".join(part.replace("[", "\\[").replace("<", "&lt;") for part in (*above, value, *below))
+
+    rows = [["Method", *(_escaped(column.heading(), MARKDOWN_SPECIAL) for column in table.columns)]]
+    rows += [[_escaped(line.title, MARKDOWN_SPECIAL), *map(cell, line.entries)] for line in table.lines]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "| :--- |" + " ---: |" * len(table.columns))
+    title, caption = (_escaped(text, MARKDOWN_SPECIAL) for text in (table.title, table.caption))
+    return f"### {title}\n\n" + "\n".join(lines) + f"\n\n{caption}\n"
+
+
+def latex(table: Table) -> str:
+    """Render a booktabs table; it needs no other package."""
+
+    def cell(entry: Entry) -> str:
+        above, value, below = entry.stacked()
+        value = _escaped(value, LATEX_SPECIAL)
+        value = rf"\textbf{{{value}}}" if entry.best else value
+        value += "$^{*}$" if entry.mark == "*" else _escaped(entry.mark, LATEX_SPECIAL)
+        above, below = (
+            [rf"{{\scriptsize {_escaped(note, LATEX_SPECIAL)}}}" for note in notes] for notes in (above, below)
+        )
+        stack = r" \\ ".join([*above, value, *below])
+        return rf"\shortstack[r]{{{stack}}}" if above or below else value
+
+    caption, tops = _escaped(f"{table.title}. {table.caption}", LATEX_SPECIAL), table.tops()
+    lines = [r"\begin{table*}[t]", r"\centering", r"\small", rf"\caption{{{caption}}}", rf"\label{{tbl:{table.name}}}"]
+    lines += [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule"]
+    if any(top for top, _ in tops):
+        heads = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{_escaped(top, LATEX_SPECIAL)}}}}}" for top, span in tops]
+        lines.append(" & " + " & ".join(heads) + r" \\")
+        ends = [1 + sum(span for _, span in tops[: place + 1]) for place in range(len(tops))]
+        rules = (rf"\cmidrule(lr){{{end - span + 1}-{end}}}" for end, (_, span) in zip(ends, tops, strict=True))
+        lines.append("".join(rules))
+    heads = [r"\textbf{Methods}", *(_escaped(column.name, LATEX_SPECIAL) for column in table.columns)]
+    lines.append(" & ".join(heads) + r" \\")
+    for _, block in table.blocks():
+        lines.append(r"\midrule")
+        for line in block:
+            title = _escaped(line.title, LATEX_SPECIAL)
+            # After the `\\` of the row before, a bracket would be its length and a star its variant.
+            title = f"{{}}{title}" if title.startswith(("[", "*")) else title
+            lines.append(" & ".join([title, *map(cell, line.entries)]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table*}", ""])
+
+
 def csv_text(table: Table) -> str:
-    """Render one row a number, with everything that is known of it."""
+    """Render one row for each number, with everything that is known of it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_HEAD)
     for line in table.lines:
         for column, entry in zip(table.columns, line.entries, strict=True):
-            place = [table.name, table.budget or "", line.block, line.method, column.task]
-            head = " ".join(part for part in (column.top, column.name) if part)
-            writer.writerow([*map(_csv_cell, [*place, head, column.metric, *_csv_entry(entry)])])
+            versus, unknown = entry.versus, (None, None)
+            ends = (versus.difference, versus.low, versus.high) if versus else (None, None, None)
+            numbers = [entry.value, entry.std, *(entry.interval or unknown), *(entry.null or unknown)]
+            numbers += [None if end is None else entry.scale * end for end in ends]
+            numbers += [versus.p_value, versus.p_corrected] if versus else unknown
+            texts = [table.name, table.budget or "", line.block, line.method, column.task]
+            texts += [column.heading(), column.metric, *("" if one is None else f"{one:.6g}" for one in numbers)]
+            texts += [entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
+            writer.writerow(map(_no_formula, texts))
     return out.getvalue()
 
 
-def _csv_cell(text: str) -> str:
+def _no_formula(text: str) -> str:
     """Keep a spreadsheet from reading a text as a formula: one line, and a quote before it unless it is a number."""
     text = " ".join(text.split())  # the writer quotes no carriage return, and some readers end a row there
     if not text.startswith(("=", "+", "-", "@")):
@@ -142,43 +241,28 @@ def _csv_cell(text: str) -> str:
     return text
 
 
-def _csv_entry(entry: Entry) -> list[str]:
-    low, high = entry.interval or (None, None)
-    null_low, null_high = entry.null or (None, None)
-    versus = entry.versus
-    ends = (versus.difference, versus.low, versus.high) if versus else (None, None, None)
-    difference = (None if end is None else entry.scale * end for end in ends)
-    p_values = (versus.p_value, versus.p_corrected) if versus else (None, None)
-    numbers = [entry.value, entry.std, low, high, null_low, null_high, *difference, *p_values]
-    written = ("" if number is None else f"{number:.6g}" for number in numbers)
-    return [*written, entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
-
-
 def terminal(table: Table) -> RichTable:
-    """Render for the terminal; a value's details stand under it, dimmed."""
+    """Render for the terminal; the lines below a value are dimmed."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    made = RichTable(
+    shown = RichTable(
         title=Text(table.title), caption=Text(table.caption), title_justify="left", caption_justify="left",
         title_style="bold", box=SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
-    made.add_column("Method")
+    shown.add_column("Method")
     for column in table.columns:
-        made.add_column(Text("\n".join(part for part in (column.top, column.name) if part)), justify="right")
+        shown.add_column(Text(column.heading("\n")), justify="right")
     for _, lines in table.blocks():
         for line in lines:
-            made.add_row(Text(line.title), *map(_terminal_entry, line.entries))
-        made.add_section()
-    return made
-
-
-def _terminal_entry(entry: Entry) -> RichText:
-    from rich.text import Text
-
-    text = Text("".join(f"{line}\n" for line in warned(entry)))
-    text.append(entry.text + entry.mark, style="bold" if entry.best else "")
-    for note in details(entry):
-        text.append(f"\n{note}", style="dim")
-    return text
+            cells = []
+            for entry in line.entries:
+                above, value, below = entry.stacked()
+                text = Text("".join(f"{warning}\n" for warning in above))
+                text.append(value + entry.mark, style="bold" if entry.best else "")
+                text.append("".join(f"\n{detail}" for detail in below), style="dim")
+                cells.append(text)
+            shown.add_row(Text(line.title), *cells)
+        shown.add_section()
+    return shown

@@ -1,30 +1,33 @@
-"""How tasks, budgets and settings are called in tables, figures and on the page.
+"""The tables of the report: what each of them shows as data (SPECS), and the builders that fill them with numbers.
 
-Tables as data: columns, lines, and entries that carry value, interval, null band, mark and the paper's number.
-
-How the models were trained, as tables: chosen learning rates, time and tokens.
-
-The other tables: Confidence@k, all metrics, the known world, fallback, learning rates, training.
+The paper's printed numbers are in `paper.csv`, in the units of our tables: `table` is the kind of table and `quantity`
+the metric of the column that they are printed beside. They are copied from its tables (its text differs in places);
+what its captions call variance is the standard deviation over five seeds. Of the deviations of Confidence@k, one row is
+printed twice (RCFT) and none for BCE, which is therefore missing. Minutes are those of one A100.
 """
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from typing import Literal
 
 from catto import methods
-from catto.measure import MOST_FORCED
-from catto.methods import Budget, known, method
+from catto.measure import HEADLINE, MOST_FORCED
+from catto.methods import Budget
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import ALPHA
-from catto.report import paper
-from catto.report.measuring import CONFIDENCE, MAJORITY, RULE_TITLES
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Spread, Training, Versus
+from catto.report.measuring import CONFIDENCE, MAJORITY, RULE_TITLES, papers_budget
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training
+from catto.report.render import EMPTY, Column, Entry, Line, Table
 
-# ---- names
+Setting = Literal["in", "out"]
+Groups = Sequence[tuple[int, GroupNumbers]]  # each with its index in `Numbers.groups`
 
-
+# In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
     "reward_bench_2": "Reward Bench 2",
     "snli": "SNLI",
@@ -34,51 +37,96 @@ TASK_TITLES = {
     "mmlu": "MMLU",
     "witnesses": "Witnesses",
 }
-# The paper's order of columns; other tasks follow by name.
-TASK_ORDER = ("reward_bench_2", "snli", "anli", "tldr", "commonsense_qa", "mmlu", "witnesses")
 BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget", None: "One budget"}
+SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}
+SETTING_STEMS: dict[Setting, str] = {"in": "in-distribution", "out": "out-of-distribution"}
+PAPERS_K = (4, 8)
+PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution table were trained on
+
+method_order = methods.order
 
 
 def task_title(task: str) -> str:
-    """A task as a column is headed."""
+    """Return the heading of a task's columns."""
     return TASK_TITLES.get(task, task)
 
 
 def task_order(task: str) -> tuple[int, str]:
-    """Sort key of a task's column."""
-    return (TASK_ORDER.index(task) if task in TASK_ORDER else len(TASK_ORDER), task)
+    """Return the sort key of a task's columns."""
+    return (list(TASK_TITLES).index(task) if task in TASK_TITLES else len(TASK_TITLES), task)
 
 
 def method_title(method: str) -> str:
-    """A method as a row is headed."""
+    """Return the heading of a method's row."""
     return methods.method(method).title if methods.known(method) else method
 
 
 def method_group(method: str) -> str:
-    """The block of rows in which a method stands: SFT or DPO."""
+    """Return the block of rows that a method belongs to: SFT, DPO or Other."""
     return methods.method(method).group if methods.known(method) else "Other"
 
 
-def method_order(method: str) -> tuple[int, bool, str]:
-    """Sort key of a method's row."""
-    return methods.order(method)
-
-
 def budget_title(budget: Budget | None) -> str:
-    """A budget as a block is headed."""
+    """Return the heading of a budget's block."""
     return BUDGET_TITLES[budget]
 
 
 def setting_title(trained_on: str, task: str) -> str:
-    """`SNLI`, or `SNLI, trained on MMLU`."""
+    """Name a task, and what the model was trained on where that is another.
+
+    >>> setting_title("mmlu", "snli")
+    'SNLI, trained on MMLU'
+    """
     return task_title(task) if trained_on == task else f"{task_title(task)}, trained on {task_title(trained_on)}"
 
 
-# ---- tables
+def stem(name: str, budget: Budget | None) -> str:
+    """Return the name of a table's or figure's file, without its ending."""
+    return f"{name}-{budget}" if budget else name
 
 
-Setting = Literal["in", "out"]
-Better = Literal["higher", "lower"] | None
+def printed(kind: str, method: str, quantity: str, task: str) -> str:
+    """Return the paper's number as it prints it; empty where it prints none.
+
+    >>> printed("in", "dpo+catto", "ece", "snli")
+    '19.13'
+    """
+    return _papers_numbers().get((kind, method, quantity, task), "")
+
+
+@cache
+def _papers_numbers() -> dict[tuple[str, str, str, str], str]:
+    text = (resources.files("catto.report") / "paper.csv").read_text(encoding="utf-8")
+    return {
+        (row["table"], row["method"], row["quantity"], task): row[task]
+        for row in csv.DictReader(text.splitlines())
+        for task in row.keys() & TASK_TITLES.keys()
+    }
+
+
+# ---- tables of results
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One kind of table: a table for each budget, with the columns once for each task.
+
+    columns: or a function of the sizes k that were sampled. setting: None for both. each: a table for each task and
+    training set, not one for all. needs: the numbers without which a group is left out. shows: the mean over seeds,
+    the mean with its interval, null band and difference to DPO, or the standard deviation over seeds.
+    """
+
+    kind: str
+    stem: str
+    title: str
+    caption: str
+    columns: tuple[Column, ...] | Callable[[Sequence[int]], tuple[Column, ...]]
+    setting: Setting | None = "in"
+    each: bool = False
+    needs: Literal["metrics", "selection", "world"] = "metrics"
+    shows: Literal["mean", "all", "std"] = "mean"
+
+
 MARKS = (
     f"p < {ALPHA} in a swap test after Holm's correction for all comparisons of the table, the 95 % interval of the "
     "difference on its side of 0, and a difference of at least 0.5 points (Brier score 0.005)"
@@ -92,689 +140,339 @@ LEGEND = (
     "be forced, so the numbers describe the fallback and get no mark. paper: the number printed in the paper, where "
     "task, training set and budget are the paper's."
 )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One number as it is printed; numbers are in the unit of the table (per cent, minutes, ...).
-
-    scale: what makes a share a number of this unit. notes: what else stands under the value. forced: stands above it,
-    where the number describes the fallback.
-    """
-
-    value: float | None
-    text: str
-    std: float | None = None
-    interval: tuple[float, float] | None = None
-    null: tuple[float, float] | None = None
-    versus: Versus | None = None
-    mark: str = ""
-    paper: str = ""
-    best: bool = False
-    group: int | None = None
-    scale: float = 100.0
-    notes: tuple[str, ...] = ()
-    forced: str = ""
-
-    def printed(self, number: float, signed: bool = False) -> str:
-        """A number with as many decimals as the value."""
-        return f"{number:{'+' if signed else ''}.{len(self.text.partition('.')[2])}f}"
-
-    def details(self) -> list[str]:
-        """What stands under the value: interval or deviation, null band, notes, the difference to DPO."""
-        found = []
-        if self.interval is not None:
-            found.append(f"[{', '.join(map(self.printed, self.interval))}]")
-        elif self.std is not None:
-            found.append(f"± {self.printed(self.std)}")
-        if self.null is not None:
-            found.append(f"null {' to '.join(map(self.printed, self.null))}")
-        found += self.notes
-        if self.versus is not None:
-            found += self._difference(self.versus)
-        return found
-
-    def _difference(self, versus: Versus) -> list[str]:
-        p = versus.p_corrected
-        judged = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
-        found = [f"to DPO {self.printed(self.scale * versus.difference, signed=True)}{judged}"]
-        if versus.low is not None and versus.high is not None:
-            ends = (self.printed(self.scale * end, signed=True) for end in (versus.low, versus.high))
-            found.append(f"[{', '.join(ends)}]")
-        return found
-
-
-EMPTY = Entry(None, "-")
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: the heading it shares with its neighbours, its own, and what it is about.
-
-    in_paper: whether a table in the paper's shape has it too.
-    """
-
-    top: str
-    name: str
-    task: str = ""
-    metric: str = ""
-    better: Better = None
-    in_paper: bool = True
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row: the method it is about (or another heading) and one entry a column."""
-
-    method: str
-    title: str
-    block: str
-    entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table; `name` is its file's stem."""
-
-    name: str
-    title: str
-    caption: str
-    columns: tuple[Column, ...]
-    lines: tuple[Line, ...]
-    budget: Budget | None = None
-    kind: str = ""
-
-    def in_papers_shape(self) -> Table:
-        """The table without the columns that the paper's has not, for a page as narrow."""
-        kept = [place for place, column in enumerate(self.columns) if column.in_paper]
-        lines = (replace(line, entries=tuple(line.entries[place] for place in kept)) for line in self.lines)
-        return replace(self, columns=tuple(self.columns[place] for place in kept), lines=tuple(lines))
-
-    def blocks(self) -> list[tuple[str, list[Line]]]:
-        """The lines by block, in order."""
-        found: dict[str, list[Line]] = {}
-        for line in self.lines:
-            found.setdefault(line.block, []).append(line)
-        return list(found.items())
-
-    def tops(self) -> list[tuple[str, int]]:
-        """The shared headings and how many columns each spans."""
-        found: list[tuple[str, int]] = []
-        for column in self.columns:
-            if found and found[-1][0] == column.top:
-                found[-1] = (column.top, found[-1][1] + 1)
-            else:
-                found.append((column.top, 1))
-        return found
-
-
-def percent(value: float) -> str:
-    """A share in per cent with two decimals, as the paper prints."""
-    return f"{100 * value:.2f}"
-
-
-def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
-    """The groups of one block, each with its place in `numbers.groups`."""
-    return [
-        (place, group)
-        for place, group in enumerate(numbers.groups)
-        if group.budget == budget and (group.trained_on == group.task) == (setting == "in")
-    ]
-
-
-Cellwise = Callable[[int, GroupNumbers, Column], Entry]
-
-
-def of_answers(group: GroupNumbers) -> float:
-    """The share of answers that had to be forced."""
-    return group.fallback_rate.mean
-
-
-def grouped(
-    groups: Sequence[tuple[int, GroupNumbers]],
-    columns: Sequence[Column],
-    entry: Cellwise,
-    forced: Callable[[GroupNumbers], float] = of_answers,
-) -> tuple[Line, ...]:
-    """One line a method; a column takes the group of its task. The best of each block is told apart.
-
-    `forced`: the share of forced answers behind the numbers; where it is too high, the entry says so first and gets
-    neither a mark nor the print of the best.
-    """
-    lines = []
-    for name in sorted({group.method for _, group in groups}, key=method_order):
-        by_task = {group.task: (place, group) for place, group in groups if group.method == name}
-        entries = []
-        for column in columns:
-            found = entry(*by_task[column.task], column) if column.task in by_task else EMPTY
-            share = forced(by_task[column.task][1]) if column.task in by_task else 0.0
-            if share > MOST_FORCED and found.value is not None:
-                found = replace(found, forced=f"{100 * share:.0f} % forced", mark="")
-            entries.append(found)
-        lines.append(Line(name, method_title(name), method_group(name), tuple(entries)))
-    return best_marked(lines, columns)
-
-
-def best_marked(lines: Iterable[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """Set `best` on the highest or lowest printed value of each block and column."""
-    found = list(lines)
-    best: set[tuple[str, int, str]] = set()
-    for place, column in enumerate(columns):
-        for block in {line.block for line in found}:
-            entries = [line.entries[place] for line in found if line.block == block]
-            values = [entry for entry in entries if entry.value is not None and not entry.forced]
-            if column.better and len(values) > 1:
-                pick = max if column.better == "higher" else min
-                best.add((block, place, pick(values, key=lambda entry: entry.value or 0.0).text))
-    return tuple(
-        replace(
-            line,
-            entries=tuple(
-                replace(entry, best=not entry.forced and (line.block, place, entry.text) in best)
-                for place, entry in enumerate(line.entries)
-            ),
-        )
-        for line in found
-    )
-
-
-def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
-    """The tasks of the groups in the order of columns."""
-    return sorted({group.task for _, group in groups}, key=task_order)
-
-
-def papers(group: GroupNumbers, value: float | None) -> str:
-    """A number of the paper with its two decimals; empty where there is none, or the budget is not the paper's."""
-    return "" if value is None or not group.papers_budget else f"{value:.2f}"
-
-
-def _papers_score(group: GroupNumbers, metric: str, std: bool = False) -> str:
-    setting = paper.setting_of(group.trained_on, group.task)
-    return papers(group, paper.score(setting, group.method, group.task, metric, std))
-
-
-def _score(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread, interval = group.metrics.get(column.metric), group.intervals[column.metric]
-    if spread is None:
-        return EMPTY
-    percents = METRICS[column.metric].percent
-    scale = 100.0 if percents else 1.0
-    versus = group.versus.get(column.metric)
-    return Entry(
-        value=scale * spread.mean,
-        text=percent(spread.mean) if percents else f"{spread.mean:.4f}",
-        std=None if spread.std is None else scale * spread.std,
-        interval=_span(interval.low, interval.high, scale),
-        null=_span(group.null.low, group.null.high, scale) if column.metric == "ece" else None,
-        versus=versus,
-        mark="" if versus is None else versus.mark(column.metric),
-        paper=_papers_score(group, column.metric),
-        group=place,
-        scale=scale,
-        notes=_in_place_of_interval(group) if interval.reason is not None else (),
-    )
-
-
-def _in_place_of_interval(group: GroupNumbers) -> tuple[str, ...]:
-    """What stands beside an ECE outside its own interval, with the null band that every ECE has."""
-    debiased, gap = group.metrics["debiased_ece"].mean, group.gap
-    found = [f"debiased {percent(debiased)}"]
-    if gap.value is not None and gap.low is not None and gap.high is not None:
-        found.append(f"conf. - acc. {100 * gap.value:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]")
-    return tuple(found)
-
-
-def _span(low: float | None, high: float | None, scale: float) -> tuple[float, float] | None:
-    return None if low is None or high is None else (scale * low, scale * high)
-
-
-def score_columns(tasks: Iterable[str]) -> tuple[Column, ...]:
-    """Accuracy and ECE of each task, which the paper's table has too, and beside them Brier score and AUROC."""
-    return tuple(
-        column
-        for task in tasks
-        for column in (
-            Column(task_title(task), "Acc. ↑", task, "accuracy", "higher"),
-            Column(task_title(task), "ECE ↓", task, "ece", "lower"),
-            Column(task_title(task), "Brier ↓", task, "brier", "lower", in_paper=False),
-            Column(task_title(task), "AUROC ↑", task, "auroc", "higher", in_paper=False),
-        )
-    )
-
-
-SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}
-SETTING_STEMS: dict[Setting, str] = {"in": "in-distribution", "out": "out-of-distribution"}
-
-
-def stem(name: str, budget: Budget | None) -> str:
-    """A table's file name."""
-    return f"{name}-{budget}" if budget else name
-
-
-def score_tables(numbers: Numbers, setting: Setting) -> list[Table]:
-    """Accuracy, ECE, Brier score and AUROC of every method and task: one table a budget."""
-    found = []
-    for budget in numbers.budgets:
-        groups = of_setting(numbers, setting, budget)
-        if groups:
-            columns = score_columns(tasks_of(groups))
-            title = f"{SETTING_TITLES[setting]}, {budget_title(budget).lower()}"
-            lines = grouped(groups, columns, _score)
-            found.append(Table(stem(SETTING_STEMS[setting], budget), title, LEGEND, columns, lines, budget, setting))
-    return found
-
-
-def _deviation(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread = group.metrics[column.metric]
-    return spread_entry(spread, _papers_score(group, column.metric, std=True), place)
-
-
-def spread_entry(spread: Spread, known: str, place: int) -> Entry:
-    """A standard deviation over seeds; a dash where there is one seed."""
-    if spread.std is None:
-        return replace(EMPTY, paper=known)
-    return Entry(value=100 * spread.std, text=percent(spread.std), paper=known, group=place)
-
-
-def deviation_tables(numbers: Numbers, setting: Setting) -> list[Table]:
-    """Standard deviations over seeds of accuracy and ECE."""
-    found = []
-    for budget in numbers.budgets:
-        groups = of_setting(numbers, setting, budget)
-        if groups:
-            wanted = score_columns(tasks_of(groups))
-            columns = tuple(replace(column, better=None) for column in wanted if column.in_paper)
-            title = f"{SETTING_TITLES[setting]}: standard deviation over seeds, {budget_title(budget).lower()}"
-            lines = grouped(groups, columns, _deviation)
-            name = stem(f"deviation-{SETTING_STEMS[setting]}", budget)
-            caption = "Standard deviation over seeds (n - 1), in points. paper: the number printed in the paper."
-            found.append(Table(name, title, caption, columns, lines, budget, f"std-{setting}"))
-    return found
-
-
-# ---- tables_training
-
-
-def trained_cells(results: Results) -> list[tuple[Cell, Training]]:
-    """One cell a trained model: those tested where they were trained, else the first test of each."""
-    found: dict[tuple[str, str, Budget | None, int], tuple[Cell, Training]] = {}
-    for cell in sorted(results.cells, key=lambda cell: cell.task != cell.trained_on):
-        if cell.training is not None:
-            found.setdefault((cell.trained_on, cell.method, cell.budget, cell.seed), (cell, cell.training))
-    return list(found.values())
-
-
-def _row_title(name: str, budget: Budget | None) -> str:
-    return method_title(name) + (f" ({budget_title(budget).lower()})" if budget else "")
-
-
-def by_preferences(name: str) -> bool:
-    """Whether a method is trained on pairs."""
-    return known(name) and method(name).stage == "preference"
-
-
-def rate_tables(results: Results) -> list[Table]:
-    """The learning rate of every seed: one table a training set."""
-    trained = [one for one in trained_cells(results) if by_preferences(one[0].method)]
-    found = []
-    for task in sorted({cell.trained_on for cell, _ in trained}, key=task_order):
-        of_task = [one for one in trained if one[0].trained_on == task]
-        seeds = sorted({cell.seed for cell, _ in of_task})
-        columns = tuple(Column("Seed", str(seed), task, str(seed)) for seed in seeds)
-        lines = []
-        for name, budget in trained_rows(of_task):
-            mine = {c.seed: t for c, t in of_task if (c.method, c.budget) == (name, budget)}
-            entries = tuple(_rate(name, task, budget, seed, mine.get(seed)) for seed in seeds)
-            lines.append(Line(name, _row_title(name, budget), method_group(name), entries))
-        caption = (
-            "Chosen by validation ECE, seed by seed. paper: the paper's choice for the same seed number, where pairs "
-            "and epochs are the paper's."
-        )
-        title = f"Learning rates, trained on {task_title(task)}"
-        found.append(Table(f"learning-rates-{task}", title, caption, columns, tuple(lines), None, "rates"))
-    return found
-
-
-def budget_note(results: Results, budget: Budget | None) -> str:
-    """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
-    groups: dict[str, list[str]] = {}
-    shown = [one for one in trained_cells(results) if one[0].budget in (None, budget)]
-    for name, _ in trained_rows([one for one in shown if by_preferences(one[0].method)]):
-        mine = [training for cell, training in shown if cell.method == name and training.rows and training.epochs]
-        if mine:
-            pairs, epochs = (_range([getattr(one, field) for one in mine]) for field in ("rows", "epochs"))
-            kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in mine])
-            early = "" if kept == epochs else f", kept after {kept}"
-            groups.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
-    return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in groups.items())
-
-
-def _range(values: Sequence[float | None]) -> str:
-    """The values from the lowest to the highest, with at most two decimals."""
-    known = [round(value, 2) for value in values if value is not None]
-    low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
-    return low if low == high else f"{low} to {high}"
-
-
-def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
-    """The methods and budgets of the trained models, in the order of the tables."""
-    found = {(cell.method, cell.budget) for cell, _ in trained}
-    return sorted(found, key=lambda one: (method_order(one[0]), one[1] != "paper"))
-
-
-def _rate(name: str, task: str, budget: Budget | None, seed: int, training: Training | None) -> Entry:
-    if training is None:
-        return EMPTY
-    rate, printed = training.learning_rate, paper.learning_rate(name, task, seed)
-    beside = printed is not None and paper.budget_is_the_papers(name, budget, training)
-    return Entry(rate, "-" if rate is None else f"{rate:g}", paper=f"{printed:g}" if beside else "")
-
-
-EFFORT = {
-    "minutes": "Minutes",
-    "each": "ms a row and epoch",
-    "tokens": "Million tokens",
-    "kept": "Kept step",
-}
-
-
-def training_tables(results: Results) -> list[Table]:
-    """Minutes in all, milliseconds a row and epoch, and tokens, means over seeds; the step that was kept."""
-    trained = trained_cells(results)
-    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
-    columns = tuple(Column(task_title(task), title, task, metric) for task in tasks for metric, title in EFFORT.items())
-    lines = []
-    for name, budget in trained_rows(trained):
-        mine = [one for one in trained if (one[0].method, one[0].budget) == (name, budget)]
-        by_task = {task: [training for cell, training in mine if cell.trained_on == task] for task in tasks}
-        entries = tuple(_effort(name, budget, column, by_task[column.task]) for column in columns)
-        lines.append(Line(name, _row_title(name, budget), method_group(name), entries))
-    caption = (
-        "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
-        "preference methods and a trace for supervised ones. Kept step: the one whose weights are tested, of all steps "
-        f"(keep: {results.recipe.get('keep', 'as trained')}). paper: minutes on one A100, for the paper's budget."
-    )
-    return [Table("training", "Training time and tokens", caption, columns, tuple(lines), None, "training")]
-
-
-def _effort(name: str, budget: Budget | None, column: Column, trainings: Sequence[Training]) -> Entry:
-    if column.metric == "kept":
-        return _kept(trainings)
-    values = [value for training in trainings if (value := _effort_of(training, column.metric)) is not None]
-    if not values:
-        return EMPTY
-    mean, printed = sum(values) / len(values), paper.minutes(name, column.task)
-    same = all(paper.budget_is_the_papers(name, budget, training) for training in trainings)
-    beside = column.metric == "minutes" and same and printed is not None
-    return Entry(mean, f"{mean:.2f}", paper=f"{printed:g}" if beside else "")
-
-
-def _kept(trainings: Sequence[Training]) -> Entry:
-    """Say which step was kept of how many, over the seeds."""
-    known = [one for one in trainings if one.kept_step is not None and one.steps]
-    if not known:
-        return EMPTY
-    kept, steps = _range([one.kept_step for one in known]), _range([one.steps for one in known])
-    return Entry(sum(one.kept_step or 0 for one in known) / len(known), f"{kept} of {steps}")
-
-
-def _effort_of(training: Training, metric: str) -> float | None:
-    if metric == "tokens":
-        return None if training.tokens is None else training.tokens / 1e6
-    if training.seconds is None:
-        return None
-    if metric == "minutes":
-        return training.seconds / 60
-    return None if not (training.rows and training.epochs) else 1e3 * training.seconds / training.rows / training.epochs
-
-
-# ---- tables_more
-
-
-SHOWN_K = (4, 8)  # the paper's
-Groups = Sequence[tuple[int, GroupNumbers]]
-
-
-def all_tables(numbers: Numbers, results: Results) -> list[Table]:
-    """Every table of the report, in order; those without numbers are left out."""
-    found = [
-        *score_tables(numbers, "in"),
-        *score_tables(numbers, "out"),
-        *_confidence_tables(numbers, std=False),
-        *_rule_tables(numbers),
-        *_world_tables(numbers),
-        *_metric_tables(numbers),
-        *deviation_tables(numbers, "in"),
-        *deviation_tables(numbers, "out"),
-        *_confidence_tables(numbers, std=True),
-        *_fallback_tables(numbers),
-        *rate_tables(results),
-        *training_tables(results),
-    ]
-    return [table for table in found if any(e.value is not None for line in table.lines for e in line.entries)]
-
-
-def _confidence_tables(numbers: Numbers, std: bool) -> list[Table]:
-    """Accuracy of the most confident of k candidates, in the paper's shape, or its deviation over seeds.
-
-    Beside it, but not in the paper's shape, stands what tells whether it is worth sampling: the greedy answer, the
-    majority vote, how well confidence orders the samples of a question, and how the samples were drawn.
-    """
-    found = []
-    for budget in numbers.budgets:
-        groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.selection]
-        columns: list[Column] = []
-        for task in tasks_of(groups):
-            better: Better = None if std else "higher"
-            columns += [Column(task_title(task), f"k = {k}", task, str(k), better) for k in _shown(groups)]
-            columns += [] if std else _beside(task, _shown(groups))
-        name = "deviation-confidence-at-k" if std else "confidence-at-k"
-        what = ": standard deviation over seeds" if std else ""
-        title = f"Confidence@k{what}, {budget_title(budget).lower()}"
-        caption = BESIDE_K
-        if std:
-            caption = "Standard deviation over seeds (n - 1), in points; the paper prints none for BCE."
-        lines = grouped(groups, columns, _std_at_k if std else _at_k, _of_samples)
-        kind = "std-k" if std else "k"
-        found.append(Table(stem(name, budget), title, caption, tuple(columns), lines, budget, kind))
-    return found
-
-
-BESIDE_K = (
+SAMPLES = (
     "k: accuracy of the most confident of k sampled answers, in per cent, mean over seeds. Vote: of their majority. "
     "Greedy: of the one greedy answer, at a k-th of the cost. AUROC within: how often of a right and a wrong sample of "
     "the same question, the right one is the more confident; at 50 confidence cannot tell which to pick, whatever its "
     "AUROC over all answers. Fallback: share of the samples without a readable answer. Temp.: at which the samples "
     "were drawn; tau: at which their confidences are compared."
 )
+TRUTH = (
+    "True error: mean distance of confidence and exact posterior probability of the answer. Regret: how much "
+    "less probable than the best answer the given one was. In per cent, mean over seeds."
+)
+UNREAD = (
+    "Fallback: share of responses without a readable answer, which were then decoded over the label set. "
+    "Acc. if wrong: accuracy with these counted wrong. Plain: share of responses without answer tags whose "
+    "last line gave the answer. In per cent, mean over seeds."
+)
+ALL = "Mean over seeds. Per cent, except Brier score, NLL and AURC."
+ORACLE = "Accuracy in per cent, mean over seeds. The oracle is right if any of the k is: a bound, not a rule."
+DEVIATION = "Standard deviation over seeds (n - 1), in points. paper: the number printed in the paper."
+DEVIATION_K = "Standard deviation over seeds (n - 1), in points; the paper prints none for BCE."
+
+ACCURACY, ECE = Column("Acc. ↑", "accuracy", "higher"), Column("ECE ↓", "ece", "lower")
+SCORES = (
+    ACCURACY,
+    ECE,
+    Column("Brier ↓", "brier", "lower", in_paper=False, scale=1.0, decimals=4),
+    Column("AUROC ↑", "auroc", "higher", in_paper=False),
+)
+DEVIATIONS = (replace(ACCURACY, better=None), replace(ECE, better=None))
+WORLD = (
+    ACCURACY,
+    Column("Bayes acc.", "bayes_accuracy"),
+    Column("Regret ↓", "regret", "lower"),
+    ECE,
+    Column("True error ↓", "true_error", "lower"),
+)
+BESIDE_K = (
+    Column("Greedy", "accuracy", in_paper=False),
+    Column("AUROC within", "auroc_within", in_paper=False),
+    Column("Fallback", "sample_fallback_rate", in_paper=False),
+    Column("Temp.", "sampling_temperature", in_paper=False, scale=1.0),
+    Column("tau", "tau", in_paper=False, scale=1.0),
+)
+UNPARSED = (
+    Column("Fallback", "fallback_rate"),
+    Column("Acc. if wrong", "accuracy_unparsed_wrong"),
+    Column("Plain", "plain_rate"),
+)
+EVERYTHING = tuple(
+    Column(one.title, name, one.better, scale=100.0 if one.percent else 1.0, decimals=2 if one.percent else 4)
+    for name, one in ((name, METRICS[name]) for name in HEADLINE)
+)
 
 
-def _beside(task: str, sizes: Sequence[int]) -> list[Column]:
-    """The columns beside Confidence@k."""
-    top = task_title(task)
+def _most_confident(sizes: Sequence[int]) -> tuple[Column, ...]:
+    return tuple(Column(f"k = {k}", str(k), pick=(k, CONFIDENCE)) for k in sizes)
+
+
+def _confidence_at_k(sizes: Sequence[int]) -> tuple[Column, ...]:
+    """Confidence@k, and what shows whether it is worth sampling: vote, greedy answer, AUROC within questions."""
+    confident = (replace(column, better="higher") for column in _most_confident(sizes))
+    votes = (Column(f"Vote, k = {k}", f"{k} {MAJORITY}", in_paper=False, pick=(k, MAJORITY)) for k in sizes)
+    return (*confident, *votes, *BESIDE_K)
+
+
+def _rules(sizes: Sequence[int]) -> tuple[Column, ...]:
+    rules = [(k, rule, title) for k in sizes for rule, title in RULE_TITLES.items()]
+    return tuple(Column(title, f"{k} {rule}", pick=(k, rule), top=f"k = {k}") for k, rule, title in rules)
+
+
+IN, OUT, STD = "In distribution", "Out of distribution", "standard deviation over seeds"
+UNREADABLE = "Answers that could not be read"
+SPECS = (
+    Spec("in", "in-distribution", IN, LEGEND, SCORES, shows="all"),
+    Spec("out", "out-of-distribution", OUT, LEGEND, SCORES, "out", shows="all"),
+    Spec("k", "confidence-at-k", "Confidence@k", SAMPLES, _confidence_at_k, needs="selection"),
+    Spec("rules", "selection", "Ways to pick one of k answers", ORACLE, _rules, each=True, needs="selection"),
+    Spec("world", "world", "Against the exact posterior", TRUTH, WORLD, needs="world"),
+    Spec("metrics", "metrics", "All metrics", ALL, EVERYTHING, None, each=True),
+    Spec("std-in", "deviation-in-distribution", f"{IN}: {STD}", DEVIATION, DEVIATIONS, shows="std"),
+    Spec("std-out", "deviation-out-of-distribution", f"{OUT}: {STD}", DEVIATION, DEVIATIONS, "out", shows="std"),
+    Spec(
+        *("std-k", "deviation-confidence-at-k", f"Confidence@k: {STD}", DEVIATION_K, _most_confident),
+        needs="selection",
+        shows="std",
+    ),
+    Spec("fallback", "fallback-in-distribution", f"{UNREADABLE}, {IN.lower()}", UNREAD, UNPARSED),
+    Spec("fallback", "fallback-out-of-distribution", f"{UNREADABLE}, {OUT.lower()}", UNREAD, UNPARSED, "out"),
+)
+
+
+def of_setting(numbers: Numbers, setting: Setting | None, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
+    """Return the groups of one block, each with its index in `numbers.groups`; setting None: of both."""
     return [
-        *(Column(top, f"Vote, k = {k}", task, f"{k} {MAJORITY}", in_paper=False) for k in sizes),
-        Column(top, "Greedy", task, "accuracy", in_paper=False),
-        Column(top, "AUROC within", task, "auroc_within", in_paper=False),
-        Column(top, "Fallback", task, "sample_fallback_rate", in_paper=False),
-        Column(top, "Temp.", task, "sampling_temperature", in_paper=False),
-        Column(top, "tau", task, "tau", in_paper=False),
+        (place, group)
+        for place, group in enumerate(numbers.groups)
+        if group.budget == budget and setting in (None, "in" if group.trained_on == group.task else "out")
     ]
 
 
-def _of_samples(group: GroupNumbers) -> float:
-    """The share of samples that had to be forced."""
-    return group.sampled["sample_fallback_rate"].mean
+def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
+    """Return the tasks of the groups in the order of columns."""
+    return sorted({group.task for _, group in groups}, key=task_order)
 
 
-def _shown(groups: Groups) -> list[int]:
-    """The paper's k, as far as they were measured; else the largest that was."""
-    measured = {k for _, group in groups for k in group.selection}
-    return [k for k in SHOWN_K if k in measured] or [max(measured)]
+def all_tables(numbers: Numbers, results: Results) -> list[Table]:
+    """Build every table of the report, in order, without those that have no number."""
+    tables = [*group_tables(numbers, *{spec.kind for spec in SPECS}), *training_tables(results)]
+    return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
 
 
-def _at_k(place: int, group: GroupNumbers, column: Column) -> Entry:
-    if not column.metric[0].isdigit():
-        return _of_the_samples(place, group, column.metric)
-    if not column.metric.isdigit():
-        return _by_rule(place, group, column)
-    spread = group.selection.get(int(column.metric), {}).get(CONFIDENCE)
-    if spread is None:
-        return EMPTY
-    return _share(spread, papers(group, paper.confidence_at_k(group.method, group.task, int(column.metric))), place)
-
-
-def _of_the_samples(place: int, group: GroupNumbers, metric: str) -> Entry:
-    """A column beside Confidence@k: greedy accuracy, AUROC within questions, fallback, temperatures."""
-    spread = group.metrics.get(metric) or group.sampled.get(metric)
-    if spread is None:
-        return EMPTY
-    if metric in ("sampling_temperature", "tau"):
-        return Entry(spread.mean, f"{spread.mean:.2f}", std=spread.std, group=place, scale=1.0)
-    entry = _share(spread, place=place)
-    if metric != "auroc_within":
-        return entry
-    return replace(entry, notes=(f"in {group.sampled['questions_with_both'].mean:g} of {group.n:,} questions",))
-
-
-def _std_at_k(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread = group.selection.get(int(column.metric), {}).get(CONFIDENCE)
-    known = paper.confidence_at_k(group.method, group.task, int(column.metric), std=True)
-    return EMPTY if spread is None else spread_entry(spread, papers(group, known), place)
-
-
-def _share(spread: Spread, known: str = "", place: int | None = None) -> Entry:
-    std = None if spread.std is None else 100 * spread.std
-    return Entry(100 * spread.mean, percent(spread.mean), std=std, paper=known, group=place)
-
-
-def _rule_tables(numbers: Numbers) -> list[Table]:
-    """Confidence@k beside the other ways to pick an answer: one table a task and budget."""
-    found = []
-    for budget in numbers.budgets:
-        groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.selection]
-        for task in tasks_of(groups):
-            columns = tuple(
-                Column(f"k = {k}", title, task, f"{k} {rule}")
-                for k in _shown(groups)
-                for rule, title in RULE_TITLES.items()
-            )
-            lines = grouped([one for one in groups if one[1].task == task], columns, _by_rule, _of_samples)
-            title = f"Ways to pick one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
-            caption = (
-                "Accuracy in per cent, mean over seeds. The oracle is right if any of the k is: a bound, not a rule."
-            )
-            found.append(Table(stem(f"selection-{task}", budget), title, caption, columns, lines, budget, "rules"))
-    return found
-
-
-def _by_rule(place: int, group: GroupNumbers, column: Column) -> Entry:
-    k, rule = column.metric.split(maxsplit=1)
-    spread = group.selection.get(int(k), {}).get(rule)
-    return EMPTY if spread is None else _share(spread, place=place)
-
-
-WORLD_COLUMNS: tuple[tuple[str, str, Better], ...] = (
-    ("accuracy", "Acc. ↑", "higher"),
-    ("bayes_accuracy", "Bayes acc.", None),
-    ("regret", "Regret ↓", "lower"),
-    ("ece", "ECE ↓", "lower"),
-    ("true_error", "True error ↓", "lower"),
-)
-
-
-def _world_tables(numbers: Numbers) -> list[Table]:
-    """Where the posterior is known: the true calibration error and the regret to the Bayes answer."""
-    found = []
-    for budget in numbers.budgets:
-        groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.world]
-        columns = tuple(
-            Column(task_title(task), name, task, metric, better)
-            for task in tasks_of(groups)
-            for metric, name, better in WORLD_COLUMNS
-        )
-        title = f"Against the exact posterior, {budget_title(budget).lower()}"
-        caption = (
-            "True error: mean distance of confidence and exact posterior probability of the answer. Regret: how much "
-            "less probable than the best answer the given one was. In per cent, mean over seeds."
-        )
-        found.append(
-            Table(stem("world", budget), title, caption, columns, grouped(groups, columns, _truth), budget, "world")
-        )
-    return found
-
-
-def _truth(place: int, group: GroupNumbers, column: Column) -> Entry:
-    return _share(group.world.get(column.metric) or group.metrics[column.metric], place=place)
-
-
-METRIC_COLUMNS = (
-    *("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece"),
-    *("brier", "nll", "auroc", "aurc"),
-)
-
-
-def _in_first(place: tuple[str, str]) -> tuple[bool, tuple[int, str], str]:
-    """Sort key of (trained_on, task): in distribution first."""
-    return place[0] != place[1], task_order(place[1]), place[0]
-
-
-def _metric_tables(numbers: Numbers) -> list[Table]:
-    """All metrics: one table a task, training set and budget."""
-    found = []
-    places = sorted({(g.trained_on, g.task) for g in numbers.groups}, key=_in_first)
-    for budget in numbers.budgets:
-        for trained_on, task in places:
-            groups = [
-                (place, group)
-                for place, group in enumerate(numbers.groups)
-                if (group.budget, group.trained_on, group.task) == (budget, trained_on, task)
-            ]
-            columns = tuple(
-                Column("", METRICS[name].title, task, name, METRICS[name].better) for name in METRIC_COLUMNS
-            )
-            title = f"All metrics: {setting_title(trained_on, task)}, {budget_title(budget).lower()}"
-            caption = "Mean over seeds. Per cent, except Brier score, NLL and AURC."
-            name = stem(f"metrics-{task}" if task == trained_on else f"metrics-{task}-from-{trained_on}", budget)
-            found.append(Table(name, title, caption, columns, grouped(groups, columns, _metric), budget, "metrics"))
-    return found
-
-
-def _metric(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread = group.metrics.get(column.metric)
-    if spread is None:
-        return EMPTY
-    if METRICS[column.metric].percent:
-        return _share(spread, place=place)
-    return Entry(spread.mean, f"{spread.mean:.4f}", std=spread.std, group=place)
-
-
-UNPARSED = {"fallback_rate": "Fallback", "accuracy_unparsed_wrong": "Acc. if wrong", "plain_rate": "Plain"}
-
-
-def _fallback_tables(numbers: Numbers) -> list[Table]:
-    """How often no answer could be read, and the accuracy if such answers count wrong."""
-    found = []
-    for setting, name in (("in", "fallback-in-distribution"), ("out", "fallback-out-of-distribution")):
+def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
+    """Build the tables of these kinds, in the order of SPECS, for every budget."""
+    tables = []
+    for spec in (spec for spec in SPECS if spec.kind in kinds):
         for budget in numbers.budgets:
-            groups = of_setting(numbers, "in" if setting == "in" else "out", budget)
-            columns = tuple(
-                Column(task_title(task), title, task, metric)
-                for task in tasks_of(groups)
-                for metric, title in UNPARSED.items()
-            )
-            where = "in distribution" if setting == "in" else "out of distribution"
-            title = f"Answers that could not be read, {where}, {budget_title(budget).lower()}"
-            caption = (
-                "Fallback: share of responses without a readable answer, which were then decoded over the label set. "
-                "Acc. if wrong: accuracy with these counted wrong. Plain: share of responses without answer tags whose "
-                "last line gave the answer. In per cent, mean over seeds."
-            )
-            lines = grouped(groups, columns, _unparsed)
-            found.append(Table(stem(name, budget), title, caption, columns, lines, budget, "fallback"))
-    return found
+            groups = [one for one in of_setting(numbers, spec.setting, budget) if getattr(one[1], spec.needs)]
+            measured = {k for _, group in groups for k in group.selection}
+            sizes = [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
+            parts: dict[tuple[bool, tuple[int, str], str], list[tuple[int, GroupNumbers]]] = {}
+            for place, group in groups:
+                apart = group.trained_on != group.task, task_order(group.task), group.trained_on
+                parts.setdefault(apart if spec.each else (False, (0, ""), ""), []).append((place, group))
+            tables += [_group_table(spec, parts[key], budget, sizes) for key in sorted(parts)]
+    return tables
 
 
-def _unparsed(place: int, group: GroupNumbers, column: Column) -> Entry:
-    spread: Spread = getattr(group, column.metric)
-    return _share(spread, place=place)
+def _group_table(spec: Spec, groups: Groups, budget: Budget | None, sizes: Sequence[int]) -> Table:
+    """Build one table: a line for each method; a column takes the group of its task."""
+    name, title = spec.stem, spec.title
+    if spec.each:
+        task, trained_on = groups[0][1].task, groups[0][1].trained_on
+        name += f"-{task}" if task == trained_on else f"-{task}-from-{trained_on}"
+        title += f": {setting_title(trained_on, task)}"
+    columns = tuple(
+        replace(column, task=task, top=column.top if spec.each else task_title(task))
+        for task in tasks_of(groups)
+        for column in (spec.columns(sizes) if callable(spec.columns) else spec.columns)
+    )
+    lines = []
+    for method in sorted({group.method for _, group in groups}, key=method_order):
+        by_task = {group.task: (place, group) for place, group in groups if group.method == method}
+        entries = (
+            _entry(spec, column, *by_task[column.task]) if column.task in by_task else EMPTY for column in columns
+        )
+        lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
+    title += f", {budget_title(budget).lower()}"
+    return Table(stem(name, budget), title, spec.caption, columns, best_marked(lines, columns), budget, spec.kind)
+
+
+def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry:
+    """Print a group's number with what this kind of table shows of it."""
+    if column.pick is None:
+        spread = group.named(column.metric)
+    else:
+        k, rule = column.pick
+        spread = group.selection.get(k, {}).get(rule)
+    if spread is None:
+        return EMPTY
+    papers = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
+    paper = printed(spec.kind, group.method, column.metric, group.task) if papers else ""
+    value, std, scale = spread.mean, spread.std, column.scale
+    if spec.shows == "std":
+        if std is None:
+            return replace(EMPTY, paper=paper)
+        value, std = std, None
+    std = None if std is None else scale * std
+    entry = Entry(scale * value, f"{scale * value:.{column.decimals}f}", std, paper=paper, group=place, scale=scale)
+    if column.metric == "auroc_within":
+        entry = replace(entry, notes=(f"in {group.sampled['questions_with_both'].mean:g} of {group.n:,} questions",))
+    if spec.shows == "all":
+        interval, versus = group.intervals[column.metric], group.versus.get(column.metric)
+        entry = replace(
+            entry,
+            interval=_span(interval.low, interval.high, scale),
+            null=_span(group.null.low, group.null.high, scale) if column.metric == "ece" else None,
+            versus=versus,
+            mark="" if versus is None else versus.mark(column.metric),
+            notes=_instead_of_interval(group) if interval.reason is not None else (),
+        )
+    share = (group.sampled["sample_fallback_rate"] if spec.needs == "selection" else group.fallback_rate).mean
+    return replace(entry, forced=f"{100 * share:.0f} % forced", mark="") if share > MOST_FORCED else entry
+
+
+def _instead_of_interval(group: GroupNumbers) -> tuple[str, ...]:
+    """Return what is printed below an ECE outside its own interval, besides its null band."""
+    notes = [f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}"]
+    gap = group.gap
+    if gap.value is not None and (ends := _span(gap.low, gap.high, 100.0)) is not None:
+        notes.append(f"conf. - acc. {100 * gap.value:+.2f} [{ends[0]:+.2f}, {ends[1]:+.2f}]")
+    return tuple(notes)
+
+
+def _span(low: float | None, high: float | None, scale: float) -> tuple[float, float] | None:
+    return None if low is None or high is None else (scale * low, scale * high)
+
+
+def best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
+    """Set `best` on the highest or lowest printed value of each block and column; forced answers cannot win."""
+    rivals: dict[tuple[str, int], list[Entry]] = {}
+    for line in lines:
+        for place, entry in enumerate(line.entries):
+            if columns[place].better is not None and entry.value is not None and not entry.forced:
+                rivals.setdefault((line.block, place), []).append(entry)
+    best = {}
+    for (block, place), entries in rivals.items():
+        pick = max if columns[place].better == "higher" else min
+        if len(entries) > 1:
+            best[block, place] = pick(entries, key=lambda entry: entry.value or 0.0).text
+    marked = []
+    for line in lines:
+        entries = [
+            replace(entry, best=not entry.forced and entry.text == best.get((line.block, place)))
+            for place, entry in enumerate(line.entries)
+        ]
+        marked.append(replace(line, entries=tuple(entries)))
+    return tuple(marked)
+
+
+# ---- tables of training
+
+
+def trained_cells(results: Results) -> list[tuple[Cell, Training]]:
+    """Return one cell for each trained model: the one tested where it was trained, else its first test."""
+    models: dict[tuple[str, str, Budget | None, int], tuple[Cell, Training]] = {}
+    for cell in sorted(results.cells, key=lambda cell: cell.task != cell.trained_on):
+        if cell.training is not None:
+            models.setdefault((cell.trained_on, cell.method, cell.budget, cell.seed), (cell, cell.training))
+    return list(models.values())
+
+
+def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
+    """Return the methods and budgets of the trained models, in the order of the tables."""
+    rows = {(cell.method, cell.budget) for cell, _ in trained}
+    return sorted(rows, key=lambda row: (method_order(row[0]), row[1] != "paper"))
+
+
+def by_preferences(name: str) -> bool:
+    """Return whether a method is trained on pairs."""
+    return methods.known(name) and methods.method(name).stage == "preference"
+
+
+def budget_note(results: Results, budget: Budget | None) -> str:
+    """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
+    efforts: dict[str, list[str]] = {}
+    shown = [one for one in trained_cells(results) if one[0].budget in (None, budget) and by_preferences(one[0].method)]
+    for name, _ in trained_rows(shown):
+        trainings = [training for cell, training in shown if cell.method == name and training.rows and training.epochs]
+        if trainings:
+            pairs, epochs = _range([one.rows for one in trainings]), _range([one.epochs for one in trainings])
+            kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in trainings])
+            early = "" if kept == epochs else f", kept after {kept}"
+            efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
+    return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in efforts.items())
+
+
+def _range(values: Iterable[float | None]) -> str:
+    """Print the lowest and the highest value, with at most two decimals."""
+    known = [round(value, 2) for value in values if value is not None]
+    low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
+    return low if low == high else f"{low} to {high}"
+
+
+RATES = (
+    "Chosen by validation ECE, seed by seed. paper: the paper's choice for the same seed number, where pairs "
+    "and epochs are the paper's."
+)
+EFFORT = (
+    "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
+    "preference methods and a trace for supervised ones. Kept step: the one whose weights are tested, of all steps "
+    "(keep: {keep}). paper: minutes on one A100, for the paper's budget."
+)
+EFFORT_COLUMNS = (
+    Column("Minutes", "minutes"),
+    Column("ms a row and epoch", "each"),
+    Column("Million tokens", "tokens"),
+    Column("Kept step", "kept"),
+)
+
+
+def training_tables(results: Results) -> list[Table]:
+    """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps."""
+    trained = trained_cells(results)
+    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+    tables = []
+    for task in tasks:
+        shown = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
+        seeds = sorted({cell.seed for cell, _ in shown})
+        rates = tuple(Column(str(seed), str(seed), top="Seed", task=task) for seed in seeds)
+        title, lines = f"Learning rates, trained on {task_title(task)}", _training_lines("rates", shown, rates)
+        tables.append(Table(f"learning-rates-{task}", title, RATES, rates, lines, None, "rates"))
+    columns = tuple(replace(one, top=task_title(task), task=task) for task in tasks for one in EFFORT_COLUMNS)
+    caption = EFFORT.format(keep=results.recipe.get("keep", "as trained"))
+    lines = _training_lines("training", trained, columns)
+    return [*tables, Table("training", "Training time and tokens", caption, columns, lines, None, "training")]
+
+
+def _training_lines(kind: str, trained: Sequence[tuple[Cell, Training]], columns: Sequence[Column]) -> tuple[Line, ...]:
+    """Build a line for each method and budget; a column of learning rates takes the training of its seed."""
+    lines = []
+    for name, budget in trained_rows(trained):
+        entries = []
+        for column in columns:
+            trainings = [
+                training
+                for cell, training in trained
+                if (cell.method, cell.budget, cell.trained_on) == (name, budget, column.task)
+                and (kind != "rates" or str(cell.seed) == column.metric)
+            ]
+            entry = _effort("rate" if kind == "rates" else column.metric, trainings)
+            if entry.value is not None and all(papers_budget(name, budget, training) for training in trainings):
+                entry = replace(entry, paper=printed(kind, name, column.metric, column.task))
+            entries.append(entry)
+        title = method_title(name) + (f" ({budget_title(budget).lower()})" if budget else "")
+        lines.append(Line(name, title, method_group(name), tuple(entries)))
+    return tuple(lines)
+
+
+def _effort(quantity: str, trainings: Sequence[Training]) -> Entry:
+    """Print the mean of a quantity over the seeds that recorded it; kept steps as a range, a rate as it is."""
+    timed = [(one.seconds, one.rows, one.epochs) for one in trainings if one.seconds is not None]
+    kept = [(one.kept_step, one.steps) for one in trainings if one.kept_step is not None and one.steps]
+    quantities: dict[str, list[float]] = {
+        "rate": [one.learning_rate for one in trainings if one.learning_rate is not None],
+        "minutes": [seconds / 60 for seconds, _, _ in timed],
+        "each": [1e3 * seconds / rows / epochs for seconds, rows, epochs in timed if rows and epochs],
+        "tokens": [one.tokens / 1e6 for one in trainings if one.tokens is not None],
+        "kept": [step for step, _ in kept],
+    }
+    values = quantities[quantity]
+    if not values:
+        return EMPTY
+    mean = sum(values) / len(values)
+    if quantity == "kept":
+        return Entry(mean, f"{_range(values)} of {_range(steps for _, steps in kept)}")
+    return Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
