@@ -1,4 +1,4 @@
-"""The recipe: everything that an experiment is, as closed, typed models. An unknown key is an error."""
+"""The recipe: every setting of an experiment, as closed, typed models. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method
 from catto.problems import did_you_mean
 from catto.records import Split, checked_name
 
-# More bins than this hold no two answers of any file, and a resample costs their number.
+# With more bins than this no two answers of any file share one, and a resample takes time for each.
 MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
 
 
@@ -33,7 +33,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads `yes` as true, which would count as 1."""
+        """Refuse true where a number is expected: YAML reads `yes` as true, which would count as 1."""
         expected = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
             raise ValueError(f"expected a number, got {str(value).lower()}")
@@ -44,13 +44,16 @@ def expand(path: str) -> str:
     """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
 
     An unset variable without a default is an error: an empty path would silently name another place.
+
+    >>> expand("${CATTO_UNSET_VARIABLE:-models}/smollm2")
+    'models/smollm2'
     """
 
     def value(match: re.Match[str]) -> str:
-        found = os.environ.get(match["name"]) or match["default"]
-        if found is None:
+        setting = os.environ.get(match["name"]) or match["default"]
+        if setting is None:
             raise ValueError(f"environment variable {match['name']} is not set")
-        return found
+        return str(setting)
 
     return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
 
@@ -60,18 +63,19 @@ Place = Annotated[str, AfterValidator(expand)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
-# Where the teacher stands and how fast it is asked: no response depends on it.
+# How the teacher is reached and how fast it is asked: no response depends on it.
 REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"})
+# How rows are picked from responses.
 PICKING = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
 # `sampling: validation` chooses among these temperatures, on so many validation questions at most.
 SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
 
 
 class ResponseFields(Settings):
-    """Which columns of an existing dataset of responses hold what. None: the dataset has no such column."""
+    """The columns of an existing dataset of responses. None: the dataset has no such column."""
 
     question: str | None = "question"  # the question's id
-    prompt: str | None = None  # or its text, as the user's message puts it (for word labels: its fields suffice)
+    prompt: str | None = None  # or its text as in the user's message (for word labels, its fields suffice)
     text: str | None = "text"
     reasoning: str | None = None
     label: str | None = None
@@ -88,12 +92,12 @@ class ResponseFields(Settings):
 
 
 class TeacherSettings(Settings):
-    """How training questions become responses, and responses rows. Defaults: the paper's, where it gives them."""
+    """How training questions become responses, and responses rows. Defaults are the paper's where it gives them."""
 
     source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
-    model: str | None = None  # what the server calls it, or a model folder or hub id
+    model: str | None = None  # the server's name for it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
-    api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never written down
+    api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never stored
     extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
     responses: Place | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
@@ -119,10 +123,9 @@ class TeacherSettings(Settings):
         low, high = self.temperature
         if not 0 <= low <= high:
             raise ValueError(f"temperature: expected 0 <= low <= high, got {low}, {high}")
-        if self.source in ("server", "transformers") and self.model is None:
-            raise ValueError(f"model: needed for source {self.source}")
-        if self.source == "server" and self.base_url is None:
-            raise ValueError("base_url: needed for source server")
+        for name in {"server": ("model", "base_url"), "transformers": ("model",)}.get(self.source or "", ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}: needed for source {self.source}")
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
         if self.source == "labels" and self.reasoning:
@@ -131,23 +134,23 @@ class TeacherSettings(Settings):
 
     @field_serializer("base_url")
     def _without_login(self, value: str | None) -> str | None:
-        """A user and password in the address are used and never written down."""
+        """Leave out a user and password in the address: they are used and never stored."""
         return None if value is None else re.sub(r"//[^/?#]*@", "//", value, count=1)
 
     def asked(self) -> dict[str, Any]:
-        """What determines a response: all settings but those of `REACHING` and `PICKING`."""
-        excluded = REACHING | PICKING
+        """Return what determines a response: all settings but those of `REACHING` and `PICKING`."""
+        excluded = set(REACHING | PICKING)
         if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
-            excluded -= {"concurrency"}
-        return self.model_dump(mode="json", exclude=set(excluded))
+            excluded.remove("concurrency")
+        return self.model_dump(mode="json", exclude=excluded)
 
     def picked(self) -> dict[str, Any]:
-        """What determines the rows, beside the parser: all settings but those of `REACHING`."""
+        """Return what determines the rows, beside the parser: all settings but those of `REACHING`."""
         return self.model_dump(mode="json", exclude=set(REACHING))
 
 
 class ScratchModel(Settings):
-    """A small Qwen3 trained from nothing, with a tokenizer of whole words."""
+    """A small Qwen3 that is trained from scratch, with a tokenizer of whole words."""
 
     layers: int = Field(default=3, ge=1)
     width: int = Field(default=96, ge=8)
@@ -157,7 +160,7 @@ class ScratchModel(Settings):
 
 
 class ModelSettings(Settings):
-    """The base model: a folder or hub id, or one made from scratch."""
+    """The base model: a folder or hub id, or a new one with random weights."""
 
     path: Place | None = None
     scratch: ScratchModel | None = None
@@ -189,12 +192,12 @@ class TaskSettings(Settings):
     reliabilities: list[float] | None = None
 
     def knobs(self) -> dict[str, Any]:
-        """What is set of the embedded world's own settings."""
+        """Return those settings of the embedded world that are set."""
         return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
 class StageSettings(Settings):
-    """How a kind of training runs. None: what METHODS says (the paper's value). `trl` goes to the trainer as it is."""
+    """How a kind of training runs. None: the value in METHODS, the paper's. `trl` goes to the trainer as it is."""
 
     learning_rates: tuple[Rate, ...] | None = Field(default=None, min_length=1)
     epochs: int | None = Field(default=None, ge=1)
@@ -256,49 +259,41 @@ class Recipe(Settings):
     outcome: OutcomeSettings = OutcomeSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
-    @field_validator("name")
-    @classmethod
-    def _named(cls, value: str) -> str:
-        return checked_name(value, "recipe")
-
-    @field_validator("tasks")
-    @classmethod
-    def _tasks_named(cls, value: dict[str, TaskSettings]) -> dict[str, TaskSettings]:
-        for name in value:
-            checked_name(name, "task")
-        return value
-
     @field_validator("tasks", mode="before")
     @classmethod
     def _bare_names(cls, value: Any) -> Any:
-        """`snli:` with nothing behind it is the task with its own settings."""
-        return (
-            {name: {} if block is None else block for name, block in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
+        """Read `snli:` with nothing after it as the task with its own settings."""
+        if not isinstance(value, dict):
+            return value
+        return {name: {} if block is None else block for name, block in value.items()}
+
+    @field_validator("name", "tasks")
+    @classmethod
+    def _named(cls, value: Any, info: ValidationInfo) -> Any:
+        for name in [value] if info.field_name == "name" else value:
+            checked_name(name, "recipe" if info.field_name == "name" else "task")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if unknown := [name for name in self.methods if not known(name)]:
-            names = [*METHODS, *(name + SCALED for name in METHODS)]
-            raise ValueError(
-                f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}, nor one of them with {SCALED}"
-                f"{did_you_mean(unknown[0], names)}"
-            )
+        for name in self.methods:
+            if not known(name):
+                close = did_you_mean(name, [*METHODS, *(scaled + SCALED for scaled in METHODS)])
+                names = f"{', '.join(METHODS)}, nor one of them with {SCALED}"
+                raise ValueError(f"methods: {name!r} is not one of {names}{close}")
+            start = method(name).start
+            if start != "base" and start not in self.methods:
+                raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
         rates = {f"{name}.learning_rates": getattr(self, name).learning_rates for name in ("sft", "preference", "rcft")}
-        lists = {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}
-        for name, given in lists.items():
-            if given is not None and len(set(given)) < len(given):
-                raise ValueError(f"{name}: one stands twice in {', '.join(map(str, given))}")
+        for name, values in {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}.items():
+            if values is not None and len(set(values)) < len(values):
+                raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         scaled = [name for name in self.methods if method(name).stage == "scaling"]
         if self.evaluation.engine == "vllm" and (self.evaluation.k or scaled):
-            what = f"leave {scaled[0]} out of the methods" if scaled else "set evaluation.k: []"
-            raise ValueError(f"evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted on: {what}")
-        for name in self.methods:
-            start = method(name).start
-            if start != "base" and start not in self.methods:
-                raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+            remedy = f"leave {scaled[0]} out of the methods" if scaled else "set evaluation.k: []"
+            raise ValueError(
+                f"evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted on: {remedy}"
+            )
         return self
