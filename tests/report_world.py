@@ -15,7 +15,7 @@ from catto.files import write_records
 from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question
-from catto.report import build
+from catto.report.build import build, read
 from catto.report.measuring import Answered, measure
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.report.page import Browser
@@ -105,16 +105,16 @@ def measured(world: World) -> Measured:
     """Write, read and measure a world once; its folder goes with the process."""
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
     results = write_world(folder, world)
-    read = build._read(results, folder)
-    numbers = measure(results, folder, read.cells, read.questions)
-    return Measured(results, folder, read.cells, read.questions, numbers, read.browser)
+    answers, questions, browser = read(results, folder)
+    numbers = measure(results, folder, answers, questions)
+    return Measured(results, folder, answers, questions, numbers, browser)
 
 
 @cache
 def built(world: World) -> Path:
     """Write a world and build its report once, figures and all; return the experiment's folder."""
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
-    build.build(write_world(folder, world), folder, folder / "out")
+    build(write_world(folder, world), folder, folder / "out")
     return folder
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from catto.files import read_records
 from catto.measure import Sources
 from catto.records import Prediction
 from catto.report.build import build
+from catto.report.figures import Picture
 from catto.report.numbers import Cell, Spread
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, Drawn, page, script_json
-from catto.report.plotting import Picture, inlined, svg
+from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inlined, page, script_json
+from catto.report.reliability import rendered
 from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
@@ -159,8 +159,9 @@ def test_the_page_may_run_its_own_script_and_load_nothing(plain: str) -> None:
 def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> None:
     world = measured(SMALL)
     names = ("two words", HOSTILE, "a'b\"c")
-    picture = Picture("name", "Title", "Caption", Figure, "inputs", "reliability", None, names, names)
-    text = page(world.results, world.numbers, [], [Drawn(picture, svg(Figure()))], world.browser)
+    picture = Picture("risk", "name", "where", {"": {}}, None, names, names)
+    svg = rendered(picture.draw, ".svg").decode()
+    text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)
     listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]
     assert listed == [list(names)] * 2

@@ -16,10 +16,10 @@ from rich.console import Console
 from catto.measure import Sources
 from catto.metrics.statistics import holm
 from catto.report import render
+from catto.report.figures import look
 from catto.report.measuring import _corrected, papers_budget, trained_model
 from catto.report.numbers import Band, Number, Numbers, Spread, Training, Versus
 from catto.report.page import headline
-from catto.report.plotting import colour, marker
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
     all_tables,
@@ -454,7 +454,7 @@ def test_a_suffix_scales_any_trained_method() -> None:
     name = "dpo+outcome+ts"
     assert (method_title(name), method_group(name)) == ("DPO + outcome + temperature scaling", "DPO")
     assert sorted(["unknown", name, "dpo+outcome", "sft"], key=method_order) == ["sft", "dpo+outcome", name, "unknown"]
-    looks = {(colour(one), marker(one)) for one in (name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown")}
+    looks = {look(one) for one in (name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown")}
     assert len(looks) == 5
     world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
     tables = all_tables(world.numbers, world.results)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy.stats import binom
 
 from catto.metrics.ranking import THRESHOLDS, risk_coverage, threshold_for_risk, upper_bound
-from catto.report.figures import draw_risk_coverage
+from catto.report.figures import draw_risk
 
 # world -> (confidence of a uniform number, chance of being right at that confidence)
 WORLDS = {
@@ -84,8 +85,9 @@ def test_the_figure_draws_the_curve_and_the_threshold() -> None:
     z = rng.random(500) < c + 0.1
     curve, found = risk_coverage(c, z), threshold_for_risk(c, z, risk=0.15)
     assert found.threshold is not None
-    axes = draw_risk_coverage({"sft": curve}, found).axes[0]
+    axes = Figure().subplots()
+    draw_risk(axes, {"sft": curve}, found)
     line, *_, point = axes.lines
     assert line.get_xdata() == pytest.approx(curve.coverage)
     assert (point.get_xdata()[0], point.get_ydata()[0]) == (found.coverage, found.errors / found.answered)
-    assert axes.get_legend().get_texts()[0].get_text() == "sft"
+    assert axes.get_legend_handles_labels()[1] == ["SFT", "risk 15 %", f"confidence >= {found.threshold:.4g}"]

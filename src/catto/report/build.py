@@ -1,107 +1,70 @@
-"""Results -> tables, figures, numbers and the page."""
+"""Results -> numbers, tables, figures and the page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from catto.files import library_versions, replacing
-from catto.problems import DataError
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
+from catto.report.figures import pictures
 from catto.report.measuring import Answered, Protocol, Tick, answered, measure, predictions_of, questions_of, row_count
-from catto.report.numbers import Numbers, Results
-from catto.report.page import MOST_ROWS, Browser, Drawn, page
-from catto.report.plotting import Picture, svg
-from catto.report.render import Table, csv_text, latex, markdown
+from catto.report.numbers import Results
+from catto.report.page import MOST_ROWS, Browser, page
+from catto.report.reliability import rendered
+from catto.report.render import csv_text, latex, markdown
 from catto.report.tables import all_tables
 
-__all__ = ["build"]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Everything read from an experiment's folder."""
-
-    cells: list[Answered]
-    questions: dict[str, dict[str, Question]]
-    browser: Browser
+__all__ = ["build", "read"]
 
 
 def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) -> Path:
     """Write report.html, tables, figures and numbers.json into `out`; return the page's path.
 
-    What stands in `out` from an earlier build and has the same inputs is taken over. `tick` is called
+    Numbers and figures of an earlier build in `out` with the same inputs are kept. `tick` is called
     `catto.report.measuring.steps(results)` times.
     """
-    read = _read(results, folder)
-    numbers = measure(results, folder, read.cells, read.questions, store.read(out / "numbers.json"), tick)
+    answers, questions, browser = read(results, folder)
+    numbers = measure(results, folder, answers, questions, store.read(out / "numbers.json"), tick)
     store.write(numbers, out / "numbers.json")
     tables = all_tables(numbers, results)
-    _write_tables(tables, out / "tables")
-    drawn = _draw(_pictures(results, numbers, read.cells), out / "figures")
-    path = out / "report.html"
-    with replacing(path) as file:
-        file.write(page(results, numbers, tables, drawn, read.browser))
-    return path
+    for table in tables:
+        # LaTeX is for a printed page, where the paper's columns are as many as fit.
+        texts = {"md": markdown(table), "tex": latex(table.in_papers_shape()), "csv": csv_text(table)}
+        for ending, text in texts.items():
+            _write(out / "tables" / f"{table.name}.{ending}", text)
+    made_by = [VERSION, library_versions("matplotlib")]
+    inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
+    key, note = content_hash(inputs), out / "figures" / "inputs.json"
+    known = note.exists() and key in note.read_text(encoding="utf-8", errors="replace")
+    drawn = []
+    for picture in pictures(results, numbers, answers):
+        path = out / "figures" / f"{picture.name}.svg"
+        if not (known and path.exists()):
+            _write(path, rendered(picture.draw, ".svg").decode())
+        drawn.append((picture, path.read_text(encoding="utf-8")))
+    _write(note, json.dumps({"inputs": key}) + "\n")
+    _write(out / "report.html", page(results, numbers, tables, drawn, browser))
+    return out / "report.html"
 
 
-def _read(results: Results, folder: Path) -> _Read:
+def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict[str, Question]], Browser]:
+    """Read an experiment's answers, questions, and the predictions that the page shows."""
     if not results.cells:
         raise ValueError("results has no cells, expected at least one")
     protocol, questions = Protocol.of(results), questions_of(results, folder)
     rows = sum(row_count(folder / cell.predictions) for cell in results.cells)
     quota = rows if rows <= MOST_ROWS else max(1, MOST_ROWS // len(results.cells))
-    browser, cells = Browser(questions, quota), []
+    browser, answers = Browser(questions, quota), []
     for cell in results.cells:
         predictions = list(predictions_of(cell, folder))
-        cells.append(answered(cell, predictions, folder, protocol.unparsed_wrong))
+        answers.append(answered(cell, predictions, folder, protocol.unparsed_wrong))
         browser.add(cell, predictions)
-    return _Read(cells, questions, browser)
+    return answers, questions, browser
 
 
-def _write_tables(tables: Sequence[Table], folder: Path) -> None:
-    for table in tables:
-        # LaTeX is for a printed page, where the paper's columns are as many as fit.
-        texts = {"md": markdown(table), "tex": latex(table.in_papers_shape()), "csv": csv_text(table)}
-        for ending, text in texts.items():
-            with replacing(folder / f"{table.name}.{ending}") as file:
-                file.write(text)
-
-
-def _pictures(results: Results, numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:
-    from catto.report.figures import answer_pictures, score_pictures, selection_pictures, training_pictures
-
-    scores, answers = score_pictures(numbers), answer_pictures(numbers, cells)
-    return [*scores, *answers, *selection_pictures(numbers), *training_pictures(results, numbers)]
-
-
-def _draw(pictures: Sequence[Picture], folder: Path) -> list[Drawn]:
-    """Draw what is not there yet; `inputs.json` says from which numbers each file was drawn."""
-    place = folder / "inputs.json"
-    known = _known_inputs(place)
-    version = [VERSION, library_versions("matplotlib").get("matplotlib")]
-    inputs = {one.name: content_hash([version, one.title, one.inputs]) for one in pictures}
-    drawn = []
-    for picture in pictures:
-        path = folder / f"{picture.name}.svg"
-        if known.get(picture.name) != inputs[picture.name] or not path.exists():
-            with replacing(path) as file:
-                file.write(svg(picture.draw()))
-        drawn.append(Drawn(picture, path.read_text(encoding="utf-8")))
-    with replacing(place) as file:
-        file.write(json.dumps(inputs, indent=1) + "\n")
-    return drawn
-
-
-def _known_inputs(path: Path) -> dict[str, str]:
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(path, None, f"not JSON: {error}; delete it to draw afresh") from None
-    return found if isinstance(found, dict) else {}
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text)

@@ -1,526 +1,379 @@
-"""The risk-coverage figure: how often answers are wrong when only the most confident are given.
-
-The figures of the training: validation over steps, learning rates, time.
-
-The figures of the answers: reliability, histograms, risk and coverage, Confidence@k.
-
-The figures of the scores: ECE against chance, accuracy against ECE, seeds, and the known world.
-"""
+"""The figures of the report: which there are, and for each kind a function that draws numbers on axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import NullFormatter
 
-from catto.methods import Budget
+from catto.methods import SCALED, Budget
 from catto.metrics.catalogue import reliability, risk_coverage
 from catto.metrics.ranking import RiskCoverage, Threshold
-from catto.metrics.statistics import NullBand
-from catto.records import content_hash
-from catto.report.measuring import CONFIDENCE, Answered, place_of
-from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Results, Training
-from catto.report.plotting import Picture, canvas, colour, legend, marker, panel_width, styled, tidy
-from catto.report.reliability import BLUE, GREY, INK, RED, STYLE, Panel
+from catto.report import tables
+from catto.report.measuring import CONFIDENCE, Answered
+from catto.report.numbers import CellNumbers, GroupNumbers, Number, Numbers, Results, Training
+from catto.report.reliability import BLUE, GREY, INK, RED, Panel, percent
 from catto.report.reliability import figure as reliability_figure
-from catto.report.tables import (
-    SETTING_STEMS,
-    SETTING_TITLES,
-    Setting,
-    budget_title,
-    by_preferences,
-    method_order,
-    method_title,
-    of_setting,
-    stem,
-    task_order,
-    task_title,
-    tasks_of,
-    trained_cells,
-    trained_rows,
-)
-from catto.report.tables import setting_title as setting_title
+from catto.report.tables import budget_title, method_order, method_title, setting_title, stem, task_order, task_title
 
-# ---- risk
+__all__ = ["KINDS", "Picture", "draw_risk", "look", "pictures"]
 
-
-# Solid, dashed, dotted and dash-dotted lines tell curves apart in grey print.
-LINES: tuple[tuple[str, Any], ...] = ((BLUE, "-"), (RED, "--"), (INK, ":"), (GREY, "-."))
-
-
-def draw_risk_coverage(curves: Mapping[str, RiskCoverage], threshold: Threshold | None = None) -> Figure:
-    """Draw one curve a name, and where given the threshold's place and the risk that it keeps."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
-        axes = figure.add_subplot()
-        for place, (name, curve) in enumerate(curves.items()):
-            colour, line = LINES[place % len(LINES)]
-            axes.step(curve.coverage, curve.risk, where="pre", color=colour, linestyle=line, label=name)
-        if threshold is not None:
-            _mark(axes, threshold)
-        _label(axes)
-    return figure
-
-
-def _mark(axes: Axes, found: Threshold) -> None:
-    axes.axhline(found.risk, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), label=f"risk {100 * found.risk:g} %")
-    if found.threshold is not None:
-        label = f"confidence >= {found.threshold:.4g}"
-        axes.plot(found.coverage, found.errors / found.answered, "o", color=INK, markersize=5, label=label)
-
-
-def _label(axes: Axes) -> None:
-    axes.set_xlabel("Coverage (share answered)")
-    axes.set_ylabel("Risk (share of those wrong)")
-    axes.set_xlim(0, 1)
-    axes.set_ylim(bottom=0)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.legend(fontsize=8.0, edgecolor=GREY)
-
-
-# ---- figures_training
-
-
-Trained = Sequence[tuple[Cell, Training]]
-HISTORY = (
-    "Mean over seeds at every checkpoint; each method's own stage starts at step 0. Read after given reasoning, the "
-    "teacher's for SFT and the starting model's for the others: a model whose own reasoning broke can look well here."
-)
-
-
-def training_pictures(results: Results, numbers: Numbers) -> list[Picture]:
-    """ECE and accuracy over training, training time, and chosen learning rates."""
-    trained, found = trained_cells(results), []
-    for task in sorted({cell.trained_on for cell, _ in trained}, key=task_order):
-        mine = [one for one in trained if one[0].trained_on == task]
-        for budget in numbers.budgets:
-            shown = [one for one in mine if one[0].budget in (None, budget) and one[1].history]
-            if shown:
-                title = f"Validation over training: {task_title(task)}, {budget_title(budget).lower()}"
-                caption = HISTORY
-                name = stem(f"history-{task}", budget)
-                draw, inputs = partial(_history, shown), _inputs(shown)
-                found.append(Picture(name, title, caption, draw, inputs, "history", budget, (task,)))
-        if any(by_preferences(cell.method) for cell, _ in mine):
-            caption = "Chosen by validation ECE, seed by seed."
-            title = f"Learning rates: {task_title(task)}"
-            name, draw = f"learning-rates-{task}", partial(_rates, mine)
-            found.append(Picture(name, title, caption, draw, _inputs(mine), "rates", None, (task,)))
-    if any(training.seconds for _, training in trained):
-        caption = "Each method's own stage, mean over seeds."
-        tasks = tuple(sorted({cell.trained_on for cell, _ in trained}, key=task_order))
-        draw = partial(_minutes, trained, tasks)
-        found.append(Picture("training", "Training time", caption, draw, _inputs(trained), "training", None, tasks))
-    return found
-
-
-def _inputs(trained: Trained) -> str:
-    return content_hash(
-        [[cell.model_dump(mode="json"), training.model_dump(mode="json")] for cell, training in trained]
-    )
-
-
-def _history(shown: Trained) -> Figure:
-    methods = sorted({cell.method for cell, _ in shown}, key=method_order)
-    with styled():
-        figure, axes = canvas(1, 2, 6.2, 3.6)
-        for panel, key, name in zip(axes, ("val_ece", "val_accuracy"), ("ECE", "accuracy"), strict=True):
-            for method in methods:
-                steps, values = _mean_history([t for cell, t in shown if cell.method == method], key)
-                panel.plot(steps, values, color=colour(method), marker=marker(method), markersize=4, linewidth=1.3)
-            tidy(panel, "Step", f"Validation {name}, per cent")
-        legend(figure, methods)
-    return figure
-
-
-def _mean_history(trainings: Sequence[Training], key: str) -> tuple[list[float], list[float]]:
-    """The mean over seeds at every step that has the value."""
-    found: dict[float, list[float]] = {}
-    for training in trainings:
-        for point in training.history:
-            if "step" in point and key in point:
-                found.setdefault(point["step"], []).append(100 * point[key])
-    return sorted(found), [float(np.mean(found[step])) for step in sorted(found)]
-
-
-def _log_axis(axes: Axes) -> None:
-    """A logarithmic axis with plain numbers; the default writes TeX, which stays unrendered in SVG text."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _row_axis(axes: Axes, rows: Sequence[tuple[str, Budget | None]]) -> None:
-    names = [method_title(method) + (f" ({budget})" if budget else "") for method, budget in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-
-
-def _rates(trained: Trained) -> Figure:
-    shown = [one for one in trained if by_preferences(one[0].method)]
-    rows = trained_rows(shown)
-    with styled():
-        figure, (axes,) = canvas(1, 1, 4.8, 0.8 + 0.34 * len(rows))
-        for cell, training in shown:
-            if training.learning_rate:
-                line = rows.index((cell.method, cell.budget))
-                axes.plot(training.learning_rate, line, color=colour(cell.method), marker="o", alpha=0.4, markersize=9)
-        rates = sorted({training.learning_rate for _, training in shown if training.learning_rate})
-        _log_axis(axes)
-        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        tidy(axes, "Learning rate (one disc a seed)")
-        _row_axis(axes, rows)
-    return figure
-
-
-def _minutes(trained: Trained, tasks: Sequence[str]) -> Figure:
-    rows = trained_rows(trained)
-    with styled():
-        figure, axes = canvas(1, len(tasks), panel_width(len(tasks)), 0.9 + 0.3 * len(rows), sharey=True)
-        for panel, task in zip(axes, tasks, strict=True):
-            for line, (method, budget) in enumerate(rows):
-                seconds = [
-                    training.seconds
-                    for cell, training in trained
-                    if (cell.trained_on, cell.method, cell.budget) == (task, method, budget) and training.seconds
-                ]
-                if seconds:
-                    minutes = float(np.mean(seconds)) / 60
-                    panel.barh(line, minutes, 0.62, color=colour(method))
-                    panel.annotate(f"{minutes:.3g}", (minutes, line), (3, 0), textcoords="offset points", va="center")
-            panel.margins(x=0.15)  # room for the numbers
-            tidy(panel, "Minutes", title=task_title(task))
-        _row_axis(axes[0], rows)
-    return figure
-
-
-# ---- figures_more
-
-
-# The four panels of the paper's figure, and ours beside them.
-PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")
-
-
-def answer_pictures(numbers: Numbers, cells: Sequence[Answered]) -> list[Picture]:
-    """Reliability, histograms and risk-coverage of the first seed, a set for each task and budget."""
-    found = []
-    for budget in numbers.budgets:
-        for trained_on, task in _places(cells):
-            mine = [one for one in cells if (one.cell.trained_on, one.cell.task) == (trained_on, task)]
-            first = min(one.cell.seed for one in mine)
-            shown = [one for one in mine if one.cell.seed == first and one.cell.budget in (None, budget)]
-            shown.sort(key=lambda one: method_order(one.cell.method))
-            found += _of_answers(numbers, shown, budget)
-    return found
-
-
-def _places(cells: Iterable[Answered]) -> list[tuple[str, str]]:
-    found = {(one.cell.trained_on, one.cell.task) for one in cells}
-    return sorted(found, key=lambda place: (place[0] != place[1], task_order(place[1]), place[0]))
-
-
-def _of_answers(numbers: Numbers, shown: Sequence[Answered], budget: Budget | None) -> list[Picture]:
-    cell = shown[0].cell
-    tag = cell.task if cell.task == cell.trained_on else f"{cell.task}-from-{cell.trained_on}"
-    where = f"{setting_title(cell.trained_on, cell.task)}, {budget_title(budget).lower()}, seed {cell.seed}"
-    records = {one.cell.method: _record(one.cell, numbers) for one in shown}
-    panels = [one for one in shown if one.cell.method in PANELS] or shown[: len(PANELS)]
-    panels = sorted(panels, key=lambda one: (*PANELS, one.cell.method).index(one.cell.method))
-    inputs = content_hash([numbers.bins, [record.input for record in records.values()]])
-    told = "Bars: accuracy by confidence; red: the gap to the mean confidence. Below: how often each confidence occurs."
-    common = (budget, (cell.task,))
-    found = [
-        Picture(stem(f"reliability-{tag}", budget), f"Reliability: {where}", told,
-                partial(_reliability, panels, numbers), inputs, "reliability", *common),
-        Picture(stem(f"histogram-{tag}", budget), f"Confidence of right and wrong answers: {where}",
-                "A well ordered model has its wrong answers (red) on the left.",
-                partial(_histograms, shown, numbers.bins), inputs, "histogram", *common),
-        Picture(stem(f"risk-{tag}", budget), f"Risk and coverage: {where}",
-                "Answer only the most confident share: how many of those are wrong? Lower is better.",
-                partial(_risk, shown), inputs, "risk", *common),
-    ]  # fmt: skip
-    for one in shown:
-        # A model that both budgets share is drawn once.
-        if budget == numbers.budgets[0] or one.cell.budget is not None:
-            method = one.cell.method
-            name, title = stem(f"reliability-{tag}-{method}", one.cell.budget), f"{method_title(method)}: {where}"
-            draw, key = partial(_reliability, [one], numbers), content_hash([numbers.bins, records[method].input])
-            found.append(Picture(name, title, told, draw, key, "reliability-one", *common, (method,)))
-    return found
-
-
-def _record(cell: Cell, numbers: Numbers) -> CellNumbers:
-    return next(one for one in numbers.cells if place_of(one) == place_of(cell))
-
-
-def _reliability(shown: Sequence[Answered], numbers: Numbers) -> Figure:
-    return reliability_figure([_panel(one, numbers) for one in shown])
-
-
-def _panel(one: Answered, numbers: Numbers) -> Panel:
-    null = _record(one.cell, numbers).null
-    band = NullBand(null.mean, null.low, null.high, numbers.level)
-    bins = reliability(one.confidence, one.correct, numbers.bins)
-    return Panel(method_title(one.cell.method), bins, band, one.sources)
-
-
-def _histograms(shown: Sequence[Answered], bins: int) -> Figure:
-    columns = min(5, len(shown))
-    edges = np.linspace(0, 1, bins + 1)
-    with styled():
-        figure, axes = canvas(-(-len(shown) // columns), columns, 2.5, 1.9, sharex=True, sharey=True)
-        for panel in axes[len(shown) :]:
-            panel.set_visible(False)
-        for panel, one in zip(axes, shown, strict=False):
-            parts = [one.confidence[one.correct], one.confidence[~one.correct]]
-            weights = [np.full(len(part), 1 / len(one)) for part in parts]
-            panel.hist(parts, edges.tolist(), weights=weights, stacked=True, histtype="stepfilled", color=[BLUE, RED])
-            tidy(panel, title=_narrow(one.cell.method))
-            panel.title.set_fontsize(8)
-            panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes[0].legend(["wrong", "right"], frameon=False, loc="upper left", fontsize=8)
-        figure.supxlabel("Confidence", fontsize=9)
-    return figure
-
-
-def _narrow(method: str) -> str:
-    """A method as a small panel is headed: scaling on a line of its own."""
-    return method_title(method).replace(" + temperature scaling", "\n+ temperature scaling")
-
-
-def _risk(shown: Sequence[Answered]) -> Figure:
-    curves = {method_title(one.cell.method): risk_coverage(one.confidence, one.correct) for one in shown}
-    with styled():
-        figure = draw_risk_coverage(curves)
-        figure.set_size_inches(8.6, 4.4)
-        axes = figure.axes[0]
-        for line, one in zip(axes.lines, shown, strict=True):
-            line.set(color=colour(one.cell.method), linewidth=1.4)
-        axes.set_ylim(bottom=0)
-        tidy(axes, axes.get_xlabel(), axes.get_ylabel())
-        if (old := axes.get_legend()) is not None:
-            old.remove()
-        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
-RULE_LINES = {
-    CONFIDENCE: ("#0E9F6E", "-", "o"),
-    "majority vote": ("#1B6CA8", "-", "s"),
-    "confidence-weighted vote": ("#8A4B94", "--", "^"),
-    "mean log-probability": ("#E08E0B", "-.", "v"),
-    "one random sample": (GREY, ":", ""),
-    "oracle": (INK, ":", ""),
+# Methods differ by marker too, for grey print and colour blindness.
+LOOKS = {
+    "sft": ("#6B7C8C", "o"),
+    "sft+ts": ("#56A4D8", "v"),
+    "sft+ls": ("#1B6CA8", "s"),
+    "sft+outcome": ("#4D6A2E", "p"),
+    "dpo": (RED, "D"),
+    "dpo+ts": ("#E08E0B", "^"),
+    "cft": ("#C37FB0", "<"),
+    "rcft": ("#8A4B94", ">"),
+    "dpo+bce": ("#A8871C", "P"),
+    "dpo+catto": ("#0E9F6E", "*"),
+    "dpo+outcome": (INK, "X"),
+    "dpo+outcome-pairs": ("#2A9DA8", "h"),
+    "dpo+replay": ("#9C5A33", "8"),
 }
+RULES = {
+    CONFIDENCE: ("#0E9F6E", "o-"),
+    "majority vote": ("#1B6CA8", "s-"),
+    "confidence-weighted vote": ("#8A4B94", "^--"),
+    "mean log-probability": ("#E08E0B", "v-."),
+    "one random sample": (GREY, ":"),
+    "oracle": (INK, ":"),
+}
+PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four, and ours beside them
+ECE, ACCURACY = "ECE, per cent", "Accuracy, per cent"
+
+Row = tuple[str, Budget | None]  # a method, and its budget where a figure shows several
+Groups = Mapping[Row, Sequence[GroupNumbers]]
+Trainings = Mapping[Row, Sequence[Training]]
 
 
-def selection_pictures(numbers: Numbers) -> list[Picture]:
-    """Accuracy over k of each way to pick, a panel a method; a figure for each task and budget."""
-    found = []
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the report. `name`: stem of its file; `where`: end of its title; `contents`: what its panels show.
+
+    The page has a title and a caption for each kind, and hides a picture by its budget, tasks and methods.
+    """
+
+    kind: str  # an entry of KINDS, or "reliability"; what follows a dash says where on the page
+    name: str
+    where: str
+    contents: Any
+    budget: Budget | None = None
+    tasks: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    def draw(self) -> Figure:
+        """Draw one panel for each entry of `contents`."""
+        kind = self.kind.partition("-")[0]
+        return reliability_figure(self.contents) if kind == "reliability" else panels(self.contents, KINDS[kind])
+
+
+def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
+    """Yield every figure of the report. answers: those of `numbers.cells`, in the same order."""
     for budget in numbers.budgets:
-        groups = [(place, group) for place, group in of_setting(numbers, "in", budget) if group.selection]
-        for task in tasks_of(groups):
-            shown = [group for _, group in groups if group.task == task]
-            title = f"Picking one of k answers: {task_title(task)}, {budget_title(budget).lower()}"
-            caption = (
-                "The oracle is right if any of the k answers is: an upper bound for every rule. Red, the same at every "
-                "k: the one greedy answer."
-            )
-            name = stem(f"confidence-at-k-{task}", budget)
-            inputs = content_hash([group.input for group in shown])
-            found.append(Picture(name, title, caption, partial(_over_k, shown), inputs, "k", budget, (task,)))
-    return found
+        yield from score_pictures(numbers, budget)
+        yield from answer_pictures(numbers, answers, budget)
+    yield from training_pictures(results, numbers)
 
 
-def _over_k(groups: Sequence[GroupNumbers]) -> Figure:
-    columns = min(5, len(groups))
-    with styled():
-        figure, axes = canvas(-(-len(groups) // columns), columns, 2.5, 2.2, sharex=True, sharey=True)
-        for panel in axes[len(groups) :]:
-            panel.set_visible(False)
-        for panel, group in zip(axes, groups, strict=False):
-            _rule_lines(panel, group)
-        handles, labels = axes[0].get_legend_handles_labels()
-        width = figure.get_size_inches()[0]
-        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, int(width / 1.9)), frameon=False)
-        figure.supylabel("Accuracy, per cent", fontsize=9)
-    return figure
+def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
+    """The numbers of the score tables, and Confidence@k."""
+    for setting, title in tables.SETTING_TITLES.items():
+        groups = [group for _, group in tables.of_setting(numbers, setting, budget)]
+        cells = [cell for cell in numbers.cells if cell.budget in (None, budget)]
+        cells = [cell for cell in cells if (cell.task == cell.trained_on) == (setting == "in")]
+        known = [group for group in groups if group.world]
+        kinds: dict[str, Sequence[GroupNumbers | CellNumbers]]
+        kinds = {"ece": groups, "scatter": groups, "seeds": cells, "world": known}
+        for kind, shown in kinds.items():
+            if shown:
+                contents = by_task((one.task, (one.method, None), one) for one in shown)
+                name, where = f"{kind}-{tables.SETTING_STEMS[setting]}", f"{title}, {budget_title(budget).lower()}"
+                tasks = tuple(dict.fromkeys(one.task for one in shown))
+                yield Picture(f"{kind}-{setting}", stem(name, budget), where, contents, budget, tasks)
+    sampled = [group for _, group in tables.of_setting(numbers, "in", budget) if group.selection]
+    for task in tables.tasks_of(enumerate(sampled)):
+        contents = {method_title(group.method): group for group in sampled if group.task == task}
+        name, where = stem(f"confidence-at-k-{task}", budget), f"{task_title(task)}, {budget_title(budget).lower()}"
+        yield Picture("k", name, where, contents, budget, (task,))
 
 
-def _rule_lines(axes: Axes, group: GroupNumbers) -> None:
-    sizes = sorted(group.selection)
-    for rule, (shade, line, mark) in RULE_LINES.items():
-        values = [100 * group.selection[k][rule].mean for k in sizes]
-        axes.plot(sizes, values, color=shade, linestyle=line, marker=mark, markersize=4, linewidth=1.3, label=rule)
-    greedy = 100 * group.metrics["accuracy"].mean
-    axes.axhline(greedy, color=RED, linewidth=1.0, linestyle=(0, (5, 2)), label="one greedy answer")
-    tidy(axes, title=_narrow(group.method))
-    axes.title.set_fontsize(8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(k) for k in sizes])
+def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
+    """Reliability, histograms and risk-coverage of the first seed, for each training set and task."""
+    places: dict[tuple[str, str], list[tuple[CellNumbers, Answered]]] = defaultdict(list)
+    for pair in zip(numbers.cells, answers, strict=True):
+        places[pair[0].trained_on, pair[0].task].append(pair)
+    for trained_on, task in sorted(places, key=lambda place: (place[0] != place[1], task_order(place[1]), place[0])):
+        seed = min(cell.seed for cell, _ in places[trained_on, task])
+        shown = [pair for pair in places[trained_on, task] if pair[0].seed == seed and pair[0].budget in (None, budget)]
+        diagrams, histograms, curves = {}, {}, {}
+        for cell, given in sorted(shown, key=lambda pair: method_order(pair[0].method)):
+            bins = reliability(given.confidence, given.correct, numbers.bins)
+            diagrams[cell.method] = Panel(method_title(cell.method), bins, cell.null, cell.sources)
+            histograms[method_title(cell.method)] = given, numbers.bins
+            curves[cell.method] = risk_coverage(given.confidence, given.correct)
+        paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
+        tag = task if task == trained_on else f"{task}-from-{trained_on}"
+        where = f"{setting_title(trained_on, task)}, {budget_title(budget).lower()}, seed {seed}"
+        contents = {"reliability": paper or [*diagrams.values()][:5], "histogram": histograms, "risk": {"": curves}}
+        for kind, content in contents.items():
+            yield Picture(kind, stem(f"{kind}-{tag}", budget), where, content, budget, (task,))
+        for cell, _ in shown:
+            if cell.budget is not None or budget == numbers.budgets[0]:  # a model that both budgets share: once
+                name, panel = stem(f"reliability-{tag}-{cell.method}", cell.budget), diagrams[cell.method]
+                one = f"{panel.title}, {where}"
+                yield Picture("reliability-one", name, one, [panel], budget, (task,), (cell.method,))
 
 
-# ---- figures
-
-
-Groups = Sequence[GroupNumbers]
-
-
-def score_pictures(numbers: Numbers) -> list[Picture]:
-    """The pictures of the score tables, of their deviations, and of the known world."""
-    found: list[Picture] = []
-    settings: tuple[Setting, ...] = ("in", "out")
-    for setting in settings:
+def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
+    """Validation over training, learning rates and training time."""
+    trained = tables.trained_cells(results)
+    tasks = tuple(sorted({cell.trained_on for cell, _ in trained}, key=task_order))
+    for task in tasks:
+        mine = [pair for pair in trained if pair[0].trained_on == task]
         for budget in numbers.budgets:
-            groups = [group for _, group in of_setting(numbers, setting, budget)]
-            if groups:
-                found += _of_block(numbers, groups, setting, budget)
-    return found
+            followed = [pair for pair in mine if pair[0].budget in (None, budget) and pair[1].history]
+            for rows in by_task((task, (cell.method, None), training) for cell, training in followed).values():
+                contents: dict[str, Any]
+                contents = {"Validation ECE": ("val_ece", rows), "Validation accuracy": ("val_accuracy", rows)}
+                name, where = stem(f"history-{task}", budget), f"{task_title(task)}, {budget_title(budget).lower()}"
+                yield Picture("history", name, where, contents, budget, (task,))
+        rated = [pair for pair in mine if tables.by_preferences(pair[0].method)]
+        for rows in by_task((task, (cell.method, cell.budget), training) for cell, training in rated).values():
+            yield Picture("rates", f"learning-rates-{task}", task_title(task), {"": rows}, None, (task,))
+    if any(training.seconds for _, training in trained):
+        contents = by_task((cell.trained_on, (cell.method, cell.budget), training) for cell, training in trained)
+        yield Picture("training", "training", ", ".join(contents), contents, None, tasks)
 
 
-def _of_block(numbers: Numbers, groups: Groups, setting: Setting, budget: Budget | None) -> list[Picture]:
-    where = f"{SETTING_TITLES[setting]}, {budget_title(budget).lower()}"
-    known = [group for group in groups if group.world]
-    cells = [cell for cell in numbers.cells if cell.budget in (None, budget)]
-    chance, scatter = partial(_by_task, groups, _draw_chance), partial(_scatter, groups)
-    seeds = partial(_by_task, groups, _seed_strip(cells))
-    drawn = [
-        _picture(
-            chance, "ece", f"ECE against chance: {where}", groups, setting, budget,
-            "Dot and whisker: ECE and its interval, where that holds the value. Grey bar: where a perfectly calibrated "
-            "model with the same confidences would fall by chance. Bar |: debiased ECE. Open circle: smooth ECE.",
-        ),
-        _picture(
-            scatter, "scatter", f"Accuracy against ECE: {where}", groups, setting, budget,
-            "To the right and down is better. Whiskers: intervals over questions. Grey bars: the null band of each "
-            "method's ECE.",
-        ),
-        _picture(
-            seeds, "seeds", f"ECE of every seed: {where}", groups, setting, budget,
-            "One mark a seed; the long mark is their mean.",
-        ),
-    ]  # fmt: skip
-    if known:
-        caption = "Filled: the measured ECE. Open: the mean distance of confidence and exact posterior."
-        title = f"ECE and true calibration error: {where}"
-        drawn_world = partial(_by_task, known, _draw_world)
-        drawn.append(_picture(drawn_world, "world", title, known, setting, budget, caption))
-    return drawn
+def by_task(entries: Iterable[tuple[str, Row, Any]]) -> dict[str, Any]:
+    """Sort (task, row, item) into one panel a task, each with the same rows in the order of the tables."""
+    entries = list(entries)
+    rows = sorted({row for _, row, _ in entries}, key=lambda row: (method_order(row[0]), row[1] != "paper"))
+    tasks = sorted({task for task, _, _ in entries}, key=task_order)
+    return {
+        task_title(task): {row: [item for *place, item in entries if place == [task, row]] for row in rows}
+        for task in tasks
+    }
 
 
-def _picture(
-    draw: Callable[[], Figure],
-    kind: str,
-    title: str,
-    groups: Groups,
-    setting: Setting,
-    budget: Budget | None,
-    caption: str,
-) -> Picture:
-    name = stem(f"{kind}-{SETTING_STEMS[setting]}", budget)
-    tasks = tuple(dict.fromkeys(group.task for group in groups))
-    inputs = content_hash([group.input for group in groups])
-    return Picture(name, title, caption, draw, inputs, f"{kind}-{setting}", budget, tasks)
+def look(method: str) -> tuple[str, str]:
+    """Colour and marker of a method. A rescaled one without its own has its start's colour, paler, and a diamond.
+
+    >>> look("dpo+catto")
+    ('#0E9F6E', '*')
+    """
+    start = method.removesuffix(SCALED)
+    if method in LOOKS or start == method or start not in LOOKS:
+        return LOOKS.get(method, (GREY, "o"))
+    red, green, blue = (0.55 * part + 0.45 for part in to_rgb(LOOKS[start][0]))
+    return to_hex((red, green, blue)), "d"
 
 
-Draw = Callable[[Axes, GroupNumbers, int], None]
-
-
-def _by_task(groups: Groups, draw: Draw) -> Figure:
-    """Draw one panel a task with a line a method, the first on top."""
-    tasks = tasks_of(enumerate(groups))
-    methods = sorted({group.method for group in groups}, key=method_order)
-    with styled():
-        figure, axes = canvas(1, len(tasks), panel_width(len(tasks)), 0.9 + 0.3 * len(methods), sharey=True)
-        for panel, task in zip(axes, tasks, strict=True):
-            for group in groups:
-                if group.task == task:
-                    draw(panel, group, methods.index(group.method))
-            tidy(panel, "ECE, per cent", title=task_title(task))
-            panel.set_xlim(left=0)
-            panel.set_yticks(range(len(methods)), [method_title(name) for name in methods])
-            panel.set_ylim(len(methods) - 0.5, -0.5)
+def panels(contents: Mapping[str, Any], kind: Kind) -> Figure:
+    """Draw one panel for each title of `contents` with one legend below. Axes in per cent end at 100."""
+    columns = min(kind.columns, len(contents))
+    rows, width = -(-len(contents) // columns), min(5.8, 12.4 / columns)
+    figure = Figure(layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
+    for place, (title, content) in enumerate(contents.items()):
+        axes = grid[place]
+        axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=8 if width < 3.5 else 10)
+        axes.set_ylabel("" if place % columns else kind.y)
+        if place + columns >= len(contents):  # no panel below
+            axes.set_xlabel(kind.x)
+            axes.tick_params(labelbottom=True)
+        axes.grid(True)
+        kind.draw(axes, content)
+        axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
+        for line in axes.lines:
+            line.sticky_edges.x.extend([0, 100] if kind.x in (ECE, ACCURACY) else [])
+            line.sticky_edges.y.extend([0, 100] if kind.y in (ECE, ACCURACY) else [])
+    for axes in grid[len(contents) :]:
+        axes.set_visible(False)
+    figure.set_size_inches(columns * width, rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks())))
+    handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if handles:
+        across = max(1, int(columns * width / 2))
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
     return figure
 
 
-def _draw_chance(axes: Axes, group: GroupNumbers, line: int) -> None:
-    null, ece, shade = group.null, group.metrics["ece"].mean, colour(group.method)
-    axes.barh(line, 100 * (null.high - null.low), 0.62, 100 * null.low, color=GREY, alpha=0.35, linewidth=0)
-    _whisker(axes, group, line)
-    axes.plot(100 * ece, line, marker="o", color=shade, markersize=6.5, linestyle="")
-    axes.plot(100 * group.metrics["debiased_ece"].mean, line, marker="|", color=shade, markersize=11, linestyle="")
-    smooth = 100 * group.metrics["smooth_ece"].mean
-    axes.plot(smooth, line, marker="o", markerfacecolor="none", color=shade, markersize=6.5, linestyle="")
-    _say_forced(axes, group, 100 * ece, line)
+def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Name the rows of a panel, the first on top; yield the place, colour and items of each."""
+    names = [method_title(method) + (f" ({budget})" if budget else "") for method, budget in rows]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for row, ((method, _), items) in enumerate(rows.items()):
+        yield row, look(method)[0], items
 
 
-def _say_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
-    """Write beside a mark that it stands for the fallback."""
+def ends(interval: Number) -> tuple[float, float]:
+    """The ends in per cent; nan, which is not drawn, where there are none."""
+    if interval.low is None or interval.high is None:
+        return np.nan, np.nan
+    return 100 * interval.low, 100 * interval.high
+
+
+def name_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
+    """Write beside a mark that it describes the fallback."""
     if group.sources.forced:
         share = f"{100 * group.fallback_rate.mean:.0f} % forced"
         axes.annotate(share, (x, y), (8, 6), textcoords="offset points", fontsize=7, color=INK)
 
 
-def _whisker(axes: Axes, group: GroupNumbers, line: int) -> None:
-    interval = group.intervals["ece"]
-    if interval.low is not None and interval.high is not None:
-        axes.plot([100 * interval.low, 100 * interval.high], [line, line], color=colour(group.method), linewidth=1.4)
+def draw_chance(axes: Axes, rows: Groups) -> None:
+    """ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open)."""
+    for row, shade, groups in named_rows(axes, rows):
+        for group in groups:
+            ece, debiased, smooth = (100 * group.metrics[name].mean for name in ("ece", "debiased_ece", "smooth_ece"))
+            low, high = 100 * group.null.low, 100 * group.null.high
+            axes.barh(row, high - low, 0.62, low, color=GREY, alpha=0.35, linewidth=0)
+            axes.plot(ends(group.intervals["ece"]), (row, row), color=shade, linewidth=1.4)
+            axes.plot(ece, row, "o", color=shade, markersize=6.5)
+            axes.plot(debiased, row, "|", color=shade, markersize=11)
+            axes.plot(smooth, row, "o", color=shade, markersize=6.5, markerfacecolor="none")
+            name_forced(axes, group, ece, row)
 
 
-def _draw_world(axes: Axes, group: GroupNumbers, line: int) -> None:
-    ece, true = 100 * group.metrics["ece"].mean, 100 * group.world["true_error"].mean
-    axes.plot([ece, true], [line, line], color=GREY, linewidth=2.0, zorder=1)
-    axes.plot(ece, line, marker="o", color=colour(group.method), markersize=7, linestyle="")
-    axes.plot(true, line, marker="o", markerfacecolor="#ffffff", color=colour(group.method), markersize=7, linestyle="")
+def draw_scatter(axes: Axes, rows: Groups) -> None:
+    """Accuracy against ECE with their intervals, and the null band of the ECE (grey)."""
+    for (method, _), groups in rows.items():
+        shade, mark = look(method)
+        for group in groups:
+            x, y = 100 * group.metrics["accuracy"].mean, 100 * group.metrics["ece"].mean
+            axes.plot((x, x), (100 * group.null.low, 100 * group.null.high), color=GREY, linewidth=5, alpha=0.35)
+            axes.plot(ends(group.intervals["accuracy"]), (y, y), color=shade, linewidth=0.8, alpha=0.5)
+            axes.plot((x, x), ends(group.intervals["ece"]), color=shade, linewidth=0.8, alpha=0.5)
+            (point,) = axes.plot(x, y, mark, color=shade, markersize=10 if mark == "*" else 7)
+            point.set(markeredgecolor=INK, markeredgewidth=0.4, label=method_title(method))
+            name_forced(axes, group, x, y)
 
 
-def _seed_strip(cells: Sequence[CellNumbers]) -> Draw:
-    def draw(axes: Axes, group: GroupNumbers, line: int) -> None:
-        values = [
-            100 * (cell.metrics["ece"].value or 0.0)
-            for cell in cells
-            if (cell.task, cell.trained_on, cell.method) == (group.task, group.trained_on, group.method)
-        ]
-        style: dict[str, Any] = {"color": colour(group.method), "linestyle": ""}
-        axes.plot(values, [line] * len(values), marker="o", alpha=0.55, markersize=6, **style)
-        axes.plot(100 * group.metrics["ece"].mean, line, marker="|", markersize=15, markeredgewidth=2.0, **style)
-
-    return draw
+def draw_seeds(axes: Axes, rows: Mapping[Row, Sequence[CellNumbers]]) -> None:
+    """ECE of every seed, and a long mark at their mean."""
+    for row, shade, cells in named_rows(axes, rows):
+        values = [100 * (cell.metrics["ece"].value or 0.0) for cell in cells]
+        axes.plot(values, [row] * len(values), "o", color=shade, alpha=0.55, markersize=6)
+        if values:
+            axes.plot(np.mean(values), row, "|", color=shade, markersize=15, markeredgewidth=2.0)
 
 
-def _scatter(groups: Groups) -> Figure:
-    tasks = tasks_of(enumerate(groups))
-    methods = sorted({group.method for group in groups}, key=method_order)
-    columns = min(3, len(tasks))
-    with styled():
-        figure, axes = canvas(-(-len(tasks) // columns), columns, panel_width(columns), 3.6)
-        for panel in axes[len(tasks) :]:
-            panel.set_visible(False)
-        for panel, task in zip(axes, tasks, strict=False):
-            for group in groups:
-                if group.task == task:
-                    _point(panel, group)
-            tidy(panel, "Accuracy, per cent", "ECE, per cent", task_title(task))
-            panel.set_ylim(bottom=0)
-        legend(figure, methods)
-    return figure
+def draw_world(axes: Axes, rows: Groups) -> None:
+    """Measured ECE (filled) and true calibration error (open)."""
+    for row, shade, groups in named_rows(axes, rows):
+        for group in groups:
+            ece, true = 100 * group.metrics["ece"].mean, 100 * group.world["true_error"].mean
+            axes.plot((ece, true), (row, row), color=GREY, linewidth=2.0, zorder=1)
+            axes.plot(ece, row, "o", color=shade, markersize=7)
+            axes.plot(true, row, "o", color=shade, markersize=7, markerfacecolor="#ffffff")
 
 
-def _point(axes: Axes, group: GroupNumbers) -> None:
-    x, y = 100 * group.metrics["accuracy"].mean, 100 * group.metrics["ece"].mean
-    shade, across, along = colour(group.method), group.intervals["accuracy"], group.intervals["ece"]
-    axes.plot([x, x], [100 * group.null.low, 100 * group.null.high], color=GREY, linewidth=5, alpha=0.35)
-    if across.low is not None and across.high is not None:
-        axes.plot([100 * across.low, 100 * across.high], [y, y], color=shade, linewidth=0.8, alpha=0.5)
-    if along.low is not None and along.high is not None:
-        axes.plot([x, x], [100 * along.low, 100 * along.high], color=shade, linewidth=0.8, alpha=0.5)
-    size = 10 if marker(group.method) == "*" else 7
-    axes.plot(x, y, marker=marker(group.method), color=shade, markersize=size, markeredgecolor=INK, markeredgewidth=0.4)
-    _say_forced(axes, group, x, y)
+def draw_selection(axes: Axes, group: GroupNumbers) -> None:
+    """Accuracy of each way to pick one of k answers, and of the greedy answer."""
+    sizes = sorted(group.selection)
+    for rule, (shade, line) in RULES.items():
+        values = [100 * group.selection[k][rule].mean for k in sizes]
+        axes.plot(sizes, values, line, color=shade, markersize=4, linewidth=1.3, label=rule)
+    greedy = 100 * group.metrics["accuracy"].mean
+    axes.axhline(greedy, color=RED, linewidth=1.0, linestyle=(0, (5, 2)), label="one greedy answer")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(k) for k in sizes])
+
+
+def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
+    """How often each confidence occurs: right answers, and wrong ones on top of them."""
+    answers, bins = content
+    parts = [answers.confidence[answers.correct], answers.confidence[~answers.correct]]
+    weights = [np.full(len(part), 1 / len(answers)) for part in parts]
+    style: dict[str, Any] = {"stacked": True, "histtype": "stepfilled", "color": [BLUE, RED]}
+    axes.hist(parts, np.linspace(0, 1, bins + 1).tolist(), weights=weights, label=["right", "wrong"], **style)
+    axes.yaxis.set_major_formatter(percent)
+
+
+def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], threshold: Threshold | None = None) -> None:
+    """How often answers are wrong when only the most confident are given, one curve a method.
+
+    threshold: mark the risk that it keeps and, where one was found, its place.
+    """
+    for place, (method, curve) in enumerate(curves.items()):
+        line, label = ("-", "--", ":", "-.")[place % 4], method_title(method)  # for grey print
+        axes.step(curve.coverage, curve.risk, line, where="pre", color=look(method)[0], linewidth=1.4, label=label)
+    if threshold is not None:
+        axes.axhline(threshold.risk, color=GREY, linewidth=0.8, label=f"risk {100 * threshold.risk:g} %")
+    if threshold is not None and threshold.threshold is not None:
+        label = f"confidence >= {threshold.threshold:.4g}"
+        axes.plot(threshold.coverage, threshold.errors / threshold.answered, "o", color=INK, markersize=5, label=label)
+    axes.set(xlim=(0, 1), ylim=(0, min(1, axes.get_ylim()[1])))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(percent)
+
+
+def draw_history(axes: Axes, content: tuple[str, Trainings]) -> None:
+    """A validation metric over the steps, one line a method: the mean over seeds where they have the value."""
+    metric, rows = content
+    for (method, _), trainings in rows.items():
+        points = [point for training in trainings for point in training.history if {"step", metric} <= point.keys()]
+        steps = sorted({point["step"] for point in points})
+        means = [100 * np.mean([point[metric] for point in points if point["step"] == step]) for step in steps]
+        shade, mark = look(method)
+        axes.plot(steps, means, f"{mark}-", color=shade, markersize=4, linewidth=1.3, label=method_title(method))
+
+
+def draw_rates(axes: Axes, rows: Trainings) -> None:
+    """The chosen learning rates, one disc a seed."""
+    for row, shade, trainings in named_rows(axes, rows):
+        for training in trainings:
+            if training.learning_rate:
+                axes.plot(training.learning_rate, row, "o", color=shade, alpha=0.4, markersize=9)
+    rates = sorted({t.learning_rate for trainings in rows.values() for t in trainings if t.learning_rate})
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.xaxis.set_minor_formatter(NullFormatter())  # the default writes TeX, which SVG text does not render
+
+
+def draw_minutes(axes: Axes, rows: Trainings) -> None:
+    """The mean training time over seeds as bars with their numbers."""
+    for row, shade, trainings in named_rows(axes, rows):
+        seconds = [training.seconds for training in trainings if training.seconds]
+        if seconds:
+            minutes = float(np.mean(seconds)) / 60
+            axes.barh(row, minutes, 0.62, color=shade)
+            axes.annotate(f"{minutes:.3g}", (minutes, row), (3, 0), textcoords="offset points", va="center")
+    axes.margins(x=0.15)  # room for the numbers
+
+
+class Kind(NamedTuple):
+    """How a kind of figure is drawn: the content of a panel, the labels of its axes, and its height in inches."""
+
+    draw: Callable[[Axes, Any], None]
+    x: str
+    y: str = ""
+    height: float | None = None  # None: by the number of rows
+    share: bool = True  # whether all panels have the same axes
+    columns: int = 5  # most panels side by side
+
+
+KINDS = {
+    "ece": Kind(draw_chance, ECE),
+    "scatter": Kind(draw_scatter, ACCURACY, ECE, 3.6, share=False, columns=3),
+    "seeds": Kind(draw_seeds, ECE),
+    "world": Kind(draw_world, ECE),
+    "k": Kind(draw_selection, "k", ACCURACY, 2.2),
+    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 1.9),
+    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 4.2),
+    "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
+    "rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
+    "training": Kind(draw_minutes, "Minutes"),
+}

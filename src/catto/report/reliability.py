@@ -1,55 +1,35 @@
-"""Reliability diagrams in the paper's form: accuracy by confidence with the gap marked, over a confidence histogram."""
+"""Reliability diagrams in the paper's form, and the style and file writing that all figures share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from catto.files import replacing_bytes
 from catto.measure import Sources
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
 
-__all__ = ["Panel", "figure", "save"]
+if TYPE_CHECKING:
+    from catto.report.numbers import Band
+
+__all__ = ["Panel", "figure", "rendered", "save"]
 
 # Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.
 BLUE, RED, PALE, INK, GREY = "#5B9BD5", "#C8321E", "#F7D6CF", "#1F2933", "#9AA5B1"
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.titlesize": 10.0,
-    "axes.titleweight": "bold",
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "hatch.linewidth": 0.6,
-    # Text stays text, dollars too, and a fixed salt makes equal figures equal files.
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "svg.hashsalt": "catto",
-    "pdf.fonttype": 42,
-}
-BOX: dict[str, Any] = {
-    "fontsize": 8.0,
-    "frameon": True,
-    "framealpha": 0.9,
-    "edgecolor": GREY,
-    "handlelength": 1.5,
-    "borderaxespad": 0.4,
-    "alignment": "left",
-}
-UNDATED: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
+STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
+UNDATED: dict[str, Any] = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}, ".png": {}}
+FEW = 10  # a bin with fewer answers is drawn pale: its accuracy is off by 16 points or more, one time in three
 
 
 @dataclass(frozen=True)
@@ -58,7 +38,7 @@ class Panel:
 
     title: str
     bins: Reliability
-    null: NullBand | None = None
+    null: NullBand | Band | None = None
     sources: Sources | None = None
 
     @property
@@ -77,50 +57,56 @@ class Panel:
         return float(self.bins.confidence_sum.sum()) / self.bins.rows
 
     def note(self) -> str:
-        """What the box says: ECE, its null band, N and the number of bins; first that too many answers were forced."""
-        forced = self.sources is not None and self.sources.forced
-        lines = [f"{100 * self.sources.share('fallback'):.0f} % forced"] if self.sources and forced else []
-        lines.append(f"ECE {100 * self.ece:.1f}")
+        """The lines under the title: the share of forced answers if too high, ECE, its null band, N and the bins."""
+        lines = [f"ECE {100 * self.ece:.1f}"]
+        if self.sources is not None and self.sources.forced:
+            lines.insert(0, f"{100 * self.sources.share('fallback'):.0f} % forced")
         if self.null is not None:
             lines.append(f"by chance {100 * self.null.low:.1f} to {100 * self.null.high:.1f}")
         return "\n".join([*lines, f"N = {self.bins.rows:,}, {len(self.bins.count)} bins"])
+
+
+def percent(share: float, _: float = 0.0) -> str:
+    """A share as the label of a tick.
+
+    >>> percent(0.25)
+    '25 %'
+    """
+    return f"{100 * share:g} %"
 
 
 def figure(panels: Sequence[Panel]) -> Figure:
     """Draw the panels side by side, each over its histogram, all on the same axes."""
     if not panels:
         raise ValueError("panels is empty")
-    with matplotlib.rc_context(STYLE):
-        drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 4.8), layout="constrained")
-        axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
-        for panel, upper, lower in zip(panels, axes[0], axes[1], strict=True):
-            _draw_gap(upper, panel)
-            _draw_histogram(lower, panel)
-        axes[0, 0].set_ylabel("Accuracy")
-        axes[1, 0].set_ylabel("Share of answers")
-        # Room above the tallest bar for the legend of the two lines.
-        axes[1, 0].set_ylim(0.0, 1.7 * max(float(panel.bins.weight.max()) for panel in panels))
-        axes[1, 0].yaxis.set_major_locator(MaxNLocator(3))
-        axes[1, 0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=" %"))
+    drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2), layout="constrained")
+    axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
+    for panel, upper, lower in zip(panels, *axes, strict=True):
+        _draw_gap(upper, panel)
+        _draw_histogram(lower, panel)
+    axes[0, 0].set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
+    axes[1, 0].set(ylim=(0, max(panel.bins.weight.max() for panel in panels)), ylabel="Share of answers")
+    axes[1, 0].yaxis.set_major_locator(MaxNLocator(3))
+    for axis in (axes[0, 0].xaxis, axes[0, 0].yaxis, axes[1, 0].yaxis):
+        axis.set_major_formatter(percent)
     return drawn
 
 
 def _draw_gap(axes: Axes, panel: Panel) -> None:
     """Draw accuracy bars; red fills what lies between a bin's accuracy and its mean confidence."""
-    bins = panel.bins
-    full = bins.count > 0
+    bins, full = panel.bins, panel.bins.count > 0
     left, width = bins.edges[:-1][full], np.diff(bins.edges)[full]
     accuracy, confidence = bins.accuracy[full], bins.confidence[full]
     low, gap = np.minimum(accuracy, confidence), np.abs(accuracy - confidence)
-    axes.bar(left, accuracy, width, align="edge", color=BLUE, edgecolor=INK, linewidth=0.6, label="Accuracy")
-    axes.bar(
-        left, gap, width, low, align="edge", facecolor=PALE, edgecolor=RED, linewidth=0.8, hatch="////", label="Gap"
-    )
+    bar: dict[str, Any] = {"width": width, "align": "edge"}
+    axes.bar(left, accuracy, **bar, color=BLUE, edgecolor=INK, linewidth=0.6, label="Accuracy")
+    axes.bar(left, gap, bottom=low, **bar, facecolor=PALE, edgecolor=RED, linewidth=0.8, hatch="////", label="Gap")
     axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
-    axes.set(xlim=(0, 1), ylim=(0, 1.005), title=panel.title)
-    box = axes.legend(loc="upper left", title=panel.note(), title_fontsize=8, **BOX)
-    box.get_title().set_multialignment("left")
-    _tidy(axes)
+    axes.set_title(panel.title, pad=6 + 10 * len(panel.note().splitlines()))
+    axes.text(0.0, 1.02, panel.note(), transform=axes.transAxes, fontsize=8.0, va="bottom")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    for patch, count in zip(axes.patches, np.tile(bins.count[full], 2), strict=True):
+        patch.set_alpha(0.4 if count < FEW else None)
 
 
 def _draw_histogram(axes: Axes, panel: Panel) -> None:
@@ -129,21 +115,23 @@ def _draw_histogram(axes: Axes, panel: Panel) -> None:
     lines = (("Confidence", panel.confidence, RED, "-"), ("Accuracy", panel.accuracy, INK, (0, (3, 2))))
     for name, value, colour, style in lines:
         axes.axvline(value, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * value:.1f} %")
-    axes.set(xlim=(0, 1), xlabel="Confidence")
-    axes.legend(loc="upper left", **BOX)
-    _tidy(axes)
+    axes.set_xlabel("Confidence")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
 
 
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xticks(np.linspace(0, 1, 6))
+def rendered(draw: Callable[[], Figure], suffix: str) -> bytes:
+    """Draw a figure in the common style as a .svg, .png or .pdf file; equal figures give equal bytes."""
+    out = io.BytesIO()
+    with matplotlib.rc_context(fname=STYLE):
+        draw().savefig(out, format=suffix.removeprefix("."), dpi=200, metadata=UNDATED[suffix])
+    return out.getvalue()
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
     """Draw the panels into an .svg, .png or .pdf file; the same numbers give the same file, byte for byte."""
-    undated = UNDATED.get(path.suffix.lower())
-    if undated is None:
+    suffix = path.suffix.lower()
+    if suffix not in UNDATED:
         raise ValueError(f"figure {path} must end in {', '.join(UNDATED)}")
-    drawn = figure(panels)
-    with replacing_bytes(path) as file, matplotlib.rc_context(STYLE):
-        drawn.savefig(file, format=path.suffix[1:].lower(), dpi=200, metadata=undated)
+    content = rendered(partial(figure, panels), suffix)
+    with replacing_bytes(path) as file:
+        file.write(content)

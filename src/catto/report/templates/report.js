@@ -10,6 +10,9 @@ const el = (tag, attributes = {}, ...children) => {
   return made;
 };
 const percent = (value, digits = 2) => (100 * value).toFixed(digits);
+// Name of a number -> its title and definition, as the last section prints them; `raw` is not printed in per cent.
+const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitions dl > div")].map(one =>
+  [one.id.slice("def-".length), { title: one.children[0].textContent, text: one.children[1].textContent, raw: "raw" in one.dataset }]));
 
 // Theme: the reader's choice wins over the system's and is kept where the browser allows it.
 (() => {
@@ -54,11 +57,10 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
 // The card of a number: its definition and everything known about it.
 (() => {
   const dialog = document.getElementById("card"), body = document.getElementById("card-body");
-  const RAW = DATA.raw;
-  const scaled = (name, value) => (RAW.includes(name) ? value.toFixed(4) : percent(value));
+  const scaled = (name, value) => (DEFINITIONS[name]?.raw ? value.toFixed(4) : percent(value));
   const line = (name, value, note) => {
-    const definition = DATA.definitions[name];
-    return el("tr", {}, el("th", { scope: "row" }, definition ? definition[0] : name, el("small", {}, note || (definition ? definition[1] : ""))), el("td", {}, value));
+    const definition = DEFINITIONS[name];
+    return el("tr", {}, el("th", { scope: "row" }, definition?.title || name, el("small", {}, note || definition?.text || "")), el("td", {}, value));
   };
   const signed = (name, value) => (value > 0 ? "+" : "") + scaled(name, value);
   const pText = p => (p < 0.001 ? "< 0.001" : "= " + p.toFixed(3));
@@ -78,7 +80,7 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
     const source = group.trained_on === group.task ? "" : ", trained on " + DATA.tasks[group.trained_on];
     const budget = group.budget ? ", " + DATA.budgets[group.budget].toLowerCase() : "";
     const { name: main, spread, suffix } = named(group, button.dataset.metric), deviation = "std" in button.dataset;
-    const definition = DATA.definitions[main];
+    const definition = DEFINITIONS[main];
     const seedCount = `${group.seeds.length} seed${group.seeds.length > 1 ? "s" : ""}, N = ${group.n.toLocaleString("en")} questions each.`;
     const rows = Object.entries(group.metrics).map(([name, one]) => line(name, scaled(name, one.mean) + (one.std === null ? "" : " ± " + scaled(name, one.std))));
     for (const [name, one] of Object.entries(group.world)) rows.push(line(name, percent(one.mean)));
@@ -97,9 +99,9 @@ const percent = (value, digits = 2) => (100 * value).toFixed(digits);
     const seeds = group.by_seed.filter(one => main in one).map(one => el("tr", {}, el("th", { scope: "row" }, "Seed " + one.seed), el("td", {}, scaled(main, one[main])),
       el("td", {}, group.versus_seed[one.seed]?.[main] ? versusText(main, group.versus_seed[one.seed][main]) + " to DPO" : "")));
     body.replaceChildren(
-      el("h3", { id: "card-title" }, `${definition[0]}${suffix}: ${title}${source}${budget}`),
+      el("h3", { id: "card-title" }, `${definition.title}${suffix}: ${title}${source}${budget}`),
       group.forced ? el("p", { class: "forced" }, group.forced) : "",
-      el("p", { class: "note" }, definition[1] + (deviation ? " " + DATA.definitions.std.join(": ") : "")),
+      el("p", { class: "note" }, definition.text + (deviation ? ` ${DEFINITIONS.std.title}: ${DEFINITIONS.std.text}` : "")),
       el("div", { class: "big" }, button.textContent),
       el("p", { class: "note" }, deviation ? `Standard deviation over ${seedCount} Mean: ${percent(spread.mean)}.` : `Mean over ${seedCount}` + (spread.std === null ? "" : ` Standard deviation: ${scaled(main, spread.std)}.`)),
       special.length ? el("table", {}, el("tbody", {}, ...special)) : "",
