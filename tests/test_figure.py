@@ -45,6 +45,17 @@ def test_empty_bins_draw_no_bar() -> None:
     assert len(upper.patches) == 2
 
 
+def test_bins_with_few_answers_are_pale() -> None:
+    """Nine answers in the first of two bins, ten in the second; the bars of accuracy come before those of the gap."""
+    upper = figure([Panel("", reliability([0.2] * 9 + [0.9] * 10, [True] * 19, 2))]).axes[0]
+    assert [bar.get_alpha() for bar in upper.patches] == [0.4, None, 0.4, None]
+
+
+def test_no_axis_passes_100_per_cent() -> None:
+    upper, lower = figure([Panel("", reliability([0.95] * 30, [True] * 30))]).axes
+    assert [*upper.get_xlim(), *upper.get_ylim(), *lower.get_ylim()] == [0, 1] * 3
+
+
 def test_histogram_has_the_two_lines() -> None:
     lower = figure([PANEL]).axes[1]
     places = [float(np.asarray(line.get_xdata())[0]) for line in lower.lines]

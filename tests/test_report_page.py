@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from catto.files import read_records
 from catto.measure import Sources
+from catto.methods import METHODS
 from catto.records import Prediction
 from catto.report.build import build
-from catto.report.figures import Picture
+from catto.report.figures import KINDS, Picture, look
 from catto.report.numbers import Cell, Spread
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inlined, page, script_json
+from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inlined, page, script_json
 from catto.report.reliability import rendered
 from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
@@ -156,10 +157,31 @@ def test_the_page_may_run_its_own_script_and_load_nothing(plain: str) -> None:
     assert plain.index("Content-Security-Policy") < plain.index("<style>")
 
 
+def test_every_kind_of_figure_has_a_title_and_a_caption() -> None:
+    texts = (TEMPLATES / "report.html.j2").read_text(encoding="utf-8").partition("{% set definitions")[0]
+    assert set(re.findall(r"^  '([\w-]+)': \(", texts, re.MULTILINE)) == {*KINDS, "reliability"}
+
+
+def test_every_method_has_its_own_look() -> None:
+    names = [*METHODS, *(f"{name}+ts" for name in METHODS)]
+    assert len({look(name) for name in names}) == len(names)
+
+
+def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
+    group = next(group for group in measured(SMALL).numbers.groups if group.selection)
+    right = {k: {rule: Spread(mean=1.0, std=None) for rule in rules} for k, rules in group.selection.items()}
+    sure = group.model_copy(update={"selection": right})
+    figure = Picture("confidence-at-k", "", "tag", "Subject", {"A": group, "B": sure}).draw()
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert len(labels) == len(set(labels)) == len(next(iter(right.values()))) + 1
+    assert {axes.get_ylim()[1] for axes in figure.axes} == {100.0}
+
+
 def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> None:
     world = measured(SMALL)
     names = ("two words", HOSTILE, "a'b\"c")
-    picture = Picture("risk", "name", "where", {"": {}}, None, names, names)
+    picture = Picture("risk", "", "tag", "Subject", {"": {}}, None, names, names)
     svg = rendered(picture.draw, ".svg").decode()
     text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)

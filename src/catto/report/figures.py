@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from catto.report.measuring import CONFIDENCE, Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Number, Numbers, Results, Training
 from catto.report.reliability import BLUE, GREY, INK, RED, Panel, percent
 from catto.report.reliability import figure as reliability_figure
-from catto.report.tables import budget_title, method_order, method_title, setting_title, stem, task_order, task_title
+from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
 __all__ = ["KINDS", "Picture", "draw_risk", "look", "pictures"]
 
@@ -60,23 +59,31 @@ Trainings = Mapping[Row, Sequence[Training]]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `name`: stem of its file; `where`: end of its title; `contents`: what its panels show.
+    """A figure of the report. `subject`: what it shows, in words; `tag`: the same for its file; `contents`: its panels.
 
-    The page has a title and a caption for each kind, and hides a picture by its budget, tasks and methods.
+    The page has a title and a caption for each kind, puts the picture into a section and hides it by its budget, tasks
+    and methods.
     """
 
-    kind: str  # an entry of KINDS, or "reliability"; what follows a dash says where on the page
-    name: str
-    where: str
+    kind: str  # "reliability" or an entry of KINDS
+    section: str
+    tag: str
+    subject: str
     contents: Any
     budget: Budget | None = None
     tasks: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The stem of its file."""
+        return "-".join(filter(None, (self.kind, self.tag, self.budget)))
+
     def draw(self) -> Figure:
         """Draw one panel for each entry of `contents`."""
-        kind = self.kind.partition("-")[0]
-        return reliability_figure(self.contents) if kind == "reliability" else panels(self.contents, KINDS[kind])
+        if self.kind == "reliability":
+            return reliability_figure(self.contents)
+        return panels(self.contents, KINDS[self.kind])
 
 
 def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
@@ -92,48 +99,48 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
     for setting, title in tables.SETTING_TITLES.items():
         groups = [group for _, group in tables.of_setting(numbers, setting, budget)]
         cells = [cell for cell in numbers.cells if cell.budget in (None, budget)]
-        cells = [cell for cell in cells if (cell.task == cell.trained_on) == (setting == "in")]
-        known = [group for group in groups if group.world]
-        kinds: dict[str, Sequence[GroupNumbers | CellNumbers]]
-        kinds = {"ece": groups, "scatter": groups, "seeds": cells, "world": known}
+        kinds: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
+            "ece": groups,
+            "scatter": groups,
+            "seeds": [cell for cell in cells if (cell.task == cell.trained_on) == (setting == "in")],
+            "world": [group for group in groups if group.world],
+        }
         for kind, shown in kinds.items():
-            if shown:
-                contents = by_task((one.task, (one.method, None), one) for one in shown)
-                name, where = f"{kind}-{tables.SETTING_STEMS[setting]}", f"{title}, {budget_title(budget).lower()}"
-                tasks = tuple(dict.fromkeys(one.task for one in shown))
-                yield Picture(f"{kind}-{setting}", stem(name, budget), where, contents, budget, tasks)
+            contents = by_task((record.task, (record.method, None), record) for record in shown)
+            if contents:
+                tasks = tuple(dict.fromkeys(record.task for record in shown))
+                yield Picture(kind, setting, tables.SETTING_STEMS[setting], title, contents, budget, tasks)
     sampled = [group for _, group in tables.of_setting(numbers, "in", budget) if group.selection]
     for task in tables.tasks_of(enumerate(sampled)):
-        contents = {method_title(group.method): group for group in sampled if group.task == task}
-        name, where = stem(f"confidence-at-k-{task}", budget), f"{task_title(task)}, {budget_title(budget).lower()}"
-        yield Picture("k", name, where, contents, budget, (task,))
+        by_method = {method_title(group.method): group for group in sampled if group.task == task}
+        yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))
 
 
 def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
     """Reliability, histograms and risk-coverage of the first seed, for each training set and task."""
-    places: dict[tuple[str, str], list[tuple[CellNumbers, Answered]]] = defaultdict(list)
-    for pair in zip(numbers.cells, answers, strict=True):
-        places[pair[0].trained_on, pair[0].task].append(pair)
+    places = {(cell.trained_on, cell.task) for cell in numbers.cells}
     for trained_on, task in sorted(places, key=lambda place: (place[0] != place[1], task_order(place[1]), place[0])):
-        seed = min(cell.seed for cell, _ in places[trained_on, task])
-        shown = [pair for pair in places[trained_on, task] if pair[0].seed == seed and pair[0].budget in (None, budget)]
+        pairs = [pair for pair in zip(numbers.cells, answers, strict=True) if pair[0].budget in (None, budget)]
+        pairs = [pair for pair in pairs if (pair[0].trained_on, pair[0].task) == (trained_on, task)]
+        seed = min(cell.seed for cell, _ in pairs)
+        shown = sorted((pair for pair in pairs if pair[0].seed == seed), key=lambda pair: method_order(pair[0].method))
         diagrams, histograms, curves = {}, {}, {}
-        for cell, given in sorted(shown, key=lambda pair: method_order(pair[0].method)):
+        for cell, given in shown:
             bins = reliability(given.confidence, given.correct, numbers.bins)
             diagrams[cell.method] = Panel(method_title(cell.method), bins, cell.null, cell.sources)
             histograms[method_title(cell.method)] = given, numbers.bins
             curves[cell.method] = risk_coverage(given.confidence, given.correct)
         paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
-        tag = task if task == trained_on else f"{task}-from-{trained_on}"
-        where = f"{setting_title(trained_on, task)}, {budget_title(budget).lower()}, seed {seed}"
         contents = {"reliability": paper or [*diagrams.values()][:5], "histogram": histograms, "risk": {"": curves}}
+        tag = task if task == trained_on else f"{task}-from-{trained_on}"
+        subject = f"{setting_title(trained_on, task)}, seed {seed}"
         for kind, content in contents.items():
-            yield Picture(kind, stem(f"{kind}-{tag}", budget), where, content, budget, (task,))
+            yield Picture(kind, "", tag, subject, content, budget, (task,))
         for cell, _ in shown:
             if cell.budget is not None or budget == numbers.budgets[0]:  # a model that both budgets share: once
-                name, panel = stem(f"reliability-{tag}-{cell.method}", cell.budget), diagrams[cell.method]
-                one = f"{panel.title}, {where}"
-                yield Picture("reliability-one", name, one, [panel], budget, (task,), (cell.method,))
+                name, panel = f"{tag}-{cell.method}", diagrams[cell.method]
+                title = f"{panel.title}, {subject}"
+                yield Picture("reliability", "one", name, title, [panel], cell.budget, (task,), (cell.method,))
 
 
 def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
@@ -145,16 +152,14 @@ def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
         for budget in numbers.budgets:
             followed = [pair for pair in mine if pair[0].budget in (None, budget) and pair[1].history]
             for rows in by_task((task, (cell.method, None), training) for cell, training in followed).values():
-                contents: dict[str, Any]
-                contents = {"Validation ECE": ("val_ece", rows), "Validation accuracy": ("val_accuracy", rows)}
-                name, where = stem(f"history-{task}", budget), f"{task_title(task)}, {budget_title(budget).lower()}"
-                yield Picture("history", name, where, contents, budget, (task,))
+                metrics = {"Validation ECE": ("val_ece", rows), "Validation accuracy": ("val_accuracy", rows)}
+                yield Picture("history", "", task, task_title(task), metrics, budget, (task,))
         rated = [pair for pair in mine if tables.by_preferences(pair[0].method)]
         for rows in by_task((task, (cell.method, cell.budget), training) for cell, training in rated).values():
-            yield Picture("rates", f"learning-rates-{task}", task_title(task), {"": rows}, None, (task,))
+            yield Picture("learning-rates", "", task, task_title(task), {"": rows}, None, (task,))
     if any(training.seconds for _, training in trained):
         contents = by_task((cell.trained_on, (cell.method, cell.budget), training) for cell, training in trained)
-        yield Picture("training", "training", ", ".join(contents), contents, None, tasks)
+        yield Picture("training", "", "", ", ".join(contents), contents, None, tasks)
 
 
 def by_task(entries: Iterable[tuple[str, Row, Any]]) -> dict[str, Any]:
@@ -305,7 +310,7 @@ def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], threshold: Threshold | None = None) -> None:
     """How often answers are wrong when only the most confident are given, one curve a method.
 
-    threshold: mark the risk that it keeps and, where one was found, its place.
+    threshold: mark the target risk, and the point of the threshold if there is one.
     """
     for place, (method, curve) in enumerate(curves.items()):
         line, label = ("-", "--", ":", "-.")[place % 4], method_title(method)  # for grey print
@@ -370,10 +375,10 @@ KINDS = {
     "scatter": Kind(draw_scatter, ACCURACY, ECE, 3.6, share=False, columns=3),
     "seeds": Kind(draw_seeds, ECE),
     "world": Kind(draw_world, ECE),
-    "k": Kind(draw_selection, "k", ACCURACY, 2.2),
+    "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.2),
     "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 1.9),
     "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 4.2),
     "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
-    "rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
+    "learning-rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
     "training": Kind(draw_minutes, "Minutes"),
 }

@@ -46,23 +46,13 @@ THEMED = {
     "#1B6CA8": "var(--deep)",
     "#8A4B94": "var(--plum)",
 }
+Drawn = Iterable[tuple[Picture, str]]  # each with its SVG text
 
 
-def page(
-    results: Results,
-    numbers: Numbers,
-    tables: Iterable[Table],
-    drawn: Iterable[tuple[Picture, str]],
-    browser: Browser,
-) -> str:
-    """Render the page. drawn: pictures, each with its SVG text."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Drawn, browser: Browser) -> str:
+    """Render the page."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     style, *scripts = ((TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js", "browser.js"))
     script = "".join(scripts)
     # The page may run its own script, which is known by its hash, and load nothing. Styles stay open: figures and dots
@@ -113,18 +103,18 @@ def script_json(value: object) -> str:
 
 def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     """What the card of a number shows of its group."""
-    text = group.model_dump_json(exclude={"input", "sources", "papers_budget"})
-    card: dict[str, Any] = json.loads(text, parse_float=lambda digits: round(float(digits), 7))
+    place = (group.task, group.trained_on, group.method)
+    cells = [cell for cell in numbers.cells if (cell.task, cell.trained_on, cell.method) == place]
+    card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     forced = f"{group.sources.counted}: these numbers describe the fallback, not the model."
     card["forced"] = forced if group.sources.forced else None
-    place = (group.task, group.trained_on, group.method)
     card["by_seed"] = [
-        {name: round(value, 7) for name in COMPARED if (value := cell.metrics[name].value) is not None}
-        | {"seed": cell.seed}
-        for cell in numbers.cells
-        if (cell.task, cell.trained_on, cell.method) == place and cell.budget in (None, group.budget)
+        {"seed": cell.seed} | {name: cell.metrics[name].value for name in COMPARED}
+        for cell in cells
+        if cell.budget in (None, group.budget)
     ]
-    return card
+    rounded: dict[str, Any] = json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7))
+    return rounded
 
 
 def themed(method: str) -> str:
@@ -156,7 +146,7 @@ def inlined(text: str, name: str) -> Markup:
         body = re.sub(colour, variable, body, flags=re.IGNORECASE)
     prefix, reference = re.sub(r"[^A-Za-z0-9]", "-", name), r'(url\(#|xlink:href="#)'
     used = {target for _, target in re.findall(reference + r'([^")]+)', body)}
-    body = re.sub(r' id="([^"]+)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", body)
+    body = re.sub(r' id="([^"]+)"', lambda own: f' id="{prefix}-{own[1]}"' if own[1] in used else "", body)
     body = re.sub(reference, rf"\1{prefix}-", body)
     pixels = 1.25 * float(head[1])  # nine-point text is then as large as the page's small print
     kind = "" if pixels < ONE_PANEL else ' class="many"'
@@ -180,33 +170,33 @@ class Browser:
         """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
         self.total += len(predictions)
         self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
-        telling = sorted(predictions, key=lambda one: (-abs(one.confidence - (one.label == one.gold)), one.question))
-        for one in telling[: self.quota]:
-            question = self.questions.get(one.task, {}).get(one.question)
-            place = self._places.setdefault((one.task, one.question), len(self.asked))
+
+        def surprise(prediction: Prediction) -> float:
+            return abs(prediction.confidence - (prediction.label == prediction.gold))
+
+        telling = sorted(predictions, key=lambda prediction: (-surprise(prediction), prediction.question))
+        for prediction in telling[: self.quota]:
+            task, name, label, gold = prediction.task, prediction.question, prediction.label, prediction.gold
+            question = self.questions.get(task, {}).get(name)
+            place = self._places.setdefault((task, name), len(self.asked))
             if place == len(self.asked):
-                self.asked.append(_asked(one, question))
-            labels = tuple(filter(None, (one.label, one.gold))) if question is None else question.labels
-            said = parse(one.text, labels).reasoning or one.text
-            flags = RIGHT * (one.label == one.gold) + CUT * (len(said) > LONGEST)
-            flags += FALLBACK * (one.source == "fallback") + PLAIN * (one.source == "plain")
-            response, confidence = said[:LONGEST], round(one.confidence, 5)
-            self.rows.append((len(self.cells) - 1, place, one.label, confidence, flags, response))
+                self.asked.append({"id": name, "gold": gold})
+                if question is not None:
+                    options = [(option.label, option.text) for option in question.options]
+                    self.asked[-1] |= {"parts": list(question.fields.items()), "options": options}
+                if question is not None and question.posterior is not None:
+                    self.asked[-1]["posterior"] = {option: round(p, 4) for option, p in question.posterior.items()}
+            labels = tuple(filter(None, (label, gold))) if question is None else question.labels
+            response = parse(prediction.text, labels).reasoning or prediction.text
+            flags = RIGHT * (label == gold) + CUT * (len(response) > LONGEST)
+            flags += FALLBACK * (prediction.source == "fallback") + PLAIN * (prediction.source == "plain")
+            confidence = round(prediction.confidence, 5)
+            self.rows.append((len(self.cells) - 1, place, label, confidence, flags, response[:LONGEST]))
 
     def data(self) -> dict[str, Any]:
         """Columns: cell, question, answer, confidence, flags, response; with what they refer to."""
         columns = [list(column) for column in zip(*self.rows, strict=True)] or [[] for _ in range(6)]
         return {"cells": self.cells, "questions": self.asked, "columns": columns}
-
-
-def _asked(one: Prediction, question: Question | None) -> dict[str, Any]:
-    shown: dict[str, Any] = {"id": one.question, "gold": one.gold}
-    if question is not None:
-        shown["parts"] = list(question.fields.items())
-        shown["options"] = [(option.label, option.text) for option in question.options]
-        if question.posterior is not None:
-            shown["posterior"] = {label: round(value, 4) for label, value in question.posterior.items()}
-    return shown
 
 
 @dataclass(frozen=True)
@@ -221,10 +211,6 @@ class Headline:
 def headline(numbers: Numbers) -> Headline:
     """Sum up the in-distribution numbers, or the out-of-distribution ones where there are no others."""
     inside = any(group.task == group.trained_on for group in numbers.groups)
-    blocks = {
-        budget: [group for _, group in names.of_setting(numbers, "in" if inside else "out", budget)]
-        for budget in numbers.budgets
-    }
     warnings: dict[str, None] = {}  # a model that both budgets share is named once
     for group in numbers.groups:
         if group.sources.forced:
@@ -232,17 +218,17 @@ def headline(numbers: Numbers) -> Headline:
             where = f"{group.title} on {setting_title(group.trained_on, group.task)}"
             where += f", {budget_title(group.budget).lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
-    first = numbers.budgets[0]
-    of_budget = f" at the {budget_title(first).lower()}" if len(numbers.budgets) > 1 else ""
-    compared: dict[str, list[str]] = defaultdict(list)  # budgets with the same differences share a sentence
-    for budget, groups in blocks.items():
+    lead, compared = "", defaultdict(list)  # budgets with the same differences share a sentence
+    for budget in numbers.budgets:
+        groups = [group for _, group in names.of_setting(numbers, "in" if inside else "out", budget)]
+        lead = lead or _calibrated(groups, f" at the {budget_title(budget).lower()}" if numbers.budgets[1:] else "")
         if any(group.versus for group in groups):
             compared[_against_dpo(groups)].append(budget_title(budget))
     points = (
         f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
         for text, titles in compared.items()
     )
-    return Headline(tuple(warnings), _calibrated(blocks[first], of_budget), tuple(points))
+    return Headline(tuple(warnings), lead, tuple(points))
 
 
 def _calibrated(groups: Sequence[GroupNumbers], of_budget: str) -> str:
@@ -270,12 +256,9 @@ def _calibrated(groups: Sequence[GroupNumbers], of_budget: str) -> str:
 def _against_dpo(groups: Sequence[GroupNumbers]) -> str:
     """Say which methods differ from DPO in ECE and in accuracy."""
     tasks, clauses = len({group.task for group in groups}), []
-    for metric, title, better, worse in (
-        ("ece", "ECE", "lower", "higher"),
-        ("accuracy", "accuracy", "higher", "lower"),
-    ):
+    for metric, title, words in (("ece", "ECE", ("lower", "higher")), ("accuracy", "accuracy", ("higher", "lower"))):
         parts = []
-        for word, mark in ((better, "*"), (worse, "†")):
+        for word, mark in zip(words, ("*", "†"), strict=True):
             marked = (group.method for group in groups if group.versus and group.versus[metric].mark(metric) == mark)
             counts = sorted(Counter(marked).items(), key=lambda pair: method_order(pair[0]))
             shares = [f" ({count} of {tasks} tasks)" if count < tasks else "" for _, count in counts]

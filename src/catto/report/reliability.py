@@ -82,8 +82,8 @@ def figure(panels: Sequence[Panel]) -> Figure:
     drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2), layout="constrained")
     axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
     for panel, upper, lower in zip(panels, *axes, strict=True):
-        _draw_gap(upper, panel)
-        _draw_histogram(lower, panel)
+        draw_gap(upper, panel)
+        draw_shares(lower, panel)
     axes[0, 0].set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
     axes[1, 0].set(ylim=(0, max(panel.bins.weight.max() for panel in panels)), ylabel="Share of answers")
     axes[1, 0].yaxis.set_major_locator(MaxNLocator(3))
@@ -92,7 +92,7 @@ def figure(panels: Sequence[Panel]) -> Figure:
     return drawn
 
 
-def _draw_gap(axes: Axes, panel: Panel) -> None:
+def draw_gap(axes: Axes, panel: Panel) -> None:
     """Draw accuracy bars; red fills what lies between a bin's accuracy and its mean confidence."""
     bins, full = panel.bins, panel.bins.count > 0
     left, width = bins.edges[:-1][full], np.diff(bins.edges)[full]
@@ -109,7 +109,8 @@ def _draw_gap(axes: Axes, panel: Panel) -> None:
         patch.set_alpha(0.4 if count < FEW else None)
 
 
-def _draw_histogram(axes: Axes, panel: Panel) -> None:
+def draw_shares(axes: Axes, panel: Panel) -> None:
+    """Draw how often each confidence occurs, with lines at mean confidence and accuracy."""
     bins = panel.bins
     axes.bar(bins.edges[:-1], bins.weight, np.diff(bins.edges), align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
     lines = (("Confidence", panel.confidence, RED, "-"), ("Accuracy", panel.accuracy, INK, (0, (3, 2))))
