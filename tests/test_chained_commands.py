@@ -132,7 +132,7 @@ def test_eval_measure_compare_with_the_calibrated_ones(evaluated: Path, tmp_path
     validation = predictions(evaluated, "validation")
     assert f"{COUNT} questions of" in refused("measure", test, "--compare", validation)
     samples = predictions(evaluated, "samples")
-    assert "stands in several rows" in refused("measure", test, "--compare", samples)
+    assert "is in several rows" in refused("measure", test, "--compare", samples)
 
 
 def test_eval_measure_by_task_with_a_figure(evaluated: Path, tmp_path: Path) -> None:

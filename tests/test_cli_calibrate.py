@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
 from catto.files import manifest_path
-from catto.measure import read_labels, read_table
+from catto.measure import read_graded, read_labels
 from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
 from catto.metrics.catalogue import brier, ece, nll
 from command import run, write_lines
@@ -82,7 +82,7 @@ def test_shared_questions_are_warned_about(tmp_path: Path, capsys: Capture) -> N
 def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recalibration, "MANY_QUESTIONS", 40)
     path = write_lines(tmp_path / "a.jsonl", rows())
-    names = recalibration.Names()
+    names = recalibration.ColumnNames()
     fitted, answers = recalibration.fit_file(path, "temperature", "confidence", names, "fallback", tmp_path / "c.json")
     assert recalibration.shared_questions(fitted, answers) == 40
     assert recalibration.open_fitted(tmp_path / "c.json") == fitted
@@ -108,7 +108,7 @@ def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Captu
         scores = np.array(list(row["label_logprobs"].values()))
         assert row["confidence"] == pytest.approx(np.exp(log_softmax(scores / found.tau)).max(), abs=1e-12)
         assert row["confidence_raw"] == pytest.approx(np.exp(scores.max()), abs=1e-12)
-    assert read_table(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
+    assert read_graded(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
 
 
 def test_answer_and_gold_are_places_in_the_labels(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
     written = read(tmp_path / "n.jsonl")
     assert [row["p_raw"] for row in written] == [0.8, 0.6]
-    assert read_table(tmp_path / "n.jsonl", recalibration.Names("p")).correct.tolist() == [True, False]
+    assert read_graded(tmp_path / "n.jsonl", recalibration.ColumnNames("p")).correct.tolist() == [True, False]
 
 
 def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:

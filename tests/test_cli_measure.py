@@ -6,13 +6,14 @@ import gzip
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from catto.measure import HEADLINE, Settings, read_table, summarise, verdict
+from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
 from catto.metrics.catalogue import METRICS, ece
 from catto.metrics.statistics import Answers, bootstrap, compare, null_band
 from catto.records import Prediction
@@ -56,7 +57,7 @@ def csv_of(path: Path, words: tuple[str, str]) -> Path:
 
 @pytest.mark.parametrize("words", [("0", "1"), ("no", "Yes"), ("False", "TRUE"), ("0.0", "1.0")])
 def test_csv_words_are_the_booleans_of_json(tmp_path: Path, words: tuple[str, str]) -> None:
-    table = read_table(csv_of(tmp_path / "a.csv", words))
+    table = read_graded(csv_of(tmp_path / "a.csv", words))
     np.testing.assert_array_equal(table.confidence, CONFIDENCE)
     np.testing.assert_array_equal(table.correct, CORRECT)
 
@@ -90,7 +91,7 @@ def test_label_logprobs_give_the_top_label_and_its_raw_probability(tmp_path: Pat
         {"label_logprobs": {"A": -0.5, "B": -1.5}, "gold": "A"},
         {"label_logprobs": {"A": -3.0, "B": -0.25}, "gold": "A"},
     ]
-    table = read_table(write_lines(tmp_path / "a.jsonl", rows))
+    table = read_graded(write_lines(tmp_path / "a.jsonl", rows))
     np.testing.assert_allclose(table.confidence, np.exp([-0.5, -0.25]), rtol=1e-15)
     assert table.correct.tolist() == [True, False]
 
@@ -115,7 +116,7 @@ def test_bins_reach_the_binned_metrics_and_their_null_band(tmp_path: Path, capsy
     path = write_lines(tmp_path / "a.jsonl", plain())
     found = measured(capsys, path, "--bins", "5", "--metrics", "ece,brier")["metrics"]["ece"]
     assert found["interval"]["value"] == ece(CONFIDENCE, CORRECT, bins=5) != ece(CONFIDENCE, CORRECT)
-    assert found["null"]["mean"] == null_band(lambda c, z: ece(c, z, bins=5), CONFIDENCE, simulations=50).mean
+    assert found["null"]["mean"] == null_band(partial(ece, bins=5), CONFIDENCE, simulations=50).mean
 
 
 def test_slices_are_measured_apart(tmp_path: Path, capsys: Capture) -> None:
@@ -151,8 +152,8 @@ def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> 
 
 
 def sentence(tmp_path: Path, confidence: list[float], correct: list[bool]) -> str:
-    table = read_table(write_lines(tmp_path / "v.jsonl", plain(confidence, correct)))
-    return str(verdict(summarise(table, Settings(metrics=("ece",), resamples=200))))
+    table = read_graded(write_lines(tmp_path / "v.jsonl", plain(confidence, correct)))
+    return str(verdict(summarise(table, MeasureSettings(metrics=("ece",), resamples=200))))
 
 
 def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
@@ -200,13 +201,13 @@ def test_brackets_in_names_are_text_not_markup(tmp_path: Path, capsys: Capture) 
 
 def test_foreign_source_column_is_no_fallback(tmp_path: Path) -> None:
     rows = [{"confidence": 0.5, "correct": 1, "source": "wikipedia"}]
-    assert read_table(write_lines(tmp_path / "a.jsonl", rows)).fallback is None
+    assert read_graded(write_lines(tmp_path / "a.jsonl", rows)).fallback is None
 
 
 def test_few_resamples_where_rows_are_many() -> None:
-    assert Settings().draws(200_000) == 1000
-    assert Settings().draws(200_001) == 200
-    assert Settings(resamples=7).draws(10**6) == 7
+    assert MeasureSettings().draws(200_000) == 1000
+    assert MeasureSettings().draws(200_001) == 200
+    assert MeasureSettings(resamples=7).draws(10**6) == 7
 
 
 def test_version_and_module() -> None:

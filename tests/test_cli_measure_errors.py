@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from catto.measure import Names, read_table
+from catto.measure import ColumnNames, read_graded
 from catto.problems import DataError
 from command import Done, run, write_lines
 from measure_rows import plain
@@ -63,7 +63,7 @@ def test_bad_label_logprobs_are_told(tmp_path: Path, capsys: Capture, logprobs: 
         ("a.txt", "x", "expected a file that ends in .jsonl"),
         ("a.json", "3", "expected a JSON list"),
         ("a.csv", "confidence,correct\n0.5\n", "row 1: expected 2 columns (confidence, correct), got 1"),
-        ("a.jsonl", '{"confidences": 0.5, "correct": 1}', "no column 'confidence', did you mean 'confidences'?"),
+        ("a.jsonl", '{"confidences": 0.5, "correct": 1}', "no column 'confidence'; did you mean confidences?"),
         ("a.jsonl", '{"confidence": 0.5, "label": "A"}', "no column 'correct', nor 'label' and 'gold'"),
         ("a.jsonl.gz", "no gzip", "broken gzip file"),
     ],
@@ -78,9 +78,9 @@ def test_bad_file_is_one_line(tmp_path: Path, capsys: Capture, name: str, conten
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--metrics", "ecee"), "unknown metric 'ecee', did you mean 'ece'?"),
+        (("--metrics", "ecee"), "unknown metric 'ecee'; did you mean ece?"),
         (("--metrics", ","), "no metric named"),
-        (("--by", "tusk"), "no column 'tusk', did you mean 'task'?"),
+        (("--by", "tusk"), "no column 'tusk'; did you mean task?"),
         (("--correct-column", "rigt"), "no column 'rigt'"),
         (("--unparsed", "wrong"), "no column 'source'"),
         (("--figure", "f.gif"), "expected .svg, .png, .pdf"),
@@ -103,7 +103,7 @@ def test_compare_refuses_what_cannot_be_paired(tmp_path: Path, capsys: Capture) 
     missing = write_lines(tmp_path / "b.jsonl", plain()[:2])
     twice = write_lines(tmp_path / "c.jsonl", [plain()[0], *plain()[:3]])
     nameless = write_lines(tmp_path / "d.jsonl", [{"confidence": 0.5, "correct": True}])
-    told = {missing: "1 questions of", twice: "'q0' stands in several rows", nameless: "no column 'question' or 'id'"}
+    told = {missing: "1 questions of", twice: "'q0' is in several rows", nameless: "no column 'question' or 'id'"}
     for other, message in told.items():
         error = refused(run(capsys, "measure", a, "--compare", other, "--resamples", "5"))
         assert message in error
@@ -115,4 +115,4 @@ def test_by_must_be_there_in_every_row(tmp_path: Path) -> None:
         tmp_path / "a.jsonl", [{"confidence": 0.5, "correct": 1, "t": "x"}, {"confidence": 0.5, "correct": 1}]
     )
     with pytest.raises(DataError, match="row 2: t: missing"):
-        read_table(path, Names(by="t"))
+        read_graded(path, ColumnNames(by="t"))

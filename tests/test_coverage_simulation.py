@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom
 
 from catto.metrics.catalogue import accuracy, brier, debiased_ece, ece, nll
-from catto.metrics.statistics import bootstrap_table, null_band
+from catto.metrics.statistics import Answers, bootstrap_table, null_band
 
 MEASURED = {"accuracy": accuracy, "brier": brier, "nll": nll, "ece": ece}
 # Confidence is uniform on (0.5, 1) and right with probability c - shift; all expectations are integrals over it.
@@ -35,7 +35,7 @@ def coverage(shift: float, sets: int, resamples: int, rows: int = 300) -> dict[s
     for number in range(sets):
         c = 0.5 + 0.5 * rng.random(rows)
         z = rng.random(rows) < c - shift
-        found = bootstrap_table(MEASURED, c, z, resamples=resamples, seed=number)
+        found = bootstrap_table(MEASURED, [Answers(None, c, z)], resamples=resamples, seed=number)
         for name, interval in found.items():
             held[name] += interval.low <= expected[name] <= interval.high
     return {name: count / sets for name, count in held.items()}

@@ -15,7 +15,7 @@ from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine, prompt_ids
 from catto.files import read_manifest
 from catto.labels import check_labels, decoded, label_place, locate, opening
-from catto.measure import Table, read_table
+from catto.measure import GradedAnswers, read_graded
 from catto.predict.label_reader import closed_ids
 from catto.predict.predictor import evaluate, is_correct
 from catto.prompts import completion, messages
@@ -255,8 +255,8 @@ def test_plain_answers_are_counted_in_the_manifest_and_are_no_fallback(tmp_path:
     evaluate(Scripted(tokenizer, ids), [question(("A", "B"), str(place)) for place in range(4)], out=out)
     counts = read_manifest(out).counts
     assert (counts["plain"], counts["fallback"], counts["predictions"]) == (2, 1, 4)
-    table = read_table(out, unparsed="wrong")
-    assert isinstance(table, Table)
+    table = read_graded(out, unparsed="wrong")
+    assert isinstance(table, GradedAnswers)
     assert table.fallback is not None
     assert table.fallback.tolist() == [False, False, True, False]
     assert table.correct.tolist() == [True, True, False, False]

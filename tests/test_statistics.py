@@ -14,13 +14,12 @@ from scipy.stats import chisquare
 from catto.metrics.catalogue import METRICS, accuracy, auroc, brier, ece, mean_confidence
 from catto.metrics.statistics import (
     Answers,
-    Clusters,
     bootstrap,
     bootstrap_table,
     compare,
     null_band,
     over_seeds,
-    resampled,
+    question_counts,
 )
 
 
@@ -32,7 +31,7 @@ def data(rows: int = 200, seed: int = 0) -> tuple[Any, Any]:
 
 def test_the_value_is_the_metric_of_all_rows() -> None:
     c, z = data()
-    for name, interval in bootstrap_table(METRICS, c, z, resamples=20).items():
+    for name, interval in bootstrap_table(METRICS, [Answers(None, c, z)], resamples=20).items():
         assert interval.value == METRICS[name](c, z)
         assert interval.low <= interval.high
         assert interval.undefined == 0
@@ -40,7 +39,7 @@ def test_the_value_is_the_metric_of_all_rows() -> None:
 
 def test_a_table_equals_its_single_bootstraps() -> None:
     c, z = data()
-    table = bootstrap_table({"ece": ece, "brier": brier}, c, z, resamples=50, seed=4)
+    table = bootstrap_table({"ece": ece, "brier": brier}, [Answers(None, c, z)], resamples=50, seed=4)
     assert table["ece"] == bootstrap(ece, c, z, resamples=50, seed=4)
     assert table["brier"] == bootstrap(brier, c, z, resamples=50, seed=4)
 
@@ -85,8 +84,7 @@ def test_grouped_jackknife_is_close_to_the_full_one(monkeypatch: pytest.MonkeyPa
 def test_draws_are_uniform_over_rows_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 7 rows over 50: counts of 4,000 resamples pass a chi-square test, and their variance is multinomial."""
     monkeypatch.setattr("catto.metrics.statistics.BLOCK", 7)
-    draws = list(resampled(Clusters.of(None, 50), 4000, np.random.default_rng(0)))
-    counts = np.array([np.bincount(rows, minlength=50) for rows in draws])
+    counts = np.concatenate(list(question_counts(50, 4000, np.random.default_rng(0)))).astype(np.int64)
     assert (counts.sum(axis=1) == 50).all()
     assert chisquare(counts.sum(axis=0)).pvalue > 1e-3
     assert counts.var(axis=0).mean() == pytest.approx(50 * (1 / 50) * (49 / 50), rel=0.02)
@@ -94,9 +92,17 @@ def test_draws_are_uniform_over_rows_across_blocks(monkeypatch: pytest.MonkeyPat
 
 
 def test_questions_are_drawn_whole() -> None:
+    """Confidences 1/2, 1/4, ... name their row, so a metric can count the rows of each resample."""
     questions = ["b", "a", "b", "c", "a", "b"]
-    for rows in resampled(Clusters.of(questions, 6), 50, np.random.default_rng(0)):
-        counts = np.bincount(rows, minlength=6)
+    seen = []
+
+    def rows_of(confidence: Any, correct: Any) -> float:
+        seen.append(np.bincount(np.round(-np.log2(confidence)).astype(int), minlength=7)[1:])
+        return 0.0
+
+    bootstrap(rows_of, 0.5 ** np.arange(1, 7), np.arange(6) % 2, questions=questions, resamples=50)
+    assert len({tuple(counts) for counts in seen[:50]}) > 5
+    for counts in seen[:50]:
         assert counts[0] == counts[2] == counts[5]
         assert counts[1] == counts[4]
         assert counts[0] + counts[1] + counts[3] == 3
@@ -129,7 +135,8 @@ def test_a_single_row_has_an_interval_of_no_width(method: Any) -> None:
 @pytest.mark.parametrize("method", ["percentile", "bca"])
 def test_all_right_has_a_defined_accuracy_and_no_auroc(method: Any) -> None:
     c = np.linspace(0.5, 1, 20)
-    found = bootstrap_table({"accuracy": accuracy, "auroc": auroc}, c, np.ones(20), resamples=30, method=method)
+    run = Answers(None, c, np.ones(20))
+    found = bootstrap_table({"accuracy": accuracy, "auroc": auroc}, [run], resamples=30, method=method)
     assert (found["accuracy"].low, found["accuracy"].high) == (1.0, 1.0)
     assert found["auroc"].undefined == 30
     assert isnan(found["auroc"].value)

@@ -24,7 +24,6 @@ from catto.metrics.statistics import (
     Comparison,
     Interval,
     bootstrap,
-    bootstrap_table,
     compare,
     holm,
     mark,
@@ -173,8 +172,8 @@ def test_the_interval_of_the_gap_is_nominal_also_for_a_calibrated_model(shift: f
     rng, sets, held = np.random.default_rng(round(100 * shift)), 200, 0
     for number in range(sets):
         c = 0.5 + 0.5 * rng.random(300)
-        found = bootstrap_table({"gap": confidence_gap}, c, rng.random(300) < c - shift, resamples=150, seed=number)
-        held += found["gap"].low <= shift <= found["gap"].high
+        found = bootstrap(confidence_gap, c, rng.random(300) < c - shift, resamples=150, seed=number)
+        held += found.low <= shift <= found.high
     low, high = binom.ppf([0.0005, 0.9995], sets, 0.94)
     assert low <= held <= high
 

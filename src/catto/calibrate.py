@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from catto.files import library_versions, manifest_path, read_manifest, read_rows, replacing, write_manifest
-from catto.measure import Confidences, Names, Table, Unparsed, read_confidences, read_labels, read_table
+from catto.measure import ColumnNames, Confidences, GradedAnswers, Unparsed, read_confidences, read_graded, read_labels
 from catto.metrics.binning import Floats
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.problems import DataError
@@ -50,11 +50,13 @@ class Fitted:
         return np.asarray(np.exp(rescaled[np.arange(len(rescaled)), labels.answer]), dtype=np.float64)
 
 
-def fit_file(path: Path, kind: Kind, on: On, names: Names, unparsed: Unparsed, out: Path) -> tuple[Fitted, Table]:
+def fit_file(
+    path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
+) -> tuple[Fitted, GradedAnswers]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
     if out.exists() and path.exists() and out.samefile(path):
         raise DataError(out, None, "is the input: write the calibrator to another file")
-    answers = read_table(path, names, unparsed)
+    answers = read_graded(path, names, unparsed)
     try:
         calibrator = _fit_labels(path) if on == "labels" else CALIBRATORS[kind].fit(answers.confidence, answers.correct)
     except DataError:
@@ -112,7 +114,7 @@ def shared_questions(fitted: Fitted, answers: Confidences) -> int:
     return len(set(fitted.questions or ()) & set(_digests(answers.question or ())))
 
 
-def apply_file(fitted: Fitted, path: Path, names: Names, out: Path) -> tuple[Confidences, Floats]:
+def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
     if out.exists() and path.exists() and out.samefile(path):
         raise DataError(out, None, "is the input: write the calibrated answers to another file")

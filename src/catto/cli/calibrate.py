@@ -25,7 +25,7 @@ from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
 
 if TYPE_CHECKING:
     from catto.calibrate import Fitted
-    from catto.measure import Confidences, Table
+    from catto.measure import Confidences, GradedAnswers
     from catto.metrics.binning import Floats
 
 __all__ = ["app"]
@@ -63,7 +63,7 @@ def fit(
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
     from catto.calibrate import fit_file
-    from catto.measure import Names
+    from catto.measure import ColumnNames
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if on == "labels" and method != "temperature":
@@ -71,7 +71,7 @@ def fit(
     if out.suffix.lower() != ".json":
         refuse(f"--out: {out} must end in .json")
     writable_file("--out", out)
-    fitted, answers = fit_file(file, method, on, Names(confidence_column, correct_column), unparsed, out)
+    fitted, answers = fit_file(file, method, on, ColumnNames(confidence_column, correct_column), unparsed, out)
     warn_few(len(answers), file, "a calibrator follows single answers")
     if isinstance(fitted.calibrator, Temperature) and fitted.calibrator.tau in TAU_RANGE:
         warn(f"{file}: tau {fitted.calibrator.tau:g} is the end of its range, so these answers do not determine it")
@@ -96,15 +96,15 @@ def apply(
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
     from catto.calibrate import apply_file, open_fitted
-    from catto.measure import Names, Table
+    from catto.measure import ColumnNames, GradedAnswers
 
     if out.suffix.lower() != ".jsonl":
         refuse(f"--out: {out} must end in .jsonl")
     writable_file("--out", out)
     fitted = open_fitted(calibrator, on)
-    answers, calibrated = apply_file(fitted, file, Names(confidence_column, correct_column), out)
+    answers, calibrated = apply_file(fitted, file, ColumnNames(confidence_column, correct_column), out)
     _warn_shared(fitted, answers)
-    if isinstance(answers, Table):
+    if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
 
@@ -119,13 +119,13 @@ def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
         )
 
 
-def _show(answers: Table, calibrated: Floats, seed: int) -> None:
+def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
-    from catto.measure import Settings, steps, summarise, unheld
+    from catto.measure import MeasureSettings, summarise, unheld
     from catto.metrics.catalogue import METRICS
 
-    settings = Settings(metrics=SHOWN, seed=seed)
-    with progress("measuring", 2 * steps(settings, len(answers))) as tick:
+    settings = MeasureSettings(metrics=SHOWN, seed=seed)
+    with progress("measuring", 2 * settings.steps(len(answers))) as tick:
         both = [summarise(part, settings, tick) for part in (answers, replace(answers, confidence=calibrated))]
     if both[0].warning is not None:
         say(both[0].warning)

@@ -28,7 +28,7 @@ from catto.cli.console import MOST_SEED, finite, print_json, progress, refuse, w
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import Judged, Settings, Summary, Table
+    from catto.measure import GradedAnswers, Judged, MeasureSettings, Summary
     from catto.report.reliability import Panel
 
 
@@ -231,18 +231,18 @@ def measure(
     or `label_logprobs` (label -> log-probability) and `gold`. With a column `question` (or `id`), whole questions are
     resampled.
     """
-    from catto.measure import Names, Settings, check_paired, chosen, read_table
+    from catto.measure import ColumnNames, MeasureSettings, chosen, paired, read_graded
 
     _check_figure(figure)
     try:
-        settings = Settings(chosen(metrics), bins, resamples, level, method, seed)
+        settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
     except ValueError as error:
         refuse(f"--metrics: {error}")
-    names = Names(confidence_column, correct_column, by)
-    answers = read_table(file, names, unparsed)
-    other = None if compare is None else read_table(compare, replace(names, by=None), unparsed)
+    names = ColumnNames(confidence_column, correct_column, by)
+    answers = read_graded(file, names, unparsed)
+    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
     if other is not None:
-        check_paired(answers, other)
+        paired(answers, other)
     slices = answers.slices() if by is not None else {}
     whole, *parts = _summaries([answers, *slices.values()], settings)
     comparison = None if other is None else _compared(answers, other, settings)
@@ -263,24 +263,24 @@ def _check_figure(figure: Path | None) -> None:
         writable_file("--figure", figure)
 
 
-def _summaries(tables: list[Table], settings: Settings) -> list[Summary]:
-    from catto.measure import steps, summarise
+def _summaries(tables: list[GradedAnswers], settings: MeasureSettings) -> list[Summary]:
+    from catto.measure import summarise
 
-    with progress("measuring", sum(steps(settings, len(part)) for part in tables)) as tick:
+    with progress("measuring", sum(settings.steps(len(part)) for part in tables)) as tick:
         return [summarise(part, settings, tick) for part in tables]
 
 
-def _compared(answers: Table, other: Table, settings: Settings) -> dict[str, Judged]:
-    from catto.measure import compared, judged
+def _compared(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
+    from catto.measure import compared, judged, paired
 
-    # Each resample and each swap asks the metric twice.
-    with progress("comparing", 4 * len(settings.metrics) * settings.draws(len(answers))) as tick:
-        found = compared(answers, other, settings, tick)
+    first, second = paired(answers, other)
+    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+        found = compared([first], [second], settings, tick=tick)
     forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
     return judged(found, judge=not forced)
 
 
-def _draw(figure: Path, answers: Table, slices: dict[str, Table], result: Result) -> None:
+def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:
     """Draw a panel a slice, or the whole file where there are none or too many."""
     from catto.report.reliability import save
 
@@ -291,7 +291,7 @@ def _draw(figure: Path, answers: Table, slices: dict[str, Table], result: Result
     save(panels, figure)
 
 
-def _panel(title: str, answers: Table, summary: Summary) -> Panel:
+def _panel(title: str, answers: GradedAnswers, summary: Summary) -> Panel:
     from catto.metrics.binning import reliability
     from catto.report.reliability import Panel
 

@@ -1,55 +1,56 @@
-"""Checked inputs and confidence bins: every metric reads its rows through this module.
+"""Checked columns, confidence bins, and the three forms in which a metric is written.
 
 Bins are right-closed, `(edge[k], edge[k+1]]`, and confidence 0 belongs to the first one. Equal-width edges are `k / M`
 as float64 computes it, so a confidence written as `k / M` lies in bin k exactly.
+
+A metric is a mean over rows (`mean_metric`), a formula of bin sums (`binned_metric`) or a formula of groups of equal
+confidence (`grouped_metric`). The decorator makes it a function of the columns `confidence` and `correct`, and enters
+in ON_COUNTS how it is computed for many resamples at once, without drawing or sorting rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-__all__ = ["Reliability", "Strategy", "bin_edges", "bin_index", "checked", "checked_confidence", "reliability"]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.intp]
 Strategy = Literal["width", "mass"]
+M = TypeVar("M", bound=Callable[..., float])
+# A metric of R resamples: how many rows, and how many right ones, each has at each of G confidences; (R, G) -> (R,).
+CountMetric = Callable[[Floats, Floats], Floats]
+# Metric -> what prepares it for given confidences, which rise and are distinct: (G,) -> CountMetric.
+ON_COUNTS: dict[Callable[..., float], Callable[..., CountMetric]] = {}
 
-# Rows a pass: temporaries of this length stay in the cache and are never mapped afresh by the allocator.
+# Rows per pass: temporaries of this length stay in the cache.
 BLOCK = 1 << 14
 
 
 def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
-    """Return both columns as float64 and bool, or raise one line that names the first bad row."""
+    """Return both columns as float64 and bool, or raise a ValueError that names the first bad row."""
     c = checked_confidence(confidence)
-    z = _checked_correct(correct)
+    z = _column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
+    if z.dtype.kind != "b" and (bad := (z != 0) & (z != 1)).any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
     if len(c) != len(z):
         raise ValueError(f"confidence has {len(c)} rows, correct has {len(z)}")
-    return c, z
+    return c, z.astype(np.bool_, copy=False)
 
 
-def checked_confidence(confidence: ArrayLike, name: str = "confidence") -> Floats:
-    """Return (N,) float64 in [0, 1], N >= 1, or raise."""
-    c = _column(confidence, name, kinds="fiu", expected="numbers in [0, 1]").astype(np.float64, copy=False)
+def checked_confidence(confidence: ArrayLike) -> Floats:
+    """Return (N,) float64 in [0, 1], N >= 1, or raise a ValueError that names the first bad row."""
+    c = _column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]").astype(np.float64, copy=False)
     if not (c.min() >= 0.0 and c.max() <= 1.0):  # a nan makes both comparisons false
         row = int(np.flatnonzero(~((c >= 0.0) & (c <= 1.0)))[0])
-        raise ValueError(f"{name}[{row}] is {c[row]}, expected a number in [0, 1]")
+        raise ValueError(f"confidence[{row}] is {c[row]}, expected a number in [0, 1]")
     return c
-
-
-def _checked_correct(correct: ArrayLike) -> Bools:
-    z = _column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
-    if z.dtype.kind != "b":
-        bad = (z != 0) & (z != 1)
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
-    return z.astype(np.bool_, copy=False)
 
 
 def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[np.generic]:
@@ -63,20 +64,17 @@ def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[
     return column
 
 
-def checked_bins(bins: int) -> int:
-    """Return the number of bins, or raise when it is not a whole number of at least 1."""
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
-        raise ValueError(f"bins is {bins!r}, expected a whole number of at least 1")
-    return int(bins)
-
-
 def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width") -> Floats:
     """Return the edges, from 0 to 1. confidence: (N,), checked.
 
     `width`: M + 1 edges `k / M`. `mass`: the confidences of order k/M; equal ones collapse, so equal confidences are
     never split and there may be fewer than M bins.
+
+    >>> bin_edges(np.array([0.1, 0.2, 0.6]), 2).tolist()
+    [0.0, 0.5, 1.0]
     """
-    bins = checked_bins(bins)
+    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
+        raise ValueError(f"bins is {bins!r}, expected a whole number of at least 1")
     if strategy == "width":
         return np.arange(bins + 1) / bins
     if strategy != "mass":
@@ -89,82 +87,172 @@ def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width") -> Fl
 
 def bin_index(confidence: Floats, edges: Floats) -> Ints:
     """Return the bin of each confidence, 0 to M - 1: the first k with `confidence <= edges[k + 1]`. (N,) -> (N,)."""
-    return _locator(edges)(confidence)
-
-
-def _locator(edges: Floats) -> Callable[[Floats], Ints]:
     bins = len(edges) - 1
     lower = np.arange(bins + 1) / bins
     if not np.array_equal(edges, lower):
-        return lambda confidence: np.searchsorted(edges[1:], confidence, side="left")
+        return np.searchsorted(edges[1:], confidence, side="left")
+    # trunc(c * M) is the bin or, where c does not exceed that bin's lower edge, the one after it. Rounding of the
+    # product never moves it by more, so one comparison with the edge itself makes every k / M exact.
     lower[0] = -1.0
-
-    def locate(confidence: Floats) -> Ints:
-        # trunc(c * M) is the bin or, where c does not exceed that bin's lower edge, the one after it: rounding of the
-        # product never moves it by more, so one comparison with the edge itself makes every k / M exact.
-        above = (confidence * bins).astype(np.intp)
-        above -= confidence <= lower.take(above)
-        return above
-
-    return locate
+    index = (confidence * bins).astype(np.intp)
+    index -= confidence <= lower.take(index)
+    return index
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Rows a bin and their sums. edges: (M + 1,); count, confidence_sum, correct_sum: (M,)."""
+    """Rows per bin and their sums. edges: (M + 1,); count and sums: (M,), or (R, M) of R resamples."""
 
     edges: Floats
-    count: Ints
+    count: Ints | Floats
     confidence_sum: Floats
     correct_sum: Floats
 
     @property
     def rows(self) -> int:
-        """Number of rows over all bins."""
+        """Number of rows in all bins."""
         return int(self.count.sum())
 
     @property
     def weight(self) -> Floats:
         """Share of the rows in each bin. (M,)."""
-        return self.count / self.rows
+        return np.asarray(self.count / self.count.sum(axis=-1, keepdims=True))
 
     @property
     def confidence(self) -> Floats:
         """Mean confidence of each bin, nan where the bin is empty. (M,)."""
-        return _ratio(self.confidence_sum, self.count)
+        return np.where(self.count > 0, self.confidence_sum / np.maximum(self.count, 1), np.nan)
 
     @property
     def accuracy(self) -> Floats:
         """Accuracy of each bin, nan where the bin is empty. (M,)."""
-        return _ratio(self.correct_sum, self.count)
+        return np.where(self.count > 0, self.correct_sum / np.maximum(self.count, 1), np.nan)
 
     @property
     def gap(self) -> Floats:
         """Accuracy less mean confidence of each bin, 0 where the bin is empty. (M,)."""
-        gap: Floats = (self.correct_sum - self.confidence_sum) / np.maximum(self.count, 1)
-        return gap
-
-
-def _ratio(total: Floats, count: Ints) -> Floats:
-    return np.asarray(np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0), dtype=np.float64)
+        return np.asarray((self.correct_sum - self.confidence_sum) / np.maximum(self.count, 1))
 
 
 def reliability(confidence: ArrayLike, correct: ArrayLike, bins: int = 20, strategy: Strategy = "width") -> Reliability:
-    """Sort rows into confidence bins: what a reliability diagram draws and binned metrics read. (N,), (N,)."""
+    """Sort rows into confidence bins: what a reliability diagram draws and binned metrics read. (N,), (N,).
+
+    >>> reliability([0.2, 0.4, 0.9], [False, True, True], bins=2).count.tolist()
+    [2, 1]
+    """
     c, z = checked(confidence, correct)
     return tally(c, z, bin_edges(c, bins, strategy))
 
 
 def tally(confidence: Floats, correct: Bools, edges: Floats) -> Reliability:
-    """Count rows and sum confidence and correctness a bin, in one pass. Checked (N,), (N,)."""
-    bins, locate = len(edges) - 1, _locator(edges)
+    """Count rows and sum confidence and correctness per bin, in one pass. Checked (N,), (N,)."""
+    bins = len(edges) - 1
     count = np.zeros((bins, 2), dtype=np.intp)
     total = np.zeros(bins)
     for start in range(0, len(confidence), BLOCK):
         c = confidence[start : start + BLOCK]
-        index = locate(c)
+        index = bin_index(c, edges)
         total += np.bincount(index, weights=c, minlength=bins)
         index *= 2
         index += correct[start : start + BLOCK]
         count += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
     return Reliability(edges, count.sum(axis=1), total, count[:, 1].astype(np.float64))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows of equal confidence together, by rising confidence. value: (G,); count, right: (G,), or (R, G) resampled."""
+
+    value: Floats
+    count: Floats
+    right: Floats
+
+
+def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
+    """Group the rows by confidence. (N,), (N,) -> G <= N groups.
+
+    >>> groups([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
+    [1.0, 1.0]
+    """
+    c, z = checked(confidence, correct)
+    # The bits of a float in [0, 1] sort as it does and leave the top bit free: one sort of whole numbers carries both
+    # columns, 3x faster than argsort. Adding 0 turns -0 into 0.
+    keys = (c + 0.0).view(np.uint64)
+    keys <<= np.uint64(1)
+    keys |= z
+    keys.sort()
+    right = (keys & np.uint64(1)).astype(np.float64)
+    keys >>= np.uint64(1)
+    value = keys.view(np.float64)
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
+    if len(starts) == len(keys):  # no ties: nothing to add up
+        return Groups(value, np.ones(len(keys)), right)
+    return Groups(value[starts], np.diff(starts, append=len(keys)).astype(np.float64), np.add.reduceat(right, starts))
+
+
+class RowMetric(Protocol):
+    """A metric of the columns confidence, (N,) in [0, 1], and correct, (N,) of booleans or 0/1."""
+
+    def __call__(self, confidence: ArrayLike, correct: ArrayLike) -> float:
+        """Compute the metric; bad columns raise ValueError."""
+
+
+class BinnedMetric(Protocol):
+    """A metric of the same columns over confidence bins."""
+
+    def __call__(
+        self, confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width"
+    ) -> float:
+        """Compute the metric; bad columns raise ValueError."""
+
+
+def mean_metric(score: Callable[[Floats, Bools], Floats | Bools]) -> RowMetric:
+    """Make a metric of the score of each row: its mean. score: (N,), (N,) -> (N,)."""
+
+    def metric(confidence: ArrayLike, correct: ArrayLike) -> float:
+        return float(score(*checked(confidence, correct)).mean())
+
+    def on_counts(c: Floats) -> CountMetric:
+        of_wrong = np.asarray(score(c, np.zeros(len(c), dtype=np.bool_)), dtype=np.float64)
+        gain = score(c, np.ones(len(c), dtype=np.bool_)) - of_wrong
+        return lambda count, right: (count @ of_wrong + right @ gain) / count.sum(axis=-1)
+
+    return _registered(metric, score, on_counts)
+
+
+def binned_metric(formula: Callable[[Reliability], Floats]) -> BinnedMetric:
+    """Make a metric of a formula of the bins' sums, which have shape (..., M) -> (...)."""
+
+    def metric(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width") -> float:
+        return float(formula(reliability(confidence, correct, bins, strategy)))
+
+    def on_counts(c: Floats, *, bins: int = 20) -> CountMetric:
+        edges = bin_edges(c, bins)
+        # Confidences rise, so each bin is a run of them; bins without any are left out.
+        ends = np.searchsorted(c, edges[1:-1], side="right")
+        starts = np.unique(np.append(0, ends[ends < len(c)]))
+        sums = partial(np.add.reduceat, indices=starts, axis=-1)
+        return lambda count, right: formula(Reliability(edges, sums(count), sums(count * c), sums(right)))
+
+    return _registered(metric, formula, on_counts)
+
+
+def grouped_metric(formula: Callable[[Groups], Floats]) -> RowMetric:
+    """Make a metric of a formula of groups whose count and right have shape (R, G) -> (R,)."""
+
+    def metric(confidence: ArrayLike, correct: ArrayLike) -> float:
+        rows = groups(confidence, correct)
+        return float(formula(Groups(rows.value, rows.count[None], rows.right[None]))[0])
+
+    def on_counts(c: Floats) -> CountMetric:
+        return lambda count, right: formula(Groups(c, count, right))
+
+    return _registered(metric, formula, on_counts)
+
+
+def _registered(metric: M, written: Callable[..., object], on_counts: Callable[..., CountMetric]) -> M:
+    """Give the metric the name and docstring of the function it was written as, and enter it in ON_COUNTS."""
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # not the signature, which is the metric's own
+        setattr(metric, name, getattr(written, name))
+    ON_COUNTS[metric] = on_counts
+    return metric

@@ -20,7 +20,7 @@ from scipy.optimize import brentq
 from scipy.special import expit, log_softmax, logit
 
 from catto.files import read_json, replacing
-from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_bins, checked_confidence, reliability
+from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold, checked_logprobs
 from catto.problems import DataError, shortened
 
@@ -173,7 +173,7 @@ class HistogramBinning:
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> Self:
         """Measure the accuracy of each bin. (N,), (N,)."""
-        found = reliability(confidence, correct, checked_bins(bins))
+        found = reliability(confidence, correct, bins)
         middle = (found.edges[1:] + found.edges[:-1]) / 2.0
         return cls(tuple(np.where(found.count > 0, found.accuracy, middle).tolist()))
 

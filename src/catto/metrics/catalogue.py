@@ -1,18 +1,13 @@
-"""Every metric under one name, and METRICS: the table that the command line and the report go through.
-
-A confidence metric takes `confidence` (N,) in [0, 1] and `correct` (N,) of booleans or 0/1; bad input raises
-ValueError.
-"""
+"""Every metric under one name, and METRICS: the table that the command line and the report read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Reliability, Strategy, reliability
+from catto.metrics.binning import Reliability, RowMetric, Strategy, reliability
 from catto.metrics.errors import (
     EPSILON,
     BrierSplit,
@@ -93,11 +88,11 @@ __all__ = [
 class Metric:
     """One row of the table.
 
-    `better` is None where no direction is. `calibration` asks for a null band beside the value. `least` is the smallest
-    difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
+    `better` is None where neither direction is. `calibration`: a null band is printed beside the value. `least` is the
+    smallest difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
     """
 
-    function: Callable[[ArrayLike, ArrayLike], float]
+    function: RowMetric
     title: str
     definition: str
     better: Literal["higher", "lower"] | None
@@ -114,12 +109,7 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy, "Accuracy", "Share of answers that are right.", "higher", True),
     "mean_confidence": Metric(mean_confidence, "Mean confidence", "Mean of the stated confidences.", None, True),
     "ece": Metric(
-        ece,
-        "ECE",
-        "Mean distance of accuracy and confidence over bins of equal width.",
-        "lower",
-        True,
-        calibration=True,
+        ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width.", "lower", True, True
     ),
     "debiased_ece": Metric(
         debiased_ece,
@@ -127,7 +117,7 @@ METRICS: dict[str, Metric] = {
         "ECE less the part that chance adds to each bin, as far as it can be estimated.",
         "lower",
         True,
-        calibration=True,
+        True,
     ),
     "smooth_ece": Metric(
         smooth_ece,
@@ -135,7 +125,7 @@ METRICS: dict[str, Metric] = {
         "Calibration error smoothed by a Gaussian kernel as wide as the error itself; it has no bins.",
         "lower",
         True,
-        calibration=True,
+        True,
     ),
     "ece_mass": Metric(
         ece_mass,
@@ -143,15 +133,10 @@ METRICS: dict[str, Metric] = {
         "Mean distance of accuracy and confidence over bins that hold equally many answers.",
         "lower",
         True,
-        calibration=True,
+        True,
     ),
     "mce": Metric(
-        mce,
-        "MCE",
-        "Largest distance of accuracy and confidence over bins of equal width.",
-        "lower",
-        True,
-        calibration=True,
+        mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width.", "lower", True, True
     ),
     "rms": Metric(
         rms_calibration_error,
@@ -159,7 +144,7 @@ METRICS: dict[str, Metric] = {
         "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
         "lower",
         True,
-        calibration=True,
+        True,
     ),
     "brier": Metric(brier, "Brier score", "Mean squared distance of confidence and correctness.", "lower", False),
     "nll": Metric(

@@ -1,40 +1,54 @@
-"""Calibration errors and proper scores of (confidence, correct) rows, and the identities that tie them together.
-
-Smooth ECE (Blasiok and Nakkiran, 2023): calibration error without bins.
-"""
+"""Calibration errors and proper scores of (confidence, correct) rows, and the identities that tie them together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import erf
+from functools import cache
+from math import ceil, erf, log2
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Bools, Floats, Ints, Strategy, bin_edges, bin_index, checked, reliability, tally
-from catto.metrics.ranking import groups
+from catto.metrics.binning import (
+    ON_COUNTS,
+    Bools,
+    CountMetric,
+    Floats,
+    Ints,
+    Reliability,
+    Strategy,
+    bin_edges,
+    bin_index,
+    binned_metric,
+    checked,
+    groups,
+    mean_metric,
+    tally,
+)
 
-# ---- calibration
-
-
-# Confidences come from float32 softmaxes, where 1.0 stands for anything above 1 - 2^-25: one wrong answer at
-# confidence 1 then costs 16.6 nats, not infinity.
+# Confidences come from float32 softmaxes, where 1.0 means anything above 1 - 2^-25: one wrong answer at confidence 1
+# then costs 16.6 nats, not infinity.
 EPSILON = 2.0**-24
 
 
-def accuracy(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the share of right rows. (N,), (N,) -> [0, 1]."""
-    _, z = checked(confidence, correct)
-    return float(z.mean())
+@mean_metric
+def accuracy(c: Floats, z: Bools) -> Bools:
+    """Return the share of right rows. (N,), (N,) -> [0, 1].
+
+    >>> accuracy([0.9, 0.7], [True, False])
+    0.5
+    """
+    return z
 
 
-def mean_confidence(confidence: ArrayLike, correct: ArrayLike) -> float:
+@mean_metric
+def mean_confidence(c: Floats, z: Bools) -> Floats:
     """Return the mean confidence; above accuracy it is overconfidence. (N,), (N,) -> [0, 1]."""
-    c, _ = checked(confidence, correct)
-    return float(c.mean())
+    return c
 
 
-def confidence_gap(confidence: ArrayLike, correct: ArrayLike) -> float:
+@mean_metric
+def confidence_gap(c: Floats, z: Bools) -> Floats:
     """Return mean confidence less accuracy; above 0 is overconfidence. (N,), (N,) -> [-1, 1].
 
     It is a mean over rows, so its bootstrap interval is nominal, also for a calibrated model; that of ECE is not.
@@ -42,14 +56,42 @@ def confidence_gap(confidence: ArrayLike, correct: ArrayLike) -> float:
     >>> round(confidence_gap([0.9, 0.7, 0.8], [True, False, True]), 4)
     0.1333
     """
-    c, z = checked(confidence, correct)
-    return float((c - z).mean())
+    return c - z
 
 
-def ece(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width") -> float:
-    """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|`. (N,), (N,) -> [0, 1]."""
-    found = reliability(confidence, correct, bins, strategy)
-    return float(np.abs(found.correct_sum - found.confidence_sum).sum()) / found.rows
+@mean_metric
+def brier(c: Floats, z: Bools) -> Floats:
+    """Return the Brier score `mean (c - z)^2`. (N,), (N,) -> [0, 1].
+
+    >>> round(brier([0.9, 0.7], [True, False]), 4)
+    0.25
+    """
+    distance = c - z
+    distance *= distance
+    return distance
+
+
+@mean_metric
+def nll(c: Floats, z: Bools) -> Floats:
+    """Return `-mean(z log c + (1 - z) log(1 - c))`, c clipped to [EPSILON, 1 - EPSILON]. (N,), (N,) -> [0, 16.64]."""
+    return np.asarray(-np.log(np.clip(np.where(z, c, 1.0 - c), EPSILON, 1.0 - EPSILON)))
+
+
+@mean_metric
+def l1_risk(c: Floats, z: Bools) -> Floats:
+    """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1). (N,), (N,) -> [0, 1]."""
+    return np.abs(z - c)
+
+
+@binned_metric
+def ece(bins: Reliability) -> Floats:
+    """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|`. (N,), (N,) -> [0, 1].
+
+    >>> round(ece([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
+    0.3333
+    """
+    gaps = np.abs(bins.correct_sum - bins.confidence_sum).sum(axis=-1)
+    return np.asarray(gaps / bins.count.sum(axis=-1))
 
 
 def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
@@ -57,44 +99,44 @@ def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> fl
     return ece(confidence, correct, bins=bins, strategy="mass")
 
 
-def mce(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
+@binned_metric
+def mce(bins: Reliability) -> Floats:
     """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins that hold rows. (N,), (N,) -> [0, 1]."""
-    return float(np.abs(reliability(confidence, correct, bins).gap).max())
+    return np.asarray(np.abs(bins.gap).max(axis=-1))
 
 
-def rms_calibration_error(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
+@binned_metric
+def rms_calibration_error(bins: Reliability) -> Floats:
     """Return `sqrt(sum_m (n_m / N) (acc_m - conf_m)^2)`. (N,), (N,) -> [0, 1]."""
-    found = reliability(confidence, correct, bins)
-    return float(np.sqrt(found.weight @ found.gap**2))
+    return np.asarray(np.sqrt((bins.weight * bins.gap**2).sum(axis=-1)))
 
 
-def debiased_ece(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
+@binned_metric
+def debiased_ece(bins: Reliability) -> Floats:
     """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0. (N,), (N,) -> [0, 1].
 
     A bin's accuracy is close to normal with variance `s^2 = acc (1 - acc) / n`, so |gap| exceeds the true gap in the
-    mean. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and taken off:
+    mean. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and subtracted:
         sum_m (n_m / N) (2 |gap_m| - E|N(gap_m, s_m^2)|).
     It is the published correction of the L1 error itself (the Brocker and Ferro-Fricker ones correct its square), hence
     comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it; a bin whose rows are
     all right or all wrong is left as it is.
     """
-    found = reliability(confidence, correct, bins)
-    gap, count = np.abs(found.gap), np.maximum(found.count, 1)
-    deviation = np.sqrt(found.correct_sum * (count - found.correct_sum) / count) / count
-    return max(0.0, float(found.weight @ (2.0 * gap - _folded_mean(gap, deviation))))
+    gap, count = np.abs(bins.gap), np.maximum(bins.count, 1)
+    deviation = np.sqrt(bins.correct_sum * (count - bins.correct_sum) / count) / count
+    ratio = np.divide(gap, deviation, out=np.full_like(gap, np.inf), where=deviation > 0)
+    inside = _erf(ratio / 2.0**0.5)
+    folded_mean = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2) + gap * inside
+    return np.asarray(np.maximum(0.0, (bins.weight * (2.0 * gap - folded_mean)).sum(axis=-1)))
 
 
-def _folded_mean(mean: Floats, deviation: Floats) -> Floats:
-    """Return E|N(mean, deviation^2)|; `mean` where the deviation is 0. mean >= 0."""
-    ratio = np.divide(mean, deviation, out=np.full(len(mean), np.inf), where=deviation > 0)
-    inside = np.array([erf(value / 2.0**0.5) for value in ratio])
-    folded: Floats = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2) + mean * inside
-    return folded
+_erf = np.vectorize(erf, otypes=[np.float64])  # scipy.special takes 0.3 s to import
 
 
 def weighted_ece(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike, *, bins: int = 20) -> float:
     """Return `ECE_w = sum_m (n_m / N) w_m |acc_m - conf_m|`, w_m the mean weight of the bin; <= max(weight) * ECE.
 
+    It checks the paper's proposition on weighted calibration error; no command reports it.
     weight: (N,), the value w(confidence) >= 0 of each row.
     """
     c, z = checked(confidence, correct)
@@ -109,12 +151,15 @@ def weighted_ece(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike, *
 def true_class_ece(confidence: ArrayLike, correct: ArrayLike, gold: ArrayLike, *, bins: int = 20) -> float:
     """Return the paper's classwise ECE: `sum_k P(Y=k) ECE(rows with Y=k)`, all classes on the same edges.
 
-    Confidence is that of the predicted label. gold: (N,) labels of any kind. ECE <= this <= L1 risk.
+    It checks the paper's proposition on classwise dominance, ECE <= this <= L1 risk; no command reports it.
+    Confidence is that of the predicted label. gold: (N,) labels of any kind.
     """
     c, z = checked(confidence, correct)
-    _, label = np.unique(_labels(gold, len(c)), return_inverse=True)
+    labels = np.asarray(gold)
+    if labels.shape != c.shape:
+        raise ValueError(f"gold has shape {labels.shape}, expected {c.shape}")
     edges = bin_edges(c, bins)
-    parts = (tally(c[label == k], z[label == k], edges) for k in range(int(label.max()) + 1))
+    parts = (tally(c[labels == k], z[labels == k], edges) for k in np.unique(labels))
     return sum(float(np.abs(part.correct_sum - part.confidence_sum).sum()) for part in parts) / len(c)
 
 
@@ -130,27 +175,33 @@ def per_class_ece(probabilities: ArrayLike, gold: ArrayLike, *, bins: int = 20) 
     return float(np.mean([ece(p[:, k], index == k, bins=bins) for k in range(p.shape[1])]))
 
 
-def _labels(gold: ArrayLike, rows: int) -> NDArray[np.generic]:
-    labels = np.asarray(gold)
-    if labels.shape != (rows,):
-        raise ValueError(f"gold has shape {labels.shape}, expected ({rows},)")
-    return labels
-
-
 def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
     """Return (N,) class indices below the K of shape (N, K), or raise."""
-    index = _labels(gold, shape[0])
+    index = np.asarray(gold)
+    if index.shape != shape[:1]:
+        raise ValueError(f"gold has shape {index.shape}, expected ({shape[0]},)")
     if index.dtype.kind not in "iu" or len(index) == 0 or index.min() < 0 or index.max() >= shape[1]:
-        raise ValueError(f"gold must be whole numbers from 0 to {shape[1] - 1}, one a row")
+        raise ValueError(f"gold must be whole numbers from 0 to {shape[1] - 1}, one per row")
     return index.astype(np.intp)
 
 
-def brier(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the Brier score `mean (c - z)^2`. (N,), (N,) -> [0, 1]."""
-    c, z = checked(confidence, correct)
-    distance = c - z
-    distance *= distance
-    return float(distance.mean())
+def label_nll(label_logprobs: ArrayLike, gold: ArrayLike) -> float:
+    """Return `-mean log p(gold)`. label_logprobs: (N, K) finite, <= 0; gold: (N,) whole numbers in [0, K)."""
+    logprobs = checked_logprobs(label_logprobs)
+    index = checked_gold(gold, logprobs.shape)
+    return float(-logprobs[np.arange(len(index)), index].mean())
+
+
+def checked_logprobs(label_logprobs: ArrayLike) -> Floats:
+    """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
+    logprobs = np.asarray(label_logprobs, dtype=np.float64)
+    if logprobs.ndim != 2 or 0 in logprobs.shape:
+        raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
+    bad = ~(np.isfinite(logprobs) & (logprobs <= 1e-6))
+    if bad.any():
+        row, label = np.argwhere(bad)[0]
+        raise ValueError(f"label_logprobs[{row}, {label}] is {logprobs[row, label]}, expected a finite number <= 0")
+    return logprobs
 
 
 @dataclass(frozen=True)
@@ -177,51 +228,25 @@ class BrierSplit:
 def brier_split(
     confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width"
 ) -> BrierSplit:
-    """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence. (N,), (N,)."""
+    """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence. (N,), (N,).
+
+    >>> parts = brier_split([0.9, 0.9, 0.2, 0.2], [True, False, False, False])
+    >>> round(parts.reliability, 4), round(parts.resolution, 4), round(parts.uncertainty, 4)
+    (0.1, 0.0625, 0.1875)
+    """
     c, z = checked(confidence, correct)
     edges = bin_edges(c, bins, strategy)
-    found = tally(c, z, edges)
+    rows = tally(c, z, edges)
     index, base = bin_index(c, edges), float(z.mean())
-    offset = c - found.confidence[index]
-    spread = (found.correct_sum - base * found.count) / np.maximum(found.count, 1)
+    offset = c - rows.confidence[index]
+    spread = (rows.correct_sum - base * rows.count) / np.maximum(rows.count, 1)
     return BrierSplit(
-        reliability=float(found.weight @ found.gap**2),
-        resolution=float(found.weight @ spread**2),
+        reliability=float(rows.weight @ rows.gap**2),
+        resolution=float(rows.weight @ spread**2),
         uncertainty=base * (1.0 - base),
         within_bin_variance=float(np.mean(offset**2)),
-        within_bin_covariance=float(np.mean(offset * (z - found.accuracy[index]))),
+        within_bin_covariance=float(np.mean(offset * (z - rows.accuracy[index]))),
     )
-
-
-def nll(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return `-mean(z log c + (1 - z) log(1 - c))`, c clipped to [EPSILON, 1 - EPSILON]. (N,), (N,) -> [0, 16.64]."""
-    c, z = checked(confidence, correct)
-    return float(-np.log(np.clip(np.where(z, c, 1.0 - c), EPSILON, 1.0 - EPSILON)).mean())
-
-
-def label_nll(label_logprobs: ArrayLike, gold: ArrayLike) -> float:
-    """Return `-mean log p(gold)`. label_logprobs: (N, K) finite, <= 0; gold: (N,) whole numbers in [0, K)."""
-    logprobs = checked_logprobs(label_logprobs)
-    index = checked_gold(gold, logprobs.shape)
-    return float(-logprobs[np.arange(len(index)), index].mean())
-
-
-def checked_logprobs(label_logprobs: ArrayLike) -> Floats:
-    """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
-    logprobs = np.asarray(label_logprobs, dtype=np.float64)
-    if logprobs.ndim != 2 or 0 in logprobs.shape:
-        raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
-    bad = ~(np.isfinite(logprobs) & (logprobs <= 1e-6))
-    if bad.any():
-        row, label = np.argwhere(bad)[0]
-        raise ValueError(f"label_logprobs[{row}, {label}] is {logprobs[row, label]}, expected a finite number <= 0")
-    return logprobs
-
-
-def l1_risk(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1). (N,), (N,) -> [0, 1]."""
-    c, z = checked(confidence, correct)
-    return float(np.abs(z - c).mean())
 
 
 @dataclass(frozen=True)
@@ -234,82 +259,93 @@ class L1Split:
 
 def l1_groups(confidence: ArrayLike, correct: ArrayLike) -> L1Split:
     """Split the L1 risk over groups of equal confidence: `ECE + 2 E[min(z (1 - c), c (1 - z))]`, exact."""
-    found = groups(confidence, correct)
-    weight, c, z = found.count / found.count.sum(), found.value, found.right / found.count
+    rows = groups(confidence, correct)
+    weight, c, z = rows.count / rows.count.sum(), rows.value, rows.right / rows.count
     return L1Split(float(weight @ np.abs(z - c)), float(weight @ (2.0 * np.minimum(z * (1 - c), c * (1 - z)))))
 
 
 def l1_binned(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> L1Split:
     """Split the L1 risk over bins: `ECE + sum_m (n_m / N) 2 [min(acc_m, conf_m) - mean_m(z c)]`, exact."""
     c, z = checked(confidence, correct)
-    found = tally(c, z, bin_edges(c, bins))
-    low = np.minimum(found.correct_sum, found.confidence_sum).sum() - c[z].sum()
-    gap = np.abs(found.correct_sum - found.confidence_sum).sum()
+    rows = tally(c, z, bin_edges(c, bins))
+    low = np.minimum(rows.correct_sum, rows.confidence_sum).sum() - c[z].sum()
+    gap = np.abs(rows.correct_sum - rows.confidence_sum).sum()
     return L1Split(float(gap) / len(c), 2.0 * float(low) / len(c))
 
 
-# ---- smooth
-
-
 # Cells of [0, 1]. A grid serves bandwidths of at least FINE_ENOUGH cells; below, a finer one is taken.
-COARSEST, FINEST = 1 << 9, 1 << 16
+FEWEST_CELLS, MOST_CELLS = 1 << 9, 1 << 16
 FINE_ENOUGH = 8
 TOLERANCE = 1e-9
 
 
 def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return smECE: the bandwidth sigma at which the smoothed error equals the bandwidth. (N,), (N,) -> [0, 1].
+    """Return smECE (Blasiok and Nakkiran, 2023): calibration error without bins. (N,), (N,) -> [0, 1].
 
-    With the Gaussian kernel K reflected at 0 and 1,
+    It is the bandwidth sigma at which the smoothed error equals the bandwidth. With the Gaussian kernel K reflected at
+    0 and 1,
         smECE_sigma = integral over t in [0, 1] of | mean_i K_sigma(t, c_i) (z_i - c_i) |,
     which falls with sigma, so `smECE_sigma = sigma` has one solution. Residuals are spread linearly onto a grid and
     smoothed in the cosine basis, where the reflected kernel is diagonal: O(N + G log G).
+
+    >>> round(smooth_ece([0.7] * 4, [True, True, False, False]), 4)
+    0.2
     """
-    c, z = checked(confidence, correct)
-    cells = COARSEST
-    while (sigma := _fixed_point(_spectrum(c, z, cells))) * cells < FINE_ENOUGH and cells < FINEST:
-        # At once to the grid that this bandwidth needs: the finest costs a hundred times the coarsest.
-        while True:
-            cells *= 2
-            if sigma * cells >= FINE_ENOUGH or cells == FINEST:
-                break
-    return sigma
+    rows = groups(confidence, correct)
+    return float(_smooth_on_counts(rows.value)(rows.count[None], rows.right[None])[0])
 
 
-def _spectrum(confidence: Floats, correct: Bools, cells: int) -> Floats:
-    """Return the cosine coefficients of the residual mass on the nodes `j / cells`. -> (cells + 1,)."""
-    position = confidence * cells
-    left = np.minimum(position.astype(np.intp), cells - 1)
-    residual = (correct - confidence) / len(confidence)
-    share = residual * (position - left)
-    mass = np.bincount(left, residual - share, cells + 1) + np.bincount(left + 1, share, cells + 1)
-    # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
-    mass[[0, -1]] += mass[[0, -1]]
-    # Spreading onto two nodes is itself a smoothing, by sinc^2 in frequency, and is taken out again.
-    spread = np.sinc(np.arange(cells + 1) / (2 * cells)) ** 2
-    return np.asarray(np.fft.rfft(np.concatenate((mass, mass[-2:0:-1]))).real / spread, dtype=np.float64)
+def _smooth_on_counts(c: Floats) -> CountMetric:
+    from scipy.optimize import brentq
+
+    @cache
+    def grid(cells: int) -> tuple[Ints, Ints, Floats, Floats, Floats]:
+        """Return where the confidences of each filled cell start, these cells, and the places of all within theirs.
+
+        Then, for each frequency: what spreading onto two nodes multiplies it by, and the log of what sigma = 1 does.
+        """
+        position = c * cells
+        cell = np.minimum(position.astype(np.intp), cells - 1)
+        starts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
+        frequency = np.arange(cells + 1.0)
+        decay: Floats = -0.5 * (np.pi * frequency) ** 2
+        return starts, cell[starts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
+
+    def fixed_point(residual: Floats, cells: int) -> float:
+        starts, filled, place, spread, decay = grid(cells)
+        share = residual * place
+        mass = np.zeros(cells + 1)
+        mass[filled] = np.add.reduceat(residual - share, starts)
+        mass[filled + 1] += np.add.reduceat(share, starts)
+        total = abs(float(mass.sum()))
+        # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
+        mass[[0, -1]] *= 2.0
+        spectrum = np.fft.rfft(np.concatenate((mass, mass[-2:0:-1]))).real / spread
+
+        def excess(sigma: float) -> float:
+            kept = min(cells, int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))) + 1  # beyond, the kernel is below 1e-16
+            smoothed = np.zeros(cells + 1)
+            smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * decay[:kept])
+            density = np.abs(np.fft.irfft(smoothed)[: cells + 1])
+            return float(density.sum() - 0.5 * (density[0] + density[-1])) - sigma
+
+        # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
+        return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
+
+    def value(residual: Floats) -> float:
+        if not residual.any():
+            return 0.0
+        cells = FEWEST_CELLS
+        while (sigma := fixed_point(residual, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
+            finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
+            cells = min(MOST_CELLS, max(2 * cells, finer))
+        return sigma
+
+    def values(count: Floats, right: Floats) -> Floats:
+        residual = (right - count * c) / count.sum(axis=-1, keepdims=True)
+        return np.array([value(row) for row in residual])
+
+    return values
 
 
-def _smoothed(spectrum: Floats, sigma: float) -> float:
-    """Return the integral of |residual smoothed by sigma|, by the trapezoid rule on the grid."""
-    # From 8.6 / sigma on, the kernel is below 1e-16: no exponential is taken there.
-    kept = int(8.6 / (np.pi * sigma)) + 1 if sigma * np.pi * len(spectrum) > 8.6 else len(spectrum)
-    smooth = np.zeros(len(spectrum))
-    smooth[:kept] = spectrum[:kept] * np.exp(-0.5 * (sigma * np.pi * np.arange(kept)) ** 2)
-    density = np.abs(np.fft.irfft(smooth)[: len(spectrum)])
-    return float(density.sum() - 0.5 * (density[0] + density[-1]))
-
-
-def _fixed_point(spectrum: Floats) -> float:
-    """Solve `smECE_sigma = sigma` on [0, 1] by the Illinois form of regula falsi."""
-    kept, moved = 1.0, 0.0
-    at_kept, at_moved = _smoothed(spectrum, kept) - kept, _smoothed(spectrum, moved)
-    while at_moved > TOLERANCE or at_moved < -TOLERANCE:
-        sigma = (moved * at_kept - kept * at_moved) / (at_kept - at_moved)
-        excess = _smoothed(spectrum, sigma) - sigma
-        if excess * at_moved < 0:
-            kept, at_kept = moved, at_moved
-        else:
-            at_kept /= 2  # the same end stayed twice: halving its value draws the next step towards it
-        moved, at_moved = sigma, excess
-    return moved
+ON_COUNTS[smooth_ece] = _smooth_on_counts

@@ -1,9 +1,7 @@
-"""Ranking and selective prediction: how well confidence orders right answers before wrong ones.
+"""How well confidence ranks answers, and the threshold above which they can be trusted.
 
-Rows of equal confidence have no order among themselves. Every number here is the mean over all orders of such rows (in
-closed form), so it does not depend on the order in which the rows were written.
-
-Answer only when confident enough: a threshold whose error rate is bounded with a finite-sample guarantee.
+Rows of equal confidence have no order. Every number here is the mean over all orders of such rows (in closed form), so
+it does not depend on the order in which the rows were written.
 """
 
 from __future__ import annotations
@@ -12,56 +10,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.random import default_rng
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Floats, Ints, checked
-
-# ---- selective
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Rows of equal confidence together, confidence falling. value, count, right: (G,)."""
-
-    value: Floats
-    count: Ints
-    right: Ints
+from catto.metrics.binning import Floats, Groups, checked, grouped_metric, groups
+from catto.metrics.statistics import ratio_interval
 
 
-def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
-    """Group the rows by confidence, most confident first. (N,), (N,) -> G <= N groups."""
-    c, z = checked(confidence, correct)
-    # The bits of a float in [0, 1] sort as it does and leave the top bit free: one sort of whole numbers carries both
-    # columns, 3x faster than argsort. Adding 0 turns -0 into 0.
-    keys = (c + 0.0).view(np.uint64)
-    keys <<= np.uint64(1)
-    keys |= z
-    keys.sort()
-    right = (keys & np.uint64(1)).view(np.intp)
-    keys >>= np.uint64(1)
-    ends = np.append(np.flatnonzero(keys[1:] != keys[:-1]), len(keys) - 1)
-    value = keys.view(np.float64)
-    if len(ends) == len(keys):  # no ties: nothing to add up
-        return Groups(value[::-1], np.ones(len(keys), dtype=np.intp), right[::-1])
-    right_sum = np.diff(np.cumsum(right)[ends], prepend=0)
-    return Groups(value[ends][::-1], np.diff(ends, prepend=-1)[::-1], right_sum[::-1])
+@grouped_metric
+def auroc(rows: Groups) -> Floats:
+    """Return P(confidence of a right row > of a wrong row), ties half; nan when all rows are right or all wrong.
+
+    >>> auroc([0.9, 0.4, 0.6], [True, False, False])
+    1.0
+    """
+    wrong = rows.count - rows.right
+    pairs = rows.right.sum(axis=-1) * wrong.sum(axis=-1)
+    below = np.cumsum(wrong, axis=-1)
+    wrong *= 0.5
+    below -= wrong
+    won = np.vecdot(rows.right, below)
+    share: Floats = np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+    return share
 
 
-def auroc(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return P(confidence of a right row > of a wrong row), ties half; nan when all rows are right or all wrong."""
-    found = groups(confidence, correct)
-    wrong = found.count - found.right
-    pairs = float(found.right.sum()) * float(wrong.sum())
-    if pairs == 0.0:
-        return float("nan")
-    below = wrong.sum() - np.cumsum(wrong)
-    return float(np.sum(found.right * (below + 0.5 * wrong))) / pairs
+@grouped_metric
+def aurc(rows: Groups) -> Floats:
+    """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`."""
+    return _aurc(rows)
+
+
+def _aurc(rows: Groups) -> Floats:
+    areas = []
+    for count, right in zip(rows.count[:, ::-1], rows.right[:, ::-1], strict=True):
+        error_rate = 1.0 - right / np.maximum(count, 1.0)
+        errors = np.repeat(error_rate, count.astype(np.intp))
+        np.cumsum(errors, out=errors)
+        errors /= np.arange(1, len(errors) + 1)
+        areas.append(errors.mean())
+    return np.array(areas)
+
+
+@grouped_metric
+def e_aurc(rows: Groups) -> Floats:
+    """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order."""
+    best = []
+    for total, right in zip(rows.count.sum(axis=-1), rows.right.sum(axis=-1), strict=True):
+        best.append(np.sum(np.arange(1.0, total - right + 1) / np.arange(right + 1, total + 1)) / total)
+    return np.asarray(np.maximum(0.0, _aurc(rows) - best))
 
 
 @dataclass(frozen=True)
 class Within:
-    """AUROC of confidence within questions, its bootstrap interval over questions, and on how much it rests.
+    """AUROC of confidence within questions, its bootstrap interval over questions, and the data it is based on.
 
     questions: those that have a right and a wrong row; pairs: right and wrong rows of the same question. Without any
     pair the value is nan.
@@ -86,8 +86,8 @@ def auroc_within(
     """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
 
     question: N ids; (N,), (N,). Picking the most confident of several answers can win only where this is above a half:
-    AUROC over all rows also rises when easy questions are answered more surely, which tells nothing about which answer
-    to pick. Questions whose rows are all right or all wrong have no pair and do not count.
+    AUROC over all rows also rises when easy questions are answered more confidently, which does not help to pick one.
+    Questions whose rows are all right or all wrong have no pair and do not count.
 
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
@@ -101,43 +101,17 @@ def auroc_within(
     order = np.lexsort((c, code))
     code, c, z = code[order], c[order], z[order]
     starts = np.flatnonzero(np.append(True, (code[1:] != code[:-1]) | (c[1:] != c[:-1])))
-    right = np.add.reduceat(z.astype(np.int64), starts)
-    wrong = np.add.reduceat((~z).astype(np.int64), starts)
-    of = code[starts]
-    total: Floats = np.bincount(of, wrong, len(codes)).astype(np.float64)
-    below = np.cumsum(wrong) - wrong - (np.cumsum(total) - total)[of]
-    won: Floats = np.bincount(of, right * (below + 0.5 * wrong), len(codes)).astype(np.float64)
-    pairs: Floats = np.bincount(of, right, len(codes)) * total
+    right, wrong = (np.add.reduceat(side.astype(np.float64), starts) for side in (z, ~z))
+    owner = code[starts]
+    wrong_total: Floats = np.bincount(owner, wrong, len(codes)).astype(np.float64)
+    below = np.cumsum(wrong) - wrong - (np.cumsum(wrong_total) - wrong_total)[owner]
+    won: Floats = np.bincount(owner, right * (below + 0.5 * wrong), len(codes)).astype(np.float64)
+    pairs: Floats = np.bincount(owner, right, len(codes)) * wrong_total
     mixed = pairs > 0
     if not mixed.any():
         return Within(float("nan"), float("nan"), float("nan"), 0, 0)
-    low, high = _ratio_interval(won[mixed], pairs[mixed], resamples, level, seed)
-    return Within(float(won.sum() / pairs.sum()), low, high, int(mixed.sum()), int(pairs.sum()))
-
-
-def _ratio_interval(won: Floats, pairs: Floats, resamples: int, level: float, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap of `sum(won) / sum(pairs)` over questions that have pairs."""
-    drawn = default_rng(seed).multinomial(len(won), np.full(len(won), 1.0 / len(won)), size=resamples)
-    low, high = np.quantile((drawn @ won) / (drawn @ pairs), [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-    return float(low), float(high)
-
-
-def aurc(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`."""
-    found = groups(confidence, correct)
-    rate = (found.count - found.right) / found.count
-    errors = np.repeat(rate, found.count)
-    np.cumsum(errors, out=errors)
-    errors /= np.arange(1, len(errors) + 1)
-    return float(errors.mean())
-
-
-def e_aurc(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order."""
-    _, z = checked(confidence, correct)
-    right = int(z.sum())
-    best = float(np.sum(np.arange(1, len(z) - right + 1) / np.arange(right + 1, len(z) + 1))) / len(z)
-    return max(0.0, aurc(confidence, correct) - best)
+    found = ratio_interval(won[mixed], pairs[mixed], resamples=resamples, level=level, seed=seed)
+    return Within(found.value, found.low, found.high, int(mixed.sum()), int(pairs.sum()))
 
 
 @dataclass(frozen=True)
@@ -150,10 +124,15 @@ class RiskCoverage:
 
 
 def risk_coverage(confidence: ArrayLike, correct: ArrayLike) -> RiskCoverage:
-    """Return the curve at every distinct confidence, from the strictest threshold to full coverage."""
-    found = groups(confidence, correct)
-    answered = np.cumsum(found.count)
-    return RiskCoverage(found.value, answered / answered[-1], np.cumsum(found.count - found.right) / answered)
+    """Return the curve at every distinct confidence, from the strictest threshold to full coverage.
+
+    >>> risk_coverage([0.9, 0.6], [True, False]).risk.tolist()
+    [0.0, 0.5]
+    """
+    rows = groups(confidence, correct)
+    answered = np.cumsum(rows.count[::-1])
+    wrong = np.cumsum((rows.count - rows.right)[::-1])
+    return RiskCoverage(rows.value[::-1], answered / answered[-1], wrong / answered)
 
 
 def accuracy_at_coverage(confidence: ArrayLike, correct: ArrayLike, coverage: float) -> float:
@@ -163,12 +142,11 @@ def accuracy_at_coverage(confidence: ArrayLike, correct: ArrayLike, coverage: fl
     """
     if not 0.0 < coverage <= 1.0:
         raise ValueError(f"coverage is {coverage}, expected a number in (0, 1]")
-    found = groups(confidence, correct)
-    rows = int(found.count.sum())
-    kept = int(np.ceil(round(coverage * rows, 9)))  # 0.07 * 100 is 7.000000000000001
-    before = np.cumsum(found.count) - found.count
-    taken = np.clip(kept - before, 0, found.count)
-    return float(taken @ (found.right / found.count)) / kept
+    rows = groups(confidence, correct)
+    kept = float(np.ceil(round(coverage * rows.count.sum(), 9)))  # 0.07 * 100 is 7.000000000000001
+    before = np.cumsum(rows.count[::-1])[::-1] - rows.count
+    taken = np.clip(kept - before, 0, rows.count)
+    return float(taken @ (rows.right / rows.count)) / kept
 
 
 def coverage_at_risk(confidence: ArrayLike, correct: ArrayLike, risk: float) -> float:
@@ -177,9 +155,6 @@ def coverage_at_risk(confidence: ArrayLike, correct: ArrayLike, risk: float) -> 
         raise ValueError(f"risk is {risk}, expected a number in [0, 1]")
     curve = risk_coverage(confidence, correct)
     return float(np.max(curve.coverage, where=curve.risk <= risk, initial=0.0))
-
-
-# ---- risk
 
 
 # Fixed before any data is seen, which is what makes the guarantee exact. Confidences pile up at 1, so the steps shrink
@@ -214,28 +189,30 @@ def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 
     (Clopper-Pearson) upper bound at level delta / M fails with probability at most delta / M; by the union bound over
     the M fixed THRESHOLDS, whichever is taken fails with probability at most delta. The rows must be drawn like those
     that are answered later, and must not have been used to fit the confidence.
+
+    >>> threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10).threshold
+    0.52
     """
-    from scipy.stats import binom  # a second to import, which `measure` need not wait for
+    from scipy.special import bdtr
 
     c, z = checked(confidence, correct)
     for name, value in (("risk", risk), ("delta", delta)):
         if not 0.0 < value < 1.0:
             raise ValueError(f"{name} is {value}, expected a number between 0 and 1")
     share = delta / len(THRESHOLDS)
-    order = np.sort(c)
-    wrong = np.sort(c[~z])
-    answered = len(order) - np.searchsorted(order, THRESHOLDS)
-    errors = len(wrong) - np.searchsorted(wrong, THRESHOLDS)
-    passed = np.flatnonzero((answered > 0) & (binom.cdf(errors, np.maximum(answered, 1), risk) <= share))
+    answered = len(c) - np.searchsorted(np.sort(c), THRESHOLDS)
+    errors = np.sum(~z) - np.searchsorted(np.sort(c[~z]), THRESHOLDS)
+    chance_of_so_few = bdtr(errors, np.maximum(answered, 1), risk)
+    passed = np.flatnonzero((answered > 0) & (chance_of_so_few <= share))
     if not len(passed):
         return Threshold(None, risk, delta, 0.0, 0, 0, 1.0)
     first = int(passed[0])
-    m, bad = int(answered[first]), int(errors[first])
-    return Threshold(THRESHOLDS[first], risk, delta, m / len(c), m, bad, upper_bound(bad, m, share))
+    m, wrong = int(answered[first]), int(errors[first])
+    return Threshold(THRESHOLDS[first], risk, delta, m / len(c), m, wrong, upper_bound(wrong, m, share))
 
 
 def upper_bound(errors: int, rows: int, delta: float) -> float:
-    """Clopper-Pearson: the error rate at which so few errors have probability delta."""
-    from scipy.stats import beta
+    """Return Clopper and Pearson's bound: the error rate at which so few errors have probability delta."""
+    from scipy.special import betaincinv
 
-    return 1.0 if errors >= rows else float(beta.ppf(1.0 - delta, errors + 1, rows - errors))
+    return 1.0 if errors >= rows else float(betaincinv(errors + 1, rows - errors, 1.0 - delta))

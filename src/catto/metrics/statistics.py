@@ -1,117 +1,52 @@
-"""Resamples of rows or of whole questions, and the corrections of the BCa interval.
+"""How certain a measured number is: bootstrap intervals, null bands, paired comparisons, spread over seeds.
 
-How sure a measured number is: bootstrap intervals, null bands, paired comparisons, spread over seeds.
+A number belongs to one run of a model, or is the mean over several runs (seeds). Questions are the unit: all rows of a
+question are drawn together, and where runs share questions, a question is drawn, or swapped, in all of them together.
 
 A metric may be undefined on a resample (AUROC of rows that are all right is nan). Such resamples are left out and
 counted in `undefined`; where the value itself is undefined, the interval is nan. A small ECE can lie outside its own
-percentile interval, since resampling only adds to it: `held` withholds such an interval from what is printed.
+percentile interval, since resampling only adds to it: `held` removes such an interval.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from statistics import NormalDist
+from typing import Any, Literal
 
 import numpy as np
 from numpy.random import Generator, default_rng
-from numpy.typing import ArrayLike
-from scipy.special import ndtr, ndtri
+from numpy.typing import ArrayLike, NDArray
 
-from catto.metrics.binning import Bools, Floats, Ints, checked, checked_confidence
+from catto.metrics.binning import ON_COUNTS, Bools, CountMetric, Floats, Ints, checked, checked_confidence
 
-# ---- resampling
-
-
-MetricFunction = Callable[[Floats, Bools], float]
-
-# Parts of the grouped jackknife: the acceleration is a skewness, and 200 leave-one-part-out values estimate it well.
-JACKKNIFE_PARTS = 200
-# Questions a block of the draw; the rows of a block fit the cache.
-BLOCK = 1 << 14
-
-
-@dataclass(frozen=True)
-class Clusters:
-    """Rows in the order of their questions; question q owns `order[start[q] : start[q] + size[q]]`."""
-
-    order: Ints | None
-    start: Ints
-    size: Ints
-
-    @classmethod
-    def of(cls, questions: Sequence[object] | None, rows: int) -> Clusters:
-        """Group the rows by question; without questions each row stands alone."""
-        if questions is None:
-            return cls(None, np.arange(rows), np.ones(rows, dtype=np.intp))
-        if len(questions) != rows:
-            raise ValueError(f"questions has {len(questions)} rows, confidence has {rows}")
-        codes: dict[object, int] = {}
-        code = np.array([codes.setdefault(question, len(codes)) for question in questions], dtype=np.intp)
-        size = np.bincount(code)
-        return cls(np.argsort(code, kind="stable"), np.cumsum(size) - size, size)
-
-    def rows(self, drawn: Ints) -> Ints:
-        """Return the rows of the drawn questions, one after the other."""
-        if self.order is None:
-            return drawn
-        size = self.size[drawn]
-        before = np.cumsum(size) - size
-        place: Ints = np.repeat(self.start[drawn] - before, size) + np.arange(size.sum())
-        return self.order[place]
-
-
-def resampled(clusters: Clusters, resamples: int, rng: Generator) -> Iterator[Ints]:
-    """Yield the rows of each resample: as many questions as there are, drawn with replacement.
-
-    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
-    distribution as one draw over all, in an order that reads memory block by block.
-    """
-    count = len(clusters.size)
-    bounds = np.append(np.arange(0, count, BLOCK), count)
-    share = np.diff(bounds) / count
-    for _ in range(resamples):
-        sizes = rng.multinomial(count, share)
-        blocks = zip(bounds[:-1], bounds[1:], sizes, strict=True)
-        yield clusters.rows(np.concatenate([rng.integers(low, high, size=size) for low, high, size in blocks]))
-
-
-def bca_tails(tails: Floats, value: float, draws: Floats, jackknife: Floats) -> Floats:
-    """Shift the tail probabilities by bias and acceleration (Efron, 1987). (2,) -> (2,)."""
-    below = np.mean(draws < value) + 0.5 * np.mean(draws == value)
-    # All draws on one side would make the shift infinite; one draw in B + 1 is the least that B draws can tell.
-    share = np.clip(below, 1.0 / (len(draws) + 1), len(draws) / (len(draws) + 1))
-    bias = ndtri(share)
-    offset = jackknife.mean() - jackknife
-    squares = float(np.sum(offset**2))
-    acceleration = float(np.sum(offset**3)) / (6.0 * squares**1.5) if squares > 0.0 else 0.0
-    shifted = bias + ndtri(tails)
-    return np.asarray(ndtr(bias + shifted / (1.0 - acceleration * shifted)), dtype=np.float64)
-
-
-def jackknife_values(metric: MetricFunction, c: Floats, z: Bools, clusters: Clusters) -> Floats:
-    """Return the defined values with one part of the questions left out; the parts are single questions up to 200."""
-    count = len(clusters.size)
-    part = default_rng(0).permutation(np.arange(count) % min(count, JACKKNIFE_PARTS))
-    values = []
-    for left_out in range(int(part.max()) + 1 if count > 1 else 0):
-        rows = clusters.rows(np.flatnonzero(part != left_out))
-        values.append(metric(c[rows], z[rows]))
-    found = np.array(values, dtype=np.float64)
-    found = found[~np.isnan(found)]
-    return found if len(found) else np.zeros(1)
-
-
-# ---- statistics
-
-
+# A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
+MetricFunction = Callable[..., float]
 Method = Literal["percentile", "bca"]
 Mark = Literal["", "*", "†"]
-Rows = tuple[Floats, Bools]
+Tick = Callable[[], object]
+Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
 
 # A difference is marked where its corrected p-value lies below.
 ALPHA = 0.05
 OUTSIDE = "the value lies outside its own bootstrap interval"
+# Parts of the grouped jackknife: the acceleration is a skewness, and 200 leave-one-part-out values estimate it well.
+JACKKNIFE_PARTS = 200
+# Questions per block of the draw; the counts of a block fit the cache.
+BLOCK = 1 << 14
+# Resamples computed at once: at most so many, and at most so many weights.
+MOST_AT_ONCE, WEIGHTS_AT_ONCE = 100, 1 << 17
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of one run. question: N ids, or None where each row is a question; confidence, correct: (N,)."""
+
+    question: Sequence[object] | None
+    confidence: ArrayLike
+    correct: ArrayLike
 
 
 @dataclass(frozen=True)
@@ -123,10 +58,10 @@ class Interval:
     high: float
     level: float
     undefined: int = 0
-    reason: str | None = None  # why low and high are nan, where `held` withheld them
+    reason: str | None = None  # why low and high are nan, where `held` removed them
 
     def held(self) -> Interval:
-        """The same, without ends and with a reason where they do not hold the value.
+        """Return the same without ends, and with a reason, where they do not hold the value.
 
         >>> Interval(0.0, 0.018, 0.064, 0.95).held().reason
         'the value lies outside its own bootstrap interval'
@@ -136,9 +71,155 @@ class Interval:
         return replace(self, low=float("nan"), high=float("nan"), reason=OUTSIDE)
 
 
+@dataclass(frozen=True)
+class NullBand:
+    """What a perfectly calibrated model with the same confidences would score: mean and central band."""
+
+    mean: float
+    low: float
+    high: float
+    level: float
+    undefined: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Metric of a less that of b on the same questions, its bootstrap interval, and the two-sided p-value."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    level: float
+    p_value: float
+    undefined: int = 0
+    reason: str | None = None  # why low and high are nan, where `held` removed them
+
+    def held(self) -> Comparison:
+        """Return the same without ends, and with a reason, where they do not hold the difference."""
+        if _inside(self.difference, self.low, self.high):
+            return self
+        return replace(self, low=float("nan"), high=float("nan"), reason=OUTSIDE)
+
+
 def _inside(value: float, low: float, high: float) -> bool:
     """Whether an interval holds its value; means of equal confidences differ by rounding. True where one is nan."""
     return not (value < low - 1e-12 or value > high + 1e-12)
+
+
+class _Resampled:
+    """The mean over runs of each metric, under weights of questions.
+
+    Each run is kept in rising order of confidence, so a resample is how often each distinct confidence occurs, and how
+    often with a right answer: no row is copied or sorted again.
+    """
+
+    def __init__(self, metrics: Mapping[str, MetricFunction], runs: Sequence[tuple[Floats, Bools, Ints]]) -> None:
+        """runs: confidence, correct and number of the question of each row, (N,)."""
+        self.runs = []
+        for confidence, correct, question in runs:
+            order, starts, value = _by_confidence(confidence)
+            prepared = [_on_counts(metric)(value) for metric in metrics.values()]
+            self.runs.append((question[order], correct[order], starts, prepared))
+
+    def values(self, weights: Weights) -> Floats:
+        """Return the metrics of each resample. (R, Q) -> (metrics, R)."""
+        total: Floats = np.zeros(1)
+        for question, correct, starts, prepared in self.runs:
+            count = weights.take(question, axis=1).astype(np.float64)
+            right = count * correct
+            if len(starts) < len(question):
+                count, right = (np.add.reduceat(rows, starts, axis=1) for rows in (count, right))
+            total = total + np.array([metric(count, right) for metric in prepared])
+        return np.asarray(total / len(self.runs))
+
+
+def _by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
+    """Return the rows in rising order, where each group of equal confidences starts in it, and their confidences."""
+    order = np.argsort(confidence, kind="stable")
+    c = confidence[order] + 0.0  # turns -0 into 0
+    starts = np.flatnonzero(np.append(True, c[1:] != c[:-1]))
+    return order, starts, c[starts]
+
+
+def _on_counts(metric: MetricFunction) -> Callable[[Floats], CountMetric]:
+    """Return how the metric is computed from counts; one that is not in ON_COUNTS is called on rows."""
+    function, options = (metric.func, metric.keywords) if isinstance(metric, partial) else (metric, {})
+    prepare = ON_COUNTS.get(getattr(function, "function", function))
+    if prepare is not None and set(options) <= {"bins"}:
+        return partial(prepare, **options)
+
+    def on_rows(c: Floats) -> CountMetric:
+        def value(count: Ints, right: Ints) -> float:
+            confidence = np.concatenate((np.repeat(c, right), np.repeat(c, count - right)))
+            return metric(confidence, np.arange(len(confidence)) < right.sum())
+
+        return lambda count, right: np.array(
+            [value(*both) for both in zip(count.astype(np.intp), right.astype(np.intp), strict=True)]
+        )
+
+    return on_rows
+
+
+def _numbered(questions: Sequence[Sequence[object] | None], rows: Sequence[int]) -> tuple[list[Ints], int]:
+    """Number the questions of all runs; return the number of each row's question, and how many there are."""
+    numbers: dict[object, int] = {}
+    codes = []
+    for ids, count in zip(questions, rows, strict=True):
+        if ids is None:
+            codes.append(np.arange(count))
+            continue
+        if len(ids) != count:
+            raise ValueError(f"questions has {len(ids)} rows, confidence has {count}")
+        codes.append(np.array([numbers.setdefault(name, len(numbers)) for name in ids], dtype=np.intp))
+    return codes, max(int(code.max()) for code in codes) + 1
+
+
+def _sizes(total: int, units: int) -> Iterator[int]:
+    """Cut so many resamples of so many units into parts that are computed at once."""
+    most = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
+    return (min(most, total - start) for start in range(0, total, most))
+
+
+def question_counts(questions: int, resamples: int, rng: Generator) -> Iterator[Weights]:
+    """Draw as many questions as there are, with replacement: yield how often each was drawn, in parts of (R, Q).
+
+    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
+    distribution as one draw over all, in an order that reads memory block by block.
+
+    >>> [part.sum(axis=1).tolist() for part in question_counts(5, 3, default_rng(0))]
+    [[5, 5, 5]]
+    """
+    bounds = np.append(np.arange(0, questions, BLOCK), questions)
+    lengths = np.diff(bounds)
+    for size in _sizes(resamples, questions):
+        counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
+        for row in counts:
+            drawn = rng.multinomial(questions, lengths / questions)
+            for start, length, times in zip(bounds, lengths, drawn, strict=False):
+                row[start : start + length] = np.bincount(rng.integers(0, length, size=times), minlength=length)
+        yield counts
+
+
+def _tails(level: float) -> Floats:
+    return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+
+
+def _check_options(resamples: int, level: float, method: str = "percentile") -> None:
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}, expected at least 1")
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level is {level}, expected a number between 0 and 1")
+    if method not in ("percentile", "bca"):
+        raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
+
+
+def _ticked(parts: Iterator[Weights], tick: Tick | None) -> Iterator[Weights]:
+    for part in parts:
+        yield part
+        for _ in range(len(part) if tick is not None else 0):
+            tick()  # type: ignore[misc]
 
 
 def bootstrap(
@@ -161,137 +242,252 @@ def bootstrap(
     off by 15 points 95.2 %, by 5 points 23.2 %, calibrated 0 %: chance only ever adds to ECE, so near zero its interval
     lies above the truth. Read it beside its null band, and print it `held`: without ends that do not hold the value.
     A single row, or rows that are all equal, give an interval of no width.
+
+    >>> from catto.metrics.errors import accuracy
+    >>> interval = bootstrap(accuracy, [0.9, 0.8, 0.7, 0.6], [True, True, False, True], resamples=100)
+    >>> interval.value, interval.high
+    (0.75, 1.0)
     """
-    named = {"metric": metric}
-    table = bootstrap_table(
-        named, confidence, correct, questions=questions, resamples=resamples, level=level, method=method, seed=seed
-    )
-    return table["metric"]
+    options: dict[str, Any] = {"resamples": resamples, "level": level, "method": method, "seed": seed}
+    return bootstrap_table({"metric": metric}, [Answers(questions, confidence, correct)], **options)["metric"]
 
 
 def bootstrap_table(
     metrics: Mapping[str, MetricFunction],
-    confidence: ArrayLike,
-    correct: ArrayLike,
+    runs: Sequence[Answers],
     *,
-    questions: Sequence[object] | None = None,
     resamples: int = 1000,
     level: float = 0.95,
     method: Method = "percentile",
     seed: int = 0,
+    tick: Tick | None = None,
 ) -> dict[str, Interval]:
-    """Return the interval of each metric, all on the same resamples; each equals `bootstrap` of that metric alone."""
-    c, z = checked(confidence, correct)
+    """Return the interval of each metric, of its mean over runs where there are several; all on the same resamples.
+
+    Of one run, each equals `bootstrap` of that metric alone. `tick` is called once per resample.
+    """
     _check_options(resamples, level, method)
-    clusters = Clusters.of(questions, len(c))
-    draws = np.empty((len(metrics), resamples))
-    for column, rows in enumerate(resampled(clusters, resamples, default_rng(seed))):
-        drawn = c.take(rows), z.take(rows)
-        draws[:, column] = [metric(*drawn) for metric in metrics.values()]
-    return {
-        name: _interval(metric, c, z, clusters, row, level, method)
-        for (name, metric), row in zip(metrics.items(), draws, strict=True)
-    }
+    columns = [checked(run.confidence, run.correct) for run in runs]
+    codes, questions = _numbered([run.question for run in runs], [len(c) for c, _ in columns])
+    resampled = _Resampled(metrics, [(c, z, code) for (c, z), code in zip(columns, codes, strict=True)])
+    drawn = _ticked(question_counts(questions, resamples, default_rng(seed)), tick)
+    draws = np.hstack([resampled.values(weights) for weights in drawn])
+    left_out = np.empty((len(metrics), 0))
+    if method == "bca" and questions > 1:
+        left_out = np.hstack([resampled.values(weights) for weights in _jackknife(questions)])
+    intervals = {}
+    for (name, metric), row, left in zip(metrics.items(), draws, left_out, strict=True):
+        value = float(np.mean([metric(c, z) for c, z in columns]))
+        defined = row[~np.isnan(row)]
+        low, high = float("nan"), float("nan")
+        if len(defined) and not np.isnan(value):
+            tails = _tails(level) if method == "percentile" else _bca_tails(_tails(level), value, defined, left)
+            low, high = np.quantile(defined, tails).tolist()
+        intervals[name] = Interval(value, low, high, level, len(row) - len(defined))
+    return intervals
 
 
-def _check_options(resamples: int, level: float, method: str = "percentile") -> None:
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}, expected at least 1")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level is {level}, expected a number between 0 and 1")
-    if method not in ("percentile", "bca"):
-        raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
+def _jackknife(questions: int) -> Iterator[Weights]:
+    """Yield weights with one part of the questions left out; the parts are single questions up to 200."""
+    parts = min(questions, JACKKNIFE_PARTS)
+    part = default_rng(0).permutation(np.arange(questions) % parts)
+    start = 0
+    for size in _sizes(parts, questions):
+        yield np.not_equal.outer(np.arange(start, start + size), part)
+        start += size
 
 
-def _interval(
-    metric: MetricFunction, c: Floats, z: Bools, clusters: Clusters, draws: Floats, level: float, method: Method
+def _bca_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> Floats:
+    """Shift the tail probabilities by bias and acceleration (Efron, 1987). (2,) -> (2,)."""
+    normal = NormalDist()
+    below = float(np.mean(draws < value) + 0.5 * np.mean(draws == value))
+    # All draws on one side would make the shift infinite; one draw in B + 1 is the least that B draws can show.
+    bias = normal.inv_cdf(min(max(below, 1.0 / (len(draws) + 1)), len(draws) / (len(draws) + 1)))
+    defined = left_out[~np.isnan(left_out)]
+    offset = defined.mean() - defined if len(defined) else np.zeros(1)
+    squares = float(np.sum(offset**2))
+    acceleration = float(np.sum(offset**3)) / (6.0 * squares**1.5) if squares > 0.0 else 0.0
+    shifted = [bias + normal.inv_cdf(tail) for tail in tails]
+    return np.array([normal.cdf(bias + shift / (1.0 - acceleration * shift)) for shift in shifted])
+
+
+def ratio_interval(
+    numerator: Floats, denominator: Floats, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> Interval:
-    value, defined = metric(c, z), draws[~np.isnan(draws)]
-    if np.isnan(value) or len(defined) == 0:
-        return Interval(value, float("nan"), float("nan"), level, len(draws) - len(defined))
-    tails = np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-    if method == "bca":
-        tails = bca_tails(tails, value, defined, jackknife_values(metric, c, z, clusters))
-    low, high = np.quantile(defined, tails)
-    return Interval(value, float(low), float(high), level, len(draws) - len(defined))
-
-
-@dataclass(frozen=True)
-class NullBand:
-    """What a perfectly calibrated model with the same confidences would score: mean and central band."""
-
-    mean: float
-    low: float
-    high: float
-    level: float
-    undefined: int = 0
+    """Return `sum(numerator) / sum(denominator)` and its percentile bootstrap interval over questions. (Q,), (Q,)."""
+    parts = question_counts(len(numerator), resamples, default_rng(seed))
+    draws = np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts])
+    low, high = np.quantile(draws, _tails(level)).tolist()
+    return Interval(float(numerator.sum() / denominator.sum()), low, high, level)
 
 
 def null_band(
     metric: MetricFunction, confidence: ArrayLike, *, simulations: int = 1000, level: float = 0.95, seed: int = 0
 ) -> NullBand:
-    """Simulate the metric under `correct ~ Bernoulli(confidence)`. (N,)."""
-    c = checked_confidence(confidence)
+    """Simulate the metric under `correct ~ Bernoulli(confidence)`. (N,).
+
+    >>> from catto.metrics.errors import ece
+    >>> null_band(ece, [0.0, 1.0], simulations=10).high
+    0.0
+    """
+    return null_table({"metric": metric}, [confidence], simulations=simulations, level=level, seed=seed)["metric"]
+
+
+def null_table(
+    metrics: Mapping[str, MetricFunction],
+    confidences: Sequence[ArrayLike],
+    *,
+    simulations: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    tick: Tick | None = None,
+) -> dict[str, NullBand]:
+    """Return the null band of each metric, of its mean over runs where there are several; runs are independent.
+
+    Of one run, each equals `null_band` of that metric alone. `tick` is called once per simulation of each run.
+    """
     _check_options(simulations, level)
-    rng = default_rng(seed)
-    return _band(np.array([metric(c, rng.random(len(c)) < c) for _ in range(simulations)]), level)
+    draws = np.zeros((len(metrics), simulations))
+    for place, confidence in enumerate(confidences):
+        c, rng, start = checked_confidence(confidence), default_rng(seed + place), 0
+        order, starts, value = _by_confidence(c)
+        count = np.diff(starts, append=len(c)).astype(np.float64)
+        prepared = [_on_counts(metric)(value) for metric in metrics.values()]
+        for part in _sizes(simulations, len(c)):
+            right = (rng.random((part, len(c))) < c).take(order, axis=1).astype(np.float64)
+            if len(starts) < len(c):
+                right = np.add.reduceat(right, starts, axis=1)
+            counts = np.broadcast_to(count, right.shape)
+            draws[:, start : start + part] += np.array([metric(counts, right) for metric in prepared])
+            start += part
+            for _ in range(part if tick is not None else 0):
+                tick()  # type: ignore[misc]
+    return {name: _band(row / len(confidences), level) for name, row in zip(metrics, draws, strict=True)}
 
 
 def _band(draws: Floats, level: float) -> NullBand:
     defined = draws[~np.isnan(draws)]
     if len(defined) == 0:
         return NullBand(float("nan"), float("nan"), float("nan"), level, len(draws))
-    low, high = np.quantile(defined, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-    return NullBand(float(defined.mean()), float(low), float(high), level, len(draws) - len(defined))
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The rows of one method: one answer a question. question: N distinct ids; confidence, correct: (N,)."""
-
-    question: Sequence[object]
-    confidence: ArrayLike
-    correct: ArrayLike
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Metric of a less that of b on the same questions, its bootstrap interval, and the two-sided p-value."""
-
-    a: float
-    b: float
-    difference: float
-    low: float
-    high: float
-    level: float
-    p_value: float
-    undefined: int = 0
-    reason: str | None = None  # why low and high are nan, where `held` withheld them
-
-    def held(self) -> Comparison:
-        """The same, without ends and with a reason where they do not hold the difference."""
-        if _inside(self.difference, self.low, self.high):
-            return self
-        return replace(self, low=float("nan"), high=float("nan"), reason=OUTSIDE)
+    low, high = np.quantile(defined, _tails(level)).tolist()
+    return NullBand(float(defined.mean()), low, high, level, len(draws) - len(defined))
 
 
 def compare(
     metric: MetricFunction, a: Answers, b: Answers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> Comparison:
-    """Compare two methods on the same questions, aligned by id.
+    """Compare two methods on the same questions, aligned by id; see `compare_table`.
+
+    >>> from catto.metrics.errors import accuracy
+    >>> a, b = Answers("xyz", [0.9, 0.8, 0.7], [1, 1, 1]), Answers("zyx", [0.9, 0.8, 0.7], [1, 0, 0])
+    >>> round(compare(accuracy, a, b, resamples=100).difference, 4)
+    0.6667
+    """
+    return compare_table({"metric": metric}, [a], [b], resamples=resamples, level=level, seed=seed)["metric"]
+
+
+def compare_table(
+    metrics: Mapping[str, MetricFunction],
+    a: Sequence[Answers],
+    b: Sequence[Answers],
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    swaps: int | None = None,
+    tick: Tick | None = None,
+) -> dict[str, Comparison]:
+    """Compare two methods run by run on the same questions: each metric's mean over runs of a less that of b.
 
     Interval: percentile bootstrap over questions, both methods on the same draw. p-value: swap test, where each
-    question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + resamples)`.
+    question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + swaps)`.
     A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
     p-value.
+
+    There are as many swaps as resamples. Where those give a p-value below ALPHA and `swaps` is more, the test goes on
+    to so many: a correction for many comparisons needs small p-values, and only a test that may still show something
+    needs the work. Stopping the others early can only lose differences. `tick` is called once per resample and swap.
     """
     _check_options(resamples, level)
-    rows_a, rows_b = _aligned(a, b)
-    value_a, value_b = metric(*rows_a), metric(*rows_b)
-    draws = _paired_draws(metric, rows_a, rows_b, resamples, seed)
-    found = _band(draws, level)
-    p_value = _swap_test(metric, rows_a, rows_b, resamples, seed)
-    return Comparison(value_a, value_b, value_a - value_b, found.low, found.high, level, p_value, found.undefined)
+    if len(a) != len(b) or not a:
+        raise ValueError(f"a has {len(a)} runs and b has {len(b)}, expected the same number, at least one")
+    pairs = [_aligned(first, second) for first, second in zip(a, b, strict=True)]
+    codes, questions = _numbered([run.question for run in a], [len(c) for (c, _), _ in pairs])
+    # The rows of b follow those of a, and its questions are numbered after a's: their weights say who answers what.
+    runs = [
+        (np.append(c_a, c_b), np.append(z_a, z_b), np.append(code, code + questions))
+        for ((c_a, z_a), (c_b, z_b)), code in zip(pairs, codes, strict=True)
+    ]
+    resampled = _Resampled(metrics, runs)
+
+    def differences(first: Weights, second: Weights) -> Floats:
+        return resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
+
+    drawn = _ticked(question_counts(questions, resamples, default_rng(seed)), tick)
+    draws = np.hstack([differences(weights, np.zeros_like(weights)) for weights in drawn])
+    values = {
+        name: [float(np.mean([metric(*pair[side]) for pair in pairs])) for side in (0, 1)]
+        for name, metric in metrics.items()
+    }
+    observed = np.array([abs(value_a - value_b) for value_a, value_b in values.values()])
+    p_values = _swap_tests(differences, questions, observed, resamples, swaps or 0, seed, tick)
+    comparisons = {}
+    for (name, (value_a, value_b)), row, p_value in zip(values.items(), draws, p_values, strict=True):
+        band = _band(row, level)
+        ends = (band.low, band.high, level, float(p_value), band.undefined)
+        comparisons[name] = Comparison(value_a, value_b, value_a - value_b, *ends)
+    return comparisons
+
+
+def _swap_tests(
+    differences: Callable[[Weights, Weights], Floats],
+    questions: int,
+    observed: Floats,
+    swaps: int,
+    most: int,
+    seed: int,
+    tick: Tick | None,
+) -> Floats:
+    """Return the p-value of each observed difference; (M,) -> (M,). See `compare_table`."""
+    rng, done = default_rng(seed), 0
+    far, p_values = np.zeros(len(observed)), np.full(len(observed), np.nan)
+    running = ~np.isnan(observed)
+    for size in (*_sizes(swaps, questions), *_sizes(max(0, most - swaps), questions)):
+        if done >= swaps:
+            running &= p_values < ALPHA
+        if not running.any():
+            break
+        stay = rng.random((size, questions)) >= 0.5
+        # Rounding must not break a tie; undefined counts as far.
+        close = np.abs(differences(stay, ~stay)) < observed[:, None] - 1e-12
+        done += size
+        far += np.sum(~close, axis=1)
+        p_values = np.where(running, (1.0 + far) / (1.0 + done), p_values)
+        for _ in range(size if tick is not None else 0):
+            tick()  # type: ignore[misc]
+    return p_values
+
+
+def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats, Bools]]:
+    """Return confidence and correct of both, b in the order of a's questions."""
+    places: list[dict[object, int]] = []
+    for answers, name in ((a, "a"), (b, "b")):
+        place: dict[object, int] = {}
+        for row, question in enumerate(answers.question or ()):
+            if question in place:
+                raise ValueError(f"question {question!r} appears twice in {name}, rows {place[question]} and {row}")
+            place[question] = row
+        if len(place) != np.size(answers.confidence):
+            raise ValueError(f"{name} has {len(place)} questions and {np.size(answers.confidence)} confidences")
+        places.append(place)
+    for here, there, name in ((places[0], places[1], "b"), (places[1], places[0], "a")):
+        missing = [question for question in here if question not in there]
+        if missing:
+            count = f"{len(missing)} questions are missing from {name}, the first is {missing[0]!r}"
+            raise ValueError(f"a and b answer different questions: {count}")
+    c, z = checked(b.confidence, b.correct)
+    rows = np.array([places[1][question] for question in places[0]], dtype=np.intp)
+    return checked(a.confidence, a.correct), (c[rows], z[rows])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -316,7 +512,7 @@ def mark(
 ) -> Mark:
     """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
 
-    Three things have to agree: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
+    Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
     and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap test
     notices a shift of every confidence by 0.001, whatever that does to the metric on other questions, or for anybody.
 
@@ -325,55 +521,13 @@ def mark(
     >>> mark(-0.0008, (-0.0012, -0.0004), 0.004, "lower")
     ''
     """
-    # A comparison with nan is False: an undefined p-value or a withheld interval gives no mark.
+    # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
     if better is None or not (corrected < ALPHA and abs(difference) >= least):
         return ""
     more, (low, high) = difference > 0, interval
     if not (low > 0 if more else high < 0):
         return ""
     return "*" if more == (better == "higher") else "†"
-
-
-def _paired_draws(metric: MetricFunction, a: Rows, b: Rows, resamples: int, seed: int) -> Floats:
-    draws = np.empty(resamples)
-    for column, rows in enumerate(resampled(Clusters.of(None, len(a[0])), resamples, default_rng(seed))):
-        draws[column] = metric(a[0].take(rows), a[1].take(rows)) - metric(b[0].take(rows), b[1].take(rows))
-    return draws
-
-
-def _swap_test(metric: MetricFunction, a: Rows, b: Rows, swaps: int, seed: int) -> float:
-    observed = abs(metric(*a) - metric(*b))
-    if np.isnan(observed):
-        return float("nan")
-    rng, far = default_rng(seed), 0
-    for _ in range(swaps):
-        swap = rng.random(len(a[0])) < 0.5
-        first = np.where(swap, b[0], a[0]), np.where(swap, b[1], a[1])
-        second = np.where(swap, a[0], b[0]), np.where(swap, a[1], b[1])
-        far += not abs(metric(*first) - metric(*second)) < observed - 1e-12  # rounding must not break a tie
-    return (1 + far) / (1 + swaps)
-
-
-def _aligned(a: Answers, b: Answers) -> tuple[Rows, Rows]:
-    place_a, place_b = _places(a, "a"), _places(b, "b")
-    for here, there, name in ((place_a, place_b, "b"), (place_b, place_a, "a")):
-        missing = [question for question in here if question not in there]
-        if missing:
-            raise ValueError(f"{len(missing)} questions are missing from {name}, the first is {missing[0]!r}")
-    (c_a, z_a), (c_b, z_b) = checked(a.confidence, a.correct), checked(b.confidence, b.correct)
-    rows = np.array([place_b[question] for question in a.question], dtype=np.intp)
-    return (c_a, z_a), (c_b[rows], z_b[rows])
-
-
-def _places(answers: Answers, name: str) -> dict[object, int]:
-    places: dict[object, int] = {}
-    for row, question in enumerate(answers.question):
-        if question in places:
-            raise ValueError(f"question {question!r} appears twice in {name}, rows {places[question]} and {row}")
-        places[question] = row
-    if len(places) != np.size(answers.confidence):
-        raise ValueError(f"{name} has {len(places)} questions and {np.size(answers.confidence)} confidences")
-    return places
 
 
 @dataclass(frozen=True)
@@ -386,7 +540,11 @@ class SeedSummary:
 
 
 def over_seeds(values: Sequence[float]) -> SeedSummary:
-    """Summarise one number a seed."""
+    """Summarise one number per seed.
+
+    >>> over_seeds([1.0, 3.0]).mean
+    2.0
+    """
     if len(values) == 0:
         raise ValueError("values is empty")
     array = np.asarray(values, dtype=np.float64)

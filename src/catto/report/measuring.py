@@ -25,7 +25,7 @@ from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import METRICS, auroc, brier, confidence_gap, ece, nll
 from catto.metrics.catalogue import accuracy as share_right
 from catto.metrics.selection import candidates, select, within_questions
-from catto.metrics.statistics import MetricFunction, bootstrap_table, holm, null_band, over_seeds
+from catto.metrics.statistics import Answers, MetricFunction, bootstrap_table, holm, null_band, over_seeds
 from catto.problems import DataError
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
@@ -326,7 +326,7 @@ def _cell(one: Answered, folder: Path, questions: Questions, protocol: Protocol,
         "auroc": auroc,
         "gap": confidence_gap,
     }
-    table = bootstrap_table(chosen, c, z, resamples=protocol.resamples, level=protocol.level)
+    table = bootstrap_table(chosen, [Answers(None, c, z)], resamples=protocol.resamples, level=protocol.level)
     metrics = {name: Number.of(interval) for name, interval in table.items()}
     gap, selection = metrics.pop("gap"), selection_of(cell, folder)
     metrics |= {name: Number(value=finite(METRICS[name](c, z))) for name in VALUE_ONLY}
