@@ -8,13 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from catto.cli.display import Left, Lines, Pace, duration
 from catto.experiment.graph import Graph
-from catto.experiment.stages import Stage, ordered
+from catto.experiment.stages import KindSettings, Stage, ordered
 from catto.methods import METHODS
 from catto.recipe_file import load, shipped
 from command import run
@@ -265,7 +266,9 @@ def test_a_resumed_stage_is_paced_from_where_it_went_on() -> None:
 
 
 def trainings(method: str, count: int) -> list[Stage]:
-    return [Stage("train", f"{method} {n}", {"method": method, "n": n}) for n in range(count)]
+    """Trainings of one method without what they need, so that nothing else is missing."""
+    graph = Graph(load("quickstart"))
+    return [replace(graph.trained("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
 
 
 def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
@@ -299,7 +302,7 @@ def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> N
 
 def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:
     dpo = trainings("dpo", 3)
-    left = Left(tmp_path, [*dpo, Stage("report", "report", {})])
+    left = Left(tmp_path, [*dpo, Stage("report", "report", KindSettings())])
     left.ended(dpo[0], "done", 4.0)
     assert left.text() == ""  # more than 8 s says nothing
     left.ended(dpo[1], "done", 60.0)

@@ -112,7 +112,7 @@ def test_a_task_that_nobody_knows_is_told_by_the_stage_that_reads_it(world: Path
     recipe = load("recipe.yaml", ["tasks.snly={}"])
     assert ordered([Graph(recipe).report()])
     with pytest.raises(ValueError, match=r"tasks\.snly: neither one of .*witnesses.* nor given a path"):
-        questions_of({"task": "snly", **recipe.tasks["snly"].model_dump()}, "train", 0)
+        questions_of(Graph(recipe).questions("snly").settings)
 
 
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(

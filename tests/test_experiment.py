@@ -250,7 +250,7 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
 
     read = load(str(recipe))
     goals = [goal for cell in Graph(read).cells() for goal in (cell.predictions, cell.candidates) if goal is not None]
-    assert runner.run(read, root, goals, Ends()).ok
+    assert runner.run(root, goals, Ends()).ok
     return ends
 
 

@@ -185,11 +185,7 @@ def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> Non
 def test_an_added_learning_rate_leaves_the_old_trainings(tmp_path: Path) -> None:
     one = recipe_of(tmp_path, "preference.learning_rates=[1e-4]")
     found = fresh(one, recipe_of(tmp_path, "preference.learning_rates=[1e-4, 1e-5]"))
-    trained = {
-        stage.settings["learning_rate"]
-        for stage in found
-        if stage.kind == "train" and stage.settings["method"] != "rcft"
-    }
+    trained = {stage.settings.learning_rate for stage in found if stage.kind == "train" and stage.method != "rcft"}
     assert trained == {1e-5}
 
 
@@ -243,13 +239,13 @@ def test_the_lowest_ece_of_the_seed_or_of_the_mean_over_seeds_is_chosen(
     """ECE of the first rate: 10 % at seed 0, 90 % at seed 1; of the second 30 % at both. All answers are right."""
     recipe = recipe_of(tmp_path, f"lr_choice={choice}")
     stage = Graph(recipe).chosen("snli", 0, "dpo", "paper")
-    assert stage.settings["rates"] == [5e-6, 5e-7]
+    assert stage.settings.rates == (5e-6, 5e-7)
     confidence = {"0 seed 0": 0.9, "0 seed 1": 0.1, "1 seed 0": 0.7, "1 seed 1": 0.7}
     for role, need in stage.needs.items():
         if role.startswith("validation"):
             row = prediction(confidence[role.removeprefix("validation ")])
             write_records(place(tmp_path, need) / "predictions.jsonl", [row])
-    run_chosen(Work(stage, tmp_path, recipe, lambda *_: None))
+    run_chosen(Work(stage, tmp_path, lambda *_: None))
     told = read(part(tmp_path, stage) / "choice.json")
     number = [5e-6, 5e-7].index(rate)
     assert (told["learning_rate"], told["model"]) == (rate, f"model {number} seed 0")
@@ -266,9 +262,9 @@ def prediction(confidence: float) -> Prediction:
 def test_out_of_distribution_trains_on_one_task_at_the_first_rate(tmp_path: Path) -> None:
     found = stages(recipe_of(tmp_path, "train_on=snli"))
     trained = [stage for stage in found if stage.kind == "train"]
-    assert {stage.settings["learning_rate"] for stage in trained if stage.settings["method"] == "dpo"} == {5e-6}
+    assert {stage.settings.learning_rate for stage in trained if stage.method == "dpo"} == {5e-6}
     assert all("snli" in stage.name for stage in trained)
-    tested = [stage for stage in found if stage.kind == "generated" and stage.settings["split"] == "test"]
+    tested = [stage for stage in found if stage.kind == "generated" and stage.settings.split == "test"]
     assert {short(stage) for stage in tested} == {f"generated {w} {m}" for m in MODELS for w in ("test", "candidates")}
     assert all("witnesses" in stage.name for stage in tested)
 

@@ -644,12 +644,13 @@ def test_a_retried_teacher_makes_again_what_was_made_without_its_new_responses(t
     with serve(first_prompt_refused()) as server:
         recipe, stage = world(server.url)
         rows = Graph(recipe).teacher("witnesses")
-        assert run_stages(recipe, tmp_path, [rows], Silent()).ok
+        assert run_stages(tmp_path, [rows], Silent()).ok
     assert [(one.name, len(refused)) for one, refused in refused_stages(tmp_path, [rows])] == [(stage.name, 2)]
     assert len(list(read_records(place(tmp_path, rows) / "outcome.jsonl", SftRow))) == 10
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>", model="m"))) as server:
         recipe, stage = world(server.url)
-        assert retry(recipe, tmp_path, [rows], Silent()).ok
+        rows = Graph(recipe).teacher("witnesses")
+        assert retry(tmp_path, [rows], Silent()).ok
         assert len(server.seen) == 2
     assert done(tmp_path, stage)
     assert done(tmp_path, rows)
@@ -662,9 +663,9 @@ def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> Non
     with serve(respond) as server:
         recipe, stage = world(server.url)
         rows = Graph(recipe).teacher("witnesses")
-        run_stages(recipe, tmp_path, [rows], Silent())
+        run_stages(tmp_path, [rows], Silent())
         before = (place(tmp_path, rows) / "done.json").stat()
-        outcome = retry(recipe, tmp_path, [rows], Silent())
+        outcome = retry(tmp_path, [rows], Silent())
         assert [one.name for one in outcome.finished] == [stage.name]
         assert len(server.seen) == 12 + 2
     assert (place(tmp_path, rows) / "done.json").stat() == before
@@ -673,8 +674,8 @@ def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> Non
 
 def test_a_finished_stage_tells_what_it_was_made_of(tmp_path: Path) -> None:
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>"))) as server:
-        recipe, stage = world(server.url)
-        run_stages(recipe, tmp_path, [stage], Silent())
+        _, stage = world(server.url)
+        run_stages(tmp_path, [stage], Silent())
     told = json.loads((place(tmp_path, stage) / "done.json").read_text())
     assert told["needs"] == {role: need.key for role, need in stage.needs.items()}
 

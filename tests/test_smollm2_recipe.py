@@ -34,6 +34,6 @@ def test_the_recipes_teacher_gives_it_enough_rows_and_pairs(tmp_path: Path, monk
 
 def test_a_row_of_temperature_scaling_costs_no_training() -> None:
     recipe = load("smollm2")
-    trained = {stage.settings["method"] for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
+    trained = {stage.method for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
     assert trained == {"sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+replay"}
     assert len(recipe.methods) == 2 * len(trained)

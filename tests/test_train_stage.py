@@ -61,7 +61,7 @@ def _work(root: Path, method: str, **blocks: Any) -> Work:
     blocks = {"rcft": {"rows": 6, "epochs": 1, "checkpoint_steps": 2, "batch_size": 2}, **blocks}
     recipe = Recipe.model_validate({**RECIPE, **own, **blocks})
     stage = Graph(recipe).trained("witnesses", 0, method, "matched", 1e-3)
-    work = Work(stage, root, recipe, lambda *_: None)
+    work = Work(stage, root, lambda *_: None)
     work.out.mkdir(parents=True)
     files = {
         "teacher": {"preferences.jsonl": _pair_rows(), "sft.jsonl": _sft_rows()},

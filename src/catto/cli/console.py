@@ -103,7 +103,7 @@ def places(source: str, recipe: Recipe) -> None:
             if name == "witnesses" and block.path is None:
                 generate("train", 0, seed=0, **block.knobs())
             else:
-                find(task_of(name, block.model_dump()), block.files, block.data_dir)
+                find(task_of(name, block), block.files, block.data_dir)
         where = "model.path"
         if recipe.model.path is not None:
             check_model(recipe.model.path)

@@ -97,7 +97,7 @@ class Left:
 
 def _sorts(stage: Stage) -> tuple[str, ...]:
     """What a stage is like, the closest first. Of a preference training's length a supervised one says nothing."""
-    method = stage.settings.get("method")
+    method = stage.method
     if stage.kind == "train" and method in METHODS:
         return f"train {method}", f"train {METHODS[method].stage}"
     return f"{stage.kind} {method or ''}", stage.kind

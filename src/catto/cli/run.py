@@ -123,7 +123,7 @@ def go(
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
         with shown(root, goals) as display:
-            outcome = retry(recipe, root, goals, display) if retry_refused else run(recipe, root, goals, display)
+            outcome = retry(root, goals, display) if retry_refused else run(root, goals, display)
     except KeyboardInterrupt:
         warn("stopped; the same command goes on from here")
         sys.exit(130)
@@ -234,7 +234,7 @@ def _show_plan(root: Path, stages: list[tuple[Stage, str]]) -> None:
 
 
 def _group(stage: Stage) -> str:
-    return f"train {stage.settings['method']}" if stage.kind == "train" else stage.kind.replace("_", " ")
+    return f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
 
 
 def run(

@@ -80,7 +80,7 @@ def _questions(root: Path, stage: Stage) -> list[Question]:
 
     if done(root, stage):
         return read_questions(place(root, stage) / "train.jsonl")
-    return questions_of(stage.settings, "train", 0)[0]
+    return questions_of(stage.settings)[0]
 
 
 def _show(root: Path, task: str, stage: Stage) -> None:

@@ -58,7 +58,7 @@ def train(
     goal = Graph(read).chosen(name, number, method, budget or read.budgets[0])
     go(recipe, read, root, [goal])
     trained = chosen(root, goal)
-    say(f"{method} on {name}, seed {number}, learning rate {trained.settings['learning_rate']:g}")
+    say(f"{method} on {name}, seed {number}, learning rate {trained.settings.learning_rate:g}")
     say(str(place(root, trained) / "model"))
 
 

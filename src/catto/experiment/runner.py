@@ -1,10 +1,4 @@
-"""Run what is missing of a graph, here and one stage after the other; stages of a local run share one process.
-
-Ask again what a teacher's server refused.
-
-A stage with refused requests becomes one that was begun and refused nothing. Run again it asks for what is missing, and
-the stages that were made without it are stale if something new came: they are run again too.
-"""
+"""Run what is missing of a graph, here and one stage after the other; all stages of a run share one process."""
 
 from __future__ import annotations
 
@@ -23,54 +17,33 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from catto import files
-from catto.experiment import steps as engine
-from catto.experiment.stages import (
-    DONE,
-    LOG,
-    Stage,
-    Work,
-    account,
-    check,
-    content,
-    done,
-    finish,
-    finished,
-    ordered,
-    part,
-    place,
-    sources,
-    take_over,
-)
-from catto.files import library_versions
+from catto.experiment import stages, steps
+from catto.experiment.stages import DONE, LOG, Stage, Work, ordered, part, place
 from catto.problems import DataError
-from catto.recipe import Recipe
 from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
 
-# ---- runner
-
-
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {
-    "questions": ("steps", "run_questions"),
-    "held_out": ("steps", "run_held_out"),
-    "responses": ("steps", "run_responses"),
-    "sampled": ("steps", "run_sampled"),
-    "rows": ("steps", "run_rows"),
-    "train": ("train_step", "run_train"),
-    "chosen": ("results", "run_chosen"),
-    "generated": ("results", "run_generated"),
-    "predicted": ("results", "run_predicted"),
-    "tau": ("results", "run_tau"),
-    "sampling": ("results", "run_sampling"),
-    "scaled": ("results", "run_scaled"),
-    "report": ("results", "run_report"),
+    "questions": "steps.run_questions",
+    "held_out": "steps.run_questions",
+    "responses": "steps.run_responses",
+    "sampled": "steps.run_responses",
+    "rows": "steps.run_rows",
+    "train": "train_step.run_train",
+    "chosen": "results.run_chosen",
+    "generated": "results.run_generated",
+    "predicted": "results.run_predicted",
+    "tau": "results.run_tau",
+    "sampling": "results.run_sampling",
+    "scaled": "results.run_scaled",
+    "report": "results.run_report",
 }
-# With fewer bytes left than this a failure is told as one of a full disk.
+# With fewer bytes left than this a failure is attributed to a full disk.
 ROOM = 2**20
-# What --repair moves aside keeps this suffix.
+# What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
-# These load a model of their own: the one that was generated with last is let go before.
+# These load a model of their own: the last one that was generated with is released first.
 LOADING = {"responses", "train"}
 
 
@@ -78,21 +51,21 @@ class Display(Protocol):
     """What shows a run to a person."""
 
     def started(self, stage: Stage, number: int, total: int) -> None:
-        """Tell that a stage began."""
+        """Show that a stage began."""
 
     def progress(self, finished: int, total: int, note: str) -> None:
-        """Tell how far the running stage is."""
+        """Show how far the running stage is."""
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Tell that a stage ended: done, unchanged, failed or blocked."""
+        """Show that a stage ended: done, unchanged, failed or blocked."""
 
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """How a run ended."""
 
     finished: list[Stage] = field(default_factory=list)
-    failed: dict[str, Path] = field(default_factory=dict)  # stage name -> its log
+    failed: dict[str, Path] = field(default_factory=dict)  # stage name and problem -> its log
     blocked: list[Stage] = field(default_factory=list)
 
     @property
@@ -101,90 +74,67 @@ class Outcome:
         return not self.failed
 
 
-def run(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
+def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     """Run the goals and what they need. A failed stage stops only what depends on it.
 
-    A damaged stage is an error that names it, found before anything runs where sizes tell it and before it is read
-    where only its bytes do.
+    A damaged stage is an error that names it: before anything runs where sizes show it, and before it is read where
+    only its bytes do.
     """
-    outcome, stages = Outcome(), ordered(list(goals))
+    outcome, number = Outcome(), 0
+    stopped: set[str] = set()
+    checked: set[Path] = set()
     with locked(root):
-        missing, known = sum(standing != "done" for _, standing in plan(root, goals)), finished(root)
-        stopped: set[str] = set()
-        checked: set[Path] = set()
-        number = 0
-        for stage in stages:
+        missing, known = sum(standing != "done" for _, standing in plan(root, goals)), stages.finished(root)
+        for stage in ordered(list(goals)):
             if any(need.key in stopped for need in stage.needs.values()):
                 stopped.add(stage.key)
                 outcome.blocked.append(stage)
                 display.ended(stage, "blocked", 0.0)
-                continue
-            if done(root, stage):
-                continue
-            number += 1
-            display.started(stage, number, max(missing, number))
-            began, found = time.monotonic(), content(root, stage)
-            if found in known and take_over(root, stage, known[found]):
-                outcome.finished.append(stage)
-                display.ended(stage, "unchanged", time.monotonic() - began)
-            elif not _run_stage(recipe, root, stage, display, outcome, checked):
-                stopped.add(stage.key)
-    engine.release()
+            elif not stages.done(root, stage):
+                number += 1
+                display.started(stage, number, max(missing, number))
+                began, twin = time.monotonic(), known.get(stages.content(root, stage))
+                if twin is not None and stages.take_over(root, stage, twin):
+                    ending = "unchanged"
+                else:
+                    problem = _run_stage(root, stage, display, checked)
+                    ending = "done" if problem is None else "failed"
+                    if problem is not None:
+                        stopped.add(stage.key)
+                        outcome.failed[f"{stage.name}: {problem}"] = part(root, stage) / LOG
+                if ending != "failed":
+                    outcome.finished.append(stage)
+                display.ended(stage, ending, time.monotonic() - began)
+    steps.release()
     return outcome
 
 
-def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
-    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it is run again; nothing is deleted."""
-    moved = []
-    with locked(root):
-        for stage in ordered(list(goals)):
-            folder = place(root, stage)
-            try:
-                if folder.exists():
-                    check(folder, contents=True)
-            except DataError:
-                aside = folder.with_name(folder.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # of an earlier repair
-                folder.rename(aside)
-                moved.append(stage)
-    return moved
+def _run_stage(root: Path, stage: Stage, display: Display, checked: set[Path]) -> str | None:
+    """Run a stage and finish it; return the problem of a failed one, whose log has the traceback.
 
-
-def _check_needs(root: Path, stage: Stage, checked: set[Path]) -> None:
-    """Compare the bytes of what a stage reads with what was written, each folder once a run."""
-    for need in stage.needs.values():
-        for folder in sources(root, need):
-            if folder not in checked:
-                check(folder, contents=True)
-                checked.add(folder)
-
-
-def _run_stage(
-    recipe: Recipe, root: Path, stage: Stage, display: Display, outcome: Outcome, checked: set[Path]
-) -> bool:
-    work = Work(stage, root, recipe, display.progress)
+    checked: folders whose bytes were compared with what was written; each is compared once a run.
+    """
+    work: Work = Work(stage, root, display.progress)
     work.out.mkdir(parents=True, exist_ok=True)
-    log, began = work.out / LOG, time.monotonic()
+    began = time.monotonic()
     if stage.kind in LOADING:
-        engine.release()
+        steps.release()
     try:
-        with _logging_to(log):
-            _check_needs(root, stage, checked)
-            module, function = RUN[stage.kind]
+        with _logging_to(work.out / LOG):
+            for folder in dict.fromkeys(path for need in stage.needs.values() for path in stages.sources(root, need)):
+                if folder not in checked:
+                    stages.check(folder, contents=True)
+                    checked.add(folder)
+            module, _, function = RUN[stage.kind].partition(".")
             getattr(importlib.import_module(f"catto.experiment.{module}"), function)(work)
     except Exception as error:
-        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
+        with contextlib.suppress(OSError), (work.out / LOG).open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
-        # Libraries tell a full disk in words of their own, such as a position in an archive.
+        # Libraries report a full disk in words of their own, such as a position in an archive.
         full = " (the disk is full)" if shutil.disk_usage(root).free < ROOM else ""
-        outcome.failed[f"{stage.name}: {type(error).__name__}: {error}{full}"] = log
-        display.ended(stage, "failed", time.monotonic() - began)
-        return False
-    seconds = time.monotonic() - began
-    finish(root, stage, {"seconds": seconds, "versions": library_versions()})
-    outcome.finished.append(stage)
-    display.ended(stage, "done", seconds)
-    return True
+        return f"{type(error).__name__}: {error}{full}"
+    stages.finish(root, stage, {"seconds": time.monotonic() - began, "versions": files.library_versions()})
+    return None
 
 
 @contextlib.contextmanager
@@ -210,7 +160,7 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 class _Printed(io.TextIOBase):
-    """Stands in for stdout and stderr. A library that keeps hold of it writes to stderr once the log is shut."""
+    """Replaces stdout and stderr. A library that keeps a reference writes to stderr once the log is closed."""
 
     def __init__(self, log: TextIO | None) -> None:
         self.log = log
@@ -220,44 +170,68 @@ class _Printed(io.TextIOBase):
         return (self.log or sys.stderr).write(text)
 
     def flush(self) -> None:
-        """Flush what is written to."""
+        """Flush the stream that is written to."""
         (self.log or sys.stderr).flush()
 
 
 def locked(root: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the experiment's folder; a second run on it is told so at once."""
+    """Lock the experiment's folder; a second run in it is refused at once."""
     return files.locked(root / ".lock", "another run is working in this folder; wait for it, or give another --out")
 
 
 def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
-    """Every stage with where it stands: done, begun or to do. What needs a stage that is to be run again is so too."""
+    """Return every stage with its state: done, begun or to do. What needs a stage that is not done is not done."""
     standing: dict[str, str] = {}
-    stages = ordered(list(goals))
-    for stage in stages:
+    all_stages = ordered(list(goals))
+    for stage in all_stages:
         ready = all(standing[need.key] == "done" for need in stage.needs.values())
         begun = "begun" if part(root, stage).exists() else "to do"
-        standing[stage.key] = "done" if ready and done(root, stage) else begun
-    return [(stage, standing[stage.key]) for stage in stages]
+        standing[stage.key] = "done" if ready and stages.done(root, stage) else begun
+    return [(stage, standing[stage.key]) for stage in all_stages]
 
 
 def seconds_of(root: Path, stage: Stage) -> float | None:
-    """How long a finished stage took."""
+    """Return how long a finished stage took."""
     folder = place(root, stage)
-    return float(account(folder)["seconds"]) if folder.exists() else None
+    return float(stages.account(folder)["seconds"]) if folder.exists() else None
 
 
-# ---- retry
+# ---- repairing and retrying -----------------------------------------------------------------------------------------
+
+
+def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
+    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; nothing is deleted."""
+    moved = []
+    with locked(root):
+        for stage in ordered(list(goals)):
+            folder = place(root, stage)
+            try:
+                if folder.exists():
+                    stages.check(folder, contents=True)
+            except DataError:
+                aside = folder.with_name(folder.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier repair
+                folder.rename(aside)
+                moved.append(stage)
+    return moved
 
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
-    """The stages, finished or begun, some of whose requests were refused."""
-    folders = [(stage, place(root, stage)) for stage in ordered(list(goals))]
-    found = [(stage, refusals(folder if folder.exists() else part(root, stage))) for stage, folder in folders]
-    return [(stage, refused) for stage, refused in found if refused]
+    """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
+    refused = []
+    for stage in ordered(list(goals)):
+        folder = place(root, stage)
+        if found := refusals(folder if folder.exists() else part(root, stage)):
+            refused.append((stage, found))
+    return refused
 
 
-def retry(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
-    """Ask refused requests again, then run what is missing of the goals."""
+def retry(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
+    """Ask refused requests again, then run what is missing of the goals.
+
+    A stage with refused requests becomes one that was begun and refused nothing, so it asks for what is missing. If a
+    response came, the stages that were made without it are stale and run again too.
+    """
     with locked(root):
         for stage, _ in refused_stages(root, goals):
             finished, begun = place(root, stage), part(root, stage)
@@ -265,4 +239,4 @@ def retry(recipe: Recipe, root: Path, goals: Sequence[Stage], display: Display) 
                 finished.rename(begun)
                 (begun / DONE).unlink()
             forget_refusals(begun)
-    return run(recipe, root, goals, display)
+    return run(root, goals, display)

@@ -1,13 +1,13 @@
-"""A stage: what it is, what determines it, where its files lie.
+"""A stage: what determines it, where its files are, and whether they are what it wrote.
 
 The key of a stage is a hash of its kind, its settings and the keys of what it needs, and of nothing else: two recipes
-that agree on a stage share it, and a changed knob reruns exactly what depends on it. A stage works in `<folder>.part`,
-where a run that was killed goes on, and is renamed to `<folder>` when it is done.
+that agree on a stage share it, and a changed setting reruns exactly what depends on it.
 
-A finished stage records size and hash of its files in `done.json`, for two reasons. What was damaged since is noticed:
-sizes whenever a stage is looked at, bytes before another stage reads them. And a stage depends on what its needs hold,
-not on when they were made: needs that were made again and came out the same change nothing, needs that came out
-otherwise make it stale, so that it is run again.
+A stage works in `<folder>.part`, where a killed run resumes, and is renamed to `<folder>` when it is finished. Its
+`done.json` then records size and hash of every file, for two reasons. Damage is noticed: sizes whenever the stage is
+looked at, bytes before another stage reads them. And a stage depends on what its needs hold, not on when they were made
+(`content`): needs that were made again with the same result change nothing; another result makes the stage stale, so
+that it runs again.
 """
 
 from __future__ import annotations
@@ -20,89 +20,274 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic
+
+from pydantic import BaseModel
+from typing_extensions import TypeVar
 
 from catto.files import Seal, damage, read_json, replacing, sealed, sync_folder
+from catto.methods import Budget, Method
 from catto.problems import DataError
-from catto.recipe import Recipe
-from catto.records import content_hash
+from catto.recipe import (
+    EvaluationSettings,
+    ModelSettings,
+    OutcomeSettings,
+    Recipe,
+    StageSettings,
+    TaskSettings,
+    TeacherSettings,
+)
+from catto.records import Split, content_hash
+from catto.teacher.responses import Kind
 
-# Raised when a stage's meaning changes, so that old folders are not taken for new ones.
-VERSION = 2
-Progress = Callable[[int, int, str], None]
-# How a stage went, as against what it made.
+# Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
+VERSION = 3
+# Files that tell how a stage went; the others are what it made.
 DONE, LOG = "done.json", "log.txt"
 TOLD = frozenset({DONE, LOG, ".lock", "seconds.json"})
 REPAIR = "--repair runs the stage again"
+# Settings at the top of the recipe that the stages before the report hold, or that decide which of these there are.
+IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
+IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome"}
+
+# ---- what determines a stage ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stage:
+class KindSettings:
+    """What determines a stage of one kind.
+
+    Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
+    until somebody says that it has no part in the stage.
+    """
+
+    excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
+
+    def counted(self) -> dict[str, Any]:
+        """Return the part of the settings that the key is a hash of."""
+        values: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            excluded = set(self.excluded.get(name, ()))
+            if isinstance(value, BaseModel):
+                values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
+            elif isinstance(value, Method):
+                values[name] = {part: entry for part, entry in vars(value).items() if part not in excluded}
+            else:
+                values[name] = value.counted() if isinstance(value, KindSettings) else value
+        return values
+
+
+@dataclass(frozen=True)
+class QuestionSettings(KindSettings):
+    """The questions of one split."""
+
+    task: str
+    split: Split
+    seed: int
+    block: TaskSettings  # without the numbers of questions of the other splits
+    contents: str | None  # hash of the local files that are read
+
+
+@dataclass(frozen=True)
+class Generating(KindSettings):
+    """What determines generated text and its scores, whatever the model."""
+
+    evaluation: EvaluationSettings
+    reasoning: bool
+    prompts: str  # fingerprint of their wording
+
+    excluded: ClassVar = {"evaluation": frozenset({"bins", "resamples", "unparsed", "decode", "k", "sampling"})}
+
+
+@dataclass(frozen=True)
+class ResponseSettings(KindSettings):
+    """Responses that become rows: the teacher's, or with `generating` those of a trained model that is asked as one."""
+
+    teacher: TeacherSettings
+    split: Split
+    prompts: str
+    contents: str | None = None  # hash of the local files that are read
+    parser: int | None = None  # where responses are stored with labels, which are compared with what is read
+    generating: Generating | None = None
+    outcome: OutcomeSettings | None = None  # of the stream that `outcome` learns from
+
+    excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair"})}
+
+    def counted(self) -> dict[str, Any]:
+        """Leave out how the teacher is reached and which rows are picked."""
+        return {**super().counted(), "teacher": self.teacher.asked()}
+
+
+@dataclass(frozen=True)
+class RowSettings(KindSettings):
+    """Rows made of responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
+
+    asked: ResponseSettings
+    kinds: tuple[Kind, ...]
+    parser: int
+
+    def counted(self) -> dict[str, Any]:
+        """Add how rows are picked."""
+        picked = None if self.kinds == ("outcome",) else self.asked.teacher.picked()
+        return {**super().counted(), "picked": picked}
+
+
+@dataclass(frozen=True)
+class TrainSettings(KindSettings):
+    """One training. What method and block say of epochs and the like is resolved into fields of its own."""
+
+    name: str
+    method: Method
+    block: StageSettings
+    seed: int
+    learning_rate: float
+    batch_size: int
+    epochs: int
+    pairs: int | None
+    model: ModelSettings
+    contents: str | None  # hash of the base model's files, where training starts from it
+    context: int
+    keep: str
+    prefix_sharing: bool | None  # None: nothing is trained on pairs
+    outcome: OutcomeSettings | None
+    answering: Generating | None  # how RCFT asks the model that it trains
+    parser: int | None
+    others: Mapping[str, Any]  # settings at the top of the recipe that no field above holds
+
+    _resolved: ClassVar = frozenset({"title", "start", "effort", "epochs", "learning_rates", "batch_size"})
+    excluded: ClassVar = {"method": _resolved, "block": _resolved, "outcome": frozenset({"questions", "temperature"})}
+
+
+@dataclass(frozen=True)
+class ChoiceSettings(KindSettings):
+    """The choice of a learning rate by validation ECE: for `seed`, on average over `seeds`."""
+
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class TextSettings(KindSettings):
+    """Generated responses to the questions of a split."""
+
+    split: Split
+    seed: int
+    generating: Generating
+    temperatures: tuple[float, ...] | int  # of each sample, or how many are drawn at the temperature of another stage
+    limit: int | None  # at most so many questions
+
+
+@dataclass(frozen=True)
+class PredictionSettings(KindSettings):
+    """What generated responses answer."""
+
+    text: TextSettings
+    parser: int
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One cell of the tables and the stages that give its numbers."""
+
+    task: str
+    trained_on: str
+    method: str
+    budget: Budget | None
+    seed: int
+    predictions: Stage
+    candidates: Stage | None
+    chosen: Stage
+    questions: Stage
+
+
+@dataclass(frozen=True)
+class ReportSettings(KindSettings):
+    """The report. Of the recipe, the needs hold all but its name and how results are measured."""
+
+    version: int
+    recipe: Recipe
+    cells: tuple[CellPlan, ...]
+
+    excluded: ClassVar = {"recipe": IN_STAGES}
+
+    def counted(self) -> dict[str, Any]:
+        """Count which cells there are, in their order; their stages are among the needs."""
+        cells = [[cell.task, cell.trained_on, cell.method, cell.budget, cell.seed] for cell in self.cells]
+        return {**super().counted(), "cells": cells}
+
+
+# ---- stages and their folders ---------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound=KindSettings, default=Any)
+
+
+@dataclass(frozen=True)
+class Stage(Generic[S]):
     """One node of the graph."""
 
     kind: str
     name: str
-    settings: Mapping[str, Any]
+    settings: S
     needs: Mapping[str, Stage] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
         """Hash of what determines this stage."""
-        inputs = {role: stage.key for role, stage in self.needs.items()}
-        return content_hash([VERSION, self.kind, dict(self.settings), inputs])
+        inputs = {role: need.key for role, need in self.needs.items()}
+        return content_hash([VERSION, self.kind, self.settings.counted(), inputs])
 
     @property
     def folder(self) -> str:
-        """Its folder's name: readable, and unique by the key."""
+        """Name of its folder: readable, and unique by the key."""
         readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name).strip("-")
         return f"{readable}-{self.key[:8]}"
 
-
-@dataclass(frozen=True)
-class Work:
-    """What a stage's function gets: the stage, the experiment's root, where to write, how to tell progress.
-
-    Of the recipe it reads only what does not determine the result, such as a server's address.
-    """
-
-    stage: Stage
-    root: Path
-    recipe: Recipe
-    progress: Progress
-
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """The stage's settings."""
-        return self.stage.settings
+    def method(self) -> str | None:
+        """The method that a training trains."""
+        return self.settings.name if isinstance(self.settings, TrainSettings) else None
 
-    @property
-    def out(self) -> Path:
-        """Where the stage writes; what stands here after a kill is gone on from."""
-        return part(self.root, self.stage)
 
-    def input(self, role: str) -> Path:
-        """The folder of what it needs."""
-        return place(self.root, self.stage.needs[role])
+def ordered(goals: list[Stage]) -> list[Stage]:
+    """Return the goals and all they need, each once (by key), what is needed first."""
+    stages: dict[str, Stage] = {}
 
-    def relative(self, role: str, file: str) -> str:
-        """A file of what it needs, as seen from the experiment's root: such paths may be written down."""
-        return (self.input(role) / file).relative_to(self.root).as_posix()
+    def visit(stage: Stage) -> None:
+        if stage.key not in stages:
+            for need in stage.needs.values():
+                visit(need)
+            stages.setdefault(stage.key, stage)
 
-    def model(self, role: str = "model") -> Path:
-        """The folder of a model: a training's own, or the one that was chosen."""
-        return place(self.root, chosen(self.root, self.stage.needs[role])) / "model"
+    for goal in goals:
+        visit(goal)
+    return list(stages.values())
 
-    def write(self, name: str, value: Any) -> None:
-        """Write a JSON file beside and rename it."""
-        write(self.out / name, value)
 
-    def read(self, role: str, name: str) -> Any:
-        """Read a JSON file of what it needs."""
-        return read(self.input(role) / name)
+def place(root: Path, stage: Stage) -> Path:
+    """Return the folder of a finished stage."""
+    return root / "stages" / stage.folder
+
+
+def part(root: Path, stage: Stage) -> Path:
+    """Return the folder of a stage while it works."""
+    return root / "stages" / f"{stage.folder}.part"
+
+
+def chosen(root: Path, stage: Stage, role: str = "model") -> Stage:
+    """Return the training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
+    return stage.needs[read(place(root, stage) / "choice.json")[role]] if stage.kind == "chosen" else stage
+
+
+def sources(root: Path, need: Stage) -> Iterator[Path]:
+    """Yield the folders that are read of a need: its own and, of a finished choice, the chosen model's."""
+    yield place(root, need)
+    if need.kind == "chosen" and place(root, need).exists():
+        yield place(root, chosen(root, need))
 
 
 def write(path: Path, value: Any) -> None:
-    """Write a JSON file beside and rename it."""
+    """Write a JSON file, whole or not at all."""
     with replacing(path) as file:
         file.write(_json(value))
 
@@ -112,76 +297,76 @@ def _json(value: Any) -> str:
 
 
 def read(path: Path) -> Any:
-    """Read a JSON file."""
+    """Read a JSON file that a stage wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def place(root: Path, stage: Stage) -> Path:
-    """The folder of a finished stage."""
-    return root / "stages" / stage.folder
+@dataclass(frozen=True)
+class Work(Generic[S]):
+    """What the function of a stage gets: the stage, the experiment's root, and how to report progress."""
+
+    stage: Stage[S]
+    root: Path
+    progress: Callable[[int, int, str], None]
+
+    @property
+    def settings(self) -> S:
+        """The stage's settings."""
+        return self.stage.settings
+
+    @property
+    def out(self) -> Path:
+        """Where the stage writes, and where it resumes from."""
+        return part(self.root, self.stage)
+
+    def input(self, role: str) -> Path:
+        """Return the folder of what it needs."""
+        return place(self.root, self.stage.needs[role])
+
+    def model(self, role: str = "model") -> Path:
+        """Return the folder of a model that it needs: a training's own, or the chosen one."""
+        return place(self.root, chosen(self.root, self.stage.needs[role])) / "model"
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a JSON file among the stage's own."""
+        write(self.out / name, value)
+
+    def read(self, role: str, name: str) -> Any:
+        """Read a JSON file of what it needs."""
+        return read(self.input(role) / name)
 
 
-def part(root: Path, stage: Stage) -> Path:
-    """The folder of a stage while it works."""
-    return place(root, stage).with_name(stage.folder + ".part")
+# ---- what a finished stage holds ------------------------------------------------------------------------------------
 
 
-def done(root: Path, stage: Stage) -> bool:
-    """Whether the stage has finished, and with what its needs hold now. A damaged one raises DataError."""
-    folder = place(root, stage)
-    if not folder.exists() or not all(path.exists() for need in stage.needs.values() for path in sources(root, need)):
-        return False
-    check(folder)
-    return bool(account(folder)["content"] == content(root, stage))
+def content(root: Path, stage: Stage) -> str:
+    """Hash what determines a stage whose needs are finished, by what those hold and not by how they came to be.
 
-
-def chosen(root: Path, stage: Stage, what: str = "model") -> Stage:
-    """The training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
-    return stage.needs[read(place(root, stage) / "choice.json")[what]] if stage.kind == "chosen" else stage
-
-
-def sources(root: Path, need: Stage) -> Iterator[Path]:
-    """The folders that a stage reads of what it needs: the need's own and, of a finished choice, the chosen model's."""
-    yield place(root, need)
-    if need.kind == "chosen" and place(root, need).exists():
-        yield place(root, chosen(root, need))
-
-
-def ordered(goals: list[Stage]) -> list[Stage]:
-    """The goals and all they need, each once (by key), what is needed first."""
-    found: dict[str, Stage] = {}
-
-    def visit(stage: Stage) -> None:
-        if stage.key not in found:
-            for need in stage.needs.values():
-                visit(need)
-            found.setdefault(stage.key, stage)
-
-    for goal in goals:
-        visit(goal)
-    return list(found.values())
-
-
-# ---- what a stage made --------------------------------------------------------------------------------------------
+    A choice holds the model that it took. Manifests tell how files were made and do not count.
+    """
+    inputs: dict[str, str] = {}
+    for role, need in stage.needs.items():
+        files = account(place(root, chosen(root, need)))["files"]
+        inputs[role] = content_hash({name: seal for name, seal in files.items() if not name.endswith(".manifest.json")})
+    return content_hash([VERSION, stage.kind, stage.name, stage.settings.counted(), inputs])
 
 
 def finish(root: Path, stage: Stage, told: Mapping[str, Any]) -> None:
-    """Record what the stage's working folder holds and put it in its place; a stale one there goes away."""
+    """Record what the working folder holds and rename it to the finished one; a stale one is replaced."""
     folder, final = part(root, stage), place(root, stage)
-    for left in folder.rglob(".*.part"):  # what a killed run was writing when it was killed
+    for left in folder.rglob(".*.part"):  # what a killed run was writing
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     needs = {role: need.key for role, need in stage.needs.items()}
-    files = {name: list(seal) for name, seal in sealed(folder, TOLD).items()}
-    account = {**told, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
-    account["files"] = files
-    write(folder / DONE, {**account, "checksum": content_hash(account)})
+    record = {**told, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
+    record["files"] = {name: list(seal) for name, seal in sealed(folder, TOLD).items()}
+    write(folder / DONE, {**record, "checksum": content_hash(record)})
     shutil.rmtree(final, ignore_errors=True)
     folder.rename(final)
     sync_folder(final.parent)
 
 
 def account(folder: Path) -> dict[str, Any]:
-    """Read a finished stage's done.json; one that is missing, unreadable or was changed is a damaged stage."""
+    """Read the done.json of a finished stage; one that is missing, unreadable or changed is a damaged stage."""
     path = folder / DONE
     if not path.is_file():
         raise DataError(folder, None, f"damaged: {DONE} is missing; {REPAIR}")
@@ -193,57 +378,51 @@ def account(folder: Path) -> dict[str, Any]:
 def _account(path: Path, changed: int, number: int) -> dict[str, Any]:
     """Parse and check a done.json once: every stage that needs this one looks at it."""
     try:
-        told = dict(read_json(path))
-        whole = _json(told) == path.read_text(encoding="utf-8") and told.pop("checksum") == content_hash(told)
+        record = dict(read_json(path))
+        whole = _json(record) == path.read_text(encoding="utf-8") and record.pop("checksum") == content_hash(record)
     except (DataError, KeyError, TypeError, ValueError):
         whole = False
     if not whole:
         raise DataError(path, None, f"damaged: not what was written; {REPAIR}")
-    return told
+    return record
 
 
 def check(folder: Path, *, contents: bool = False) -> None:
     """Raise DataError where a file of a finished stage is missing or has another size; `contents`: or other bytes."""
-    problem = damage(folder, seals(account(folder)), contents=contents)
-    if problem is not None:
+    seals = {name: Seal(*seal) for name, seal in account(folder)["files"].items()}
+    if (problem := damage(folder, seals, contents=contents)) is not None:
         raise DataError(folder, None, f"damaged: {problem}; {REPAIR}")
 
 
-def seals(account: Mapping[str, Any]) -> dict[str, Seal]:
-    """The seals of a stage's files, by name."""
-    return {name: Seal(*entry) for name, entry in account["files"].items()}
-
-
-def content(root: Path, stage: Stage) -> str:
-    """Hash what determines a stage whose needs are finished, by what those hold and not by how they came to be."""
-    inputs = {role: _made(root, need) for role, need in stage.needs.items()}
-    return content_hash([VERSION, stage.kind, stage.name, dict(stage.settings), inputs])
-
-
-def _made(root: Path, stage: Stage) -> str:
-    """Hash what a finished stage holds; a choice holds the model that it took. Manifests tell how files were made."""
-    files = account(place(root, chosen(root, stage)))["files"]
-    return content_hash({name: entry for name, entry in files.items() if not name.endswith(".manifest.json")})
+def done(root: Path, stage: Stage) -> bool:
+    """Return whether the stage has finished with what its needs hold now. A damaged one raises DataError."""
+    folder = place(root, stage)
+    if not folder.exists() or not all(path.exists() for need in stage.needs.values() for path in sources(root, need)):
+        return False
+    check(folder)
+    return bool(account(folder)["content"] == content(root, stage))
 
 
 def finished(root: Path) -> dict[str, Path]:
-    """Content -> folder of every finished stage, whatever recipe it is of."""
+    """Return content -> folder of every finished stage, whatever its recipe."""
     folders = [path.parent for path in sorted((root / "stages").glob(f"*/{DONE}")) if path.parent.suffix != ".part"]
     return {account(folder)["content"]: folder for folder in folders}
 
 
 def take_over(root: Path, stage: Stage, twin: Path) -> bool:
-    """Make the stage of the files of a finished one with the same content, if they are whole."""
-    told, folder = account(twin), part(root, stage)
-    if damage(twin, seals(told), contents=True) is not None:
+    """Make the stage from the files of a finished one with the same content, if those are whole."""
+    try:
+        check(twin, contents=True)
+    except DataError:
         return False
+    record, folder = account(twin), part(root, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in told["files"]:
+    for name in record["files"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(twin / name, folder / name)  # finished files are never written to
         except OSError:  # a file system without links
             shutil.copyfile(twin / name, folder / name)
-    finish(root, stage, {name: told[name] for name in ("seconds", "versions")} | {"taken_over": twin.name})
+    finish(root, stage, {name: record[name] for name in ("seconds", "versions")} | {"taken_over": twin.name})
     return True

@@ -1,154 +1,120 @@
-"""The engine that stages generate and score with. The last one is kept: most stages ask the model of the one before.
+"""The stages that make data: questions, responses of the teacher or of a trained model, rows made of them.
 
-The stages that make data: questions, held-out questions, the teacher's responses, a model's own samples.
+Here is also the engine that stages generate and score with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from catto.experiment.stages import Stage, Work
+from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
 from catto.files import library_versions, read_records, write_records
-from catto.recipe import TeacherSettings
+from catto.recipe import EvaluationSettings, TaskSettings
 from catto.records import Manifest, Question, Split
 from catto.tasks import TASKS, Task, from_file, load
 from catto.tasks.witnesses import generate as witness_questions
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
 
-# ---- engine
+WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
 
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
 
 _last: tuple[tuple[str, str, int], Any] | None = None
 
 
-def engine_of(work: Work, role: str = "model") -> Any:
-    """The engine of a stage on the model that it needs; another model than the last one's is loaded in its place."""
+def engine_of(work: Work, evaluation: EvaluationSettings) -> Any:
+    """Return the engine on the model that a stage needs. The last one is kept: the next stage often wants it too."""
     global _last
-    key = work.settings["engine"], str(work.model(role).resolve()), work.settings["batch_size"]
+    key = evaluation.engine, str(work.model().resolve()), evaluation.batch_size
     if _last is None or _last[0] != key:
         release()
-        _last = key, _loaded(*key)
+        if evaluation.engine == "vllm":
+            from catto.engines.vllm import VLLMEngine
+
+            _last = key, VLLMEngine(key[1], batch_size=key[2])
+        else:
+            from catto.engines.transformers import TransformersEngine
+
+            _last = key, TransformersEngine.load(key[1], batch_size=key[2])
     engine = _last[1]
-    engine.model = work.stage.needs[role].name  # predictions name the model, not the folder it happens to be in
+    engine.model = work.stage.needs["model"].name  # predictions name the model, not its folder
     return engine
 
 
-def _loaded(engine: str, path: str, batch_size: int) -> Any:
-    if engine == "vllm":
-        from catto.engines.vllm import VLLMEngine
-
-        return VLLMEngine(path, batch_size=batch_size)
-    from catto.engines.transformers import TransformersEngine
-
-    return TransformersEngine.load(path, batch_size=batch_size)
-
-
 def release() -> None:
-    """Let go of the last engine, for a stage that needs the memory."""
+    """Drop the last engine, for a stage that needs the memory."""
     global _last
     _last = None
 
 
-# ---- data
+# ---- questions ------------------------------------------------------------------------------------------------------
 
 
-WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
+def task_of(name: str, block: TaskSettings) -> Task:
+    """Return the task of a block of the recipe: one of TASKS, or the user's own file.
 
-
-def questions_of(settings: Mapping[str, Any], split: Split, seed: int) -> tuple[list[Question], dict[str, Any]]:
-    """The questions of one split as a recipe's task block says, and what loading counted."""
-    name, limit = settings["task"], settings.get(split)
-    knobs = {key: settings[key] for key in ("options", "witnesses", "reliabilities") if settings.get(key) is not None}
-    if name == "witnesses":
-        return list(witness_questions(split, limit or WITNESS_SIZES[split], seed=seed, **knobs)), {}
-    task = task_of(name, settings)
-    loaded = load(task, split, seed=seed, data_dir=settings.get("data_dir"), files=settings.get("files"), limit=limit)
-    found = list(loaded)
-    return found, {"read": loaded.report.read, "kept": loaded.report.kept, "gold": dict(loaded.report.gold)}
-
-
-def task_of(name: str, settings: Mapping[str, Any]) -> Task:
-    """The task of a recipe's block: one of the table's, or the user's own file."""
-    if settings.get("path") is None:
+    >>> task_of("snli", TaskSettings()) is TASKS["snli"]
+    True
+    """
+    if block.path is None:
         if name not in TASKS:
             raise ValueError(f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path")
         return TASKS[name]
-    named = {key: settings[key] for key in ("answer", "labels") if settings.get(key) is not None}
-    return from_file(settings["path"], fields=settings["fields"] or {}, name=name, **named)
+    labels: dict[str, Any] = {} if block.labels is None else {"labels": block.labels}
+    return from_file(block.path, fields=block.fields or {}, name=name, answer=block.answer, **labels)
 
 
-def save(path: Path, questions: list[Question], notes: dict[str, Any], seed: int) -> None:
-    """Write questions with their manifest."""
+def questions_of(settings: QuestionSettings) -> tuple[list[Question], dict[str, Any]]:
+    """Return the questions of one split, and what was counted when they were loaded."""
+    block, split, seed = settings.block, settings.split, settings.seed
+    limit: int | None = getattr(block, split)
+    if settings.task == "witnesses":
+        return list(witness_questions(split, limit or WITNESS_SIZES[split], seed=seed, **block.knobs())), {}
+    task = task_of(settings.task, block)
+    loaded = load(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
+    questions = list(loaded)
+    return questions, {"read": loaded.report.read, "kept": loaded.report.kept, "gold": dict(loaded.report.gold)}
+
+
+def run_questions(work: Work[QuestionSettings]) -> None:
+    """Write the questions of one split, with their manifest."""
+    questions, notes = questions_of(work.settings)
     if not questions:
-        raise ValueError(f"no question for {path.stem}")
-    counts = {"questions": len(questions)}
-    write_records(
-        path, questions, Manifest(kind="questions", counts=counts, seed=seed, notes=notes, versions=library_versions())
-    )
-
-
-def run_questions(work: Work) -> None:
-    """Training questions. Seed 0: a sample of them is the same for every seed."""
-    save(work.out / "train.jsonl", *questions_of(work.settings, "train", 0), seed=0)
-
-
-def run_held_out(work: Work) -> None:
-    """Validation or test questions of one seed."""
-    seed, split = work.settings["seed"], work.settings["split"]
-    save(work.out / f"{split}.jsonl", *questions_of(work.settings, split, seed), seed=seed)
+        raise ValueError(f"no question for {work.settings.split}")
+    counts, seed = {"questions": len(questions)}, work.settings.seed
+    manifest = Manifest(kind="questions", counts=counts, seed=seed, notes=notes, versions=library_versions())
+    write_records(work.out / f"{work.settings.split}.jsonl", questions, manifest)
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Questions of a file, at most `limit`."""
+    """Read the questions of a file, at most `limit`."""
     return list(read_records(path, Question))[:limit]
 
 
-def run_responses(work: Work) -> None:
-    """Ask the teacher; what it answers is kept unread."""
-    ask(_asked(work, work.stage), None, _settings(work, work.stage), work.out, _counting(work, "responses"))
+# ---- responses and rows ---------------------------------------------------------------------------------------------
 
 
-def run_sampled(work: Work) -> None:
-    """Sample one response of a model to every question; it is kept unread."""
+def run_responses(work: Work[ResponseSettings]) -> None:
+    """Ask the teacher, or sample from a trained model; the responses are stored unread."""
+    settings = work.settings
+    source = None if settings.generating is None else engine_of(work, settings.generating.evaluation)
+    unit = "responses" if source is None else "samples"
+    ask(_asked(work, settings), source, settings.teacher, work.out, lambda n, total: work.progress(n, total, unit))
 
-    settings = _settings(work, work.stage)
-    ask(_asked(work, work.stage), engine_of(work), settings, work.out, _counting(work, "samples"))
 
-
-def run_rows(work: Work) -> None:
+def run_rows(work: Work[RowSettings]) -> None:
     """Read responses and write the rows made of them."""
-    responses = work.stage.needs["responses"]
-    file, kinds = work.input("responses") / GENERATIONS, work.settings["rows"]
-    summary = write_rows(_asked(work, responses), _settings(work, responses), file, work.out, kinds)
+    asked, kinds = work.settings.asked, work.settings.kinds
+    summary = write_rows(_asked(work, asked), asked.teacher, work.input("responses") / GENERATIONS, work.out, kinds)
     if "preferences" in kinds:  # the teacher's, which `catto teach` prints
         work.write("yield.json", summary.model_dump(mode="json"))
 
 
-def _asked(work: Work, responses: Stage) -> list[Question]:
-    """The questions that a stage of responses puts; their rows need the same file."""
-    if "questions" in responses.needs:
-        return read_questions(work.input("questions") / "train.jsonl", responses.settings.get("limit"))
-    found = read_questions(work.input("held_out") / "validation.jsonl")
-    return [question.model_copy(update={"split": "train"}) for question in found]  # the split that is asked
-
-
-def _settings(work: Work, responses: Stage) -> TeacherSettings:
-    """How a stage of responses asks: the recipe's teacher, or a trained model as one."""
-    of = responses.settings
-    if responses.kind == "responses":
-        return work.recipe.teacher.model_copy(update={"n": of["n"]})
-    return TeacherSettings(
-        n=1,
-        temperature=(of["temperature"], of["temperature"]),
-        max_tokens=of["max_tokens"],
-        reasoning=of["reasoning"],
-        seed=of["seed"],
-        concurrency=of["batch_size"],
-    )
-
-
-def _counting(work: Work, what: str) -> Callable[[int, int], None]:
-    return lambda n, total: work.progress(n, total, what)
+def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
+    """Return the questions that are asked; `teacher` asks those of the train split, so all are given as such."""
+    limit = None if settings.outcome is None else settings.outcome.questions
+    questions = read_questions(work.input("questions") / f"{settings.split}.jsonl", limit)
+    return [question.model_copy(update={"split": "train"}) for question in questions]
