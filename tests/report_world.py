@@ -145,7 +145,10 @@ def _cell(folder: Path, world: World, asked: Sequence[Question], place: Place) -
     draws = random.Random(place.name)
     predictions = f"cells/{place.name}/predictions.jsonl"
     write_records(folder / predictions, [_prediction(question, place, draws, 0, 0.0) for question in asked])
-    candidates = None
+    candidates, validation = None, None
+    if place.task == place.trained_on and not place.method.endswith("+ts"):
+        validation, other = f"cells/{place.name}/validation.jsonl", random.Random(f"{place.name} validation")
+        write_records(folder / validation, [_prediction(question, place, other, 0, 0.0) for question in asked])
     if world.k and place.task == place.trained_on:
         candidates = f"cells/{place.name}/candidates.jsonl"
         rows = [_prediction(question, place, draws, k, 1.0) for question in asked for k in range(world.k)]
@@ -158,6 +161,7 @@ def _cell(folder: Path, world: World, asked: Sequence[Question], place: Place) -
         seed=place.seed,
         predictions=predictions,
         candidates=candidates,
+        validation=validation,
         tau=1.3 if place.method.endswith("+ts") else None,
         training=_training(place, draws),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import pytest
 
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
-from catto.measure import Sources
-from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import bootstrap, null_band
+from catto.measure import HEADLINE, Sources
+from catto.metrics.catalogue import METRICS, brier_split
+from catto.metrics.ranking import THRESHOLDS
+from catto.metrics.statistics import bootstrap, null_band, null_table
 from catto.problems import DataError
 from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
-from catto.report.measuring import answered, blocks, measure, predictions_of, selection_of, steps
+from catto.report.measuring import answered, blocks, measure, predictions_of, risk_of, selection_of, steps
 from catto.report.numbers import Cell
-from catto.report.seeds import mean_null
 from catto.report.tables import group_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
@@ -38,8 +39,12 @@ def file_of(world: Measured, cell: Cell) -> tuple[Any, Any, list[Prediction]]:
 def test_every_metric_of_every_cell_is_the_metric_of_its_file(world: Measured) -> None:
     for cell, found in zip(world.results.cells, world.numbers.cells, strict=True):
         c, z, rows = file_of(world, cell)
-        for name, number in found.metrics.items():
-            assert number.value == pytest.approx(METRICS[name](c, z), abs=1e-12), (cell.method, name)
+        assert set(found.metrics) == {*HEADLINE, "brier_reliability", "brier_resolution", "brier_uncertainty"}
+        for name in HEADLINE:
+            assert found.metrics[name].value == pytest.approx(METRICS[name](c, z), abs=1e-12), (cell.method, name)
+        split = brier_split(c, z)
+        for part in ("reliability", "resolution", "uncertainty"):
+            assert found.metrics[f"brier_{part}"].value == getattr(split, part)
         fallback = np.array([row.source == "fallback" for row in rows])
         assert found.fallback_rate == fallback.mean()
         assert found.accuracy_unparsed_wrong == (z & ~fallback).mean()
@@ -64,7 +69,7 @@ def test_the_null_band_of_a_group_is_that_of_the_mean_over_its_seeds(world: Meas
         ]
         confidence = [file_of(world, cell)[0] for cell in sorted(cells, key=lambda cell: cell.seed)]
         assert len(confidence) == 2
-        wanted = mean_null(confidence, simulations=50)
+        wanted = null_table({"ece": METRICS["ece"]}, confidence, simulations=50)["ece"]
         assert (group.null.mean, group.null.low, group.null.high) == (wanted.mean, wanted.low, wanted.high)
 
 
@@ -126,7 +131,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
             "questions": {"own": ("q.jsonl",)},
         }
     )
-    cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path) for cell in results.cells]
+    cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path / "p.jsonl") for cell in results.cells]
     found = measure(results, tmp_path, cells, {"own": {"q": question}})
     world = found.cells[0].world
     assert world is not None
@@ -139,14 +144,15 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:
     store.write(world.numbers, tmp_path / "numbers.json")
     known = store.read(tmp_path / "numbers.json")
-    assert known == world.numbers
+    assert known.model_dump_json() == world.numbers.model_dump_json()
     # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
     cells = [cell.model_copy(update={"fallback_rate": 0.123}) for cell in known.cells]
     spoiled = known.model_copy(update={"cells": tuple(cells)})
     arguments = (world.results, world.folder, world.cells, world.questions)
     assert {cell.fallback_rate for cell in measure(*arguments, spoiled).cells} == {0.123}
     stale = spoiled.model_copy(update={"cells": tuple(cell.model_copy(update={"input": "x"}) for cell in cells)})
-    assert measure(*arguments, stale).cells == world.numbers.cells
+    afresh = measure(*arguments, stale)
+    assert [one.model_dump_json() for one in afresh.cells] == [one.model_dump_json() for one in world.numbers.cells]
 
 
 def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_path: Path) -> None:
@@ -157,8 +163,8 @@ def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_pat
 def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:
     cell = next(cell for cell in world.results.cells if cell.trained_on == "mmlu")
     predictions = list(predictions_of(cell, world.folder))
-    strict = answered(cell, predictions, world.folder, unparsed_wrong=True)
-    lenient = answered(cell, predictions, world.folder)
+    path = world.folder / cell.predictions
+    strict, lenient = answered(cell, predictions, path, "wrong"), answered(cell, predictions, path)
     assert strict.correct.tolist() == (lenient.correct & ~lenient.fallback).tolist()
     assert strict.correct.sum() < lenient.correct.sum()
 
@@ -193,6 +199,36 @@ def test_a_prediction_of_another_task_or_an_unknown_question_is_named(tmp_path: 
         build(results, tmp_path, tmp_path / "out")
 
 
+def confident(folder: Path, name: str, rows: list[tuple[float, bool]]) -> str:
+    """Write an answer to each of the questions 0, 1, ..., with a confidence, right or wrong; return the file's name."""
+    more = {"task": "own", "split": "test", "gold": "A", "sample": 0, "text": "", "source": "free", "temperature": 0}
+    more |= {"seed": 0, "engine": "e", "model": "m"}
+    made = [
+        Prediction(question=str(row), label="A" if right else "B", confidence=confidence, **more)
+        for row, (confidence, right) in enumerate(rows)
+    ]
+    write_records(folder / name, made)
+    return name
+
+
+def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test(tmp_path: Path) -> None:
+    """200 right at 0.9, 50 wrong at 0.3: 0.32 is the lowest threshold above the errors, bounded by 1 - (d/76)^(1/200).
+
+    It answers 9 of 10 test questions, one of them wrongly.
+    """
+    validation = confident(tmp_path, "v.jsonl", [(0.9, True)] * 200 + [(0.3, False)] * 50)
+    test = confident(tmp_path, "t.jsonl", [(0.9, True)] * 8 + [(0.95, False), (0.1, True)])
+    place = {"task": "own", "trained_on": "own", "method": "sft", "budget": None, "seed": 0}
+    cell = Cell(**place, predictions=test, validation=validation)
+    answers = answered(cell, list(predictions_of(cell, tmp_path)), tmp_path / test)
+    bound = 1 - (0.05 / len(THRESHOLDS)) ** (1 / 200)
+    wanted = {"risk_promised": 1.0, "risk_threshold": 0.32, "risk_bound": bound, "risk_coverage": 0.9}
+    assert risk_of(answers, tmp_path) == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
+    confident(tmp_path, "v.jsonl", [(0.9, True)] * 40)
+    assert risk_of(answers, tmp_path) == {"risk_promised": 0.0, "risk_coverage": 0.0}
+    assert risk_of(replace(answers, cell=cell.model_copy(update={"validation": None})), tmp_path) == {}
+
+
 def crossing(right: bool, temperature: float, sample: int) -> Prediction:
     """A right answer from tokens with logits 0, -1, or a wrong one with 0, -2, -2, -2: the lead changes with tau.
 
@@ -207,18 +243,28 @@ def crossing(right: bool, temperature: float, sample: int) -> Prediction:
     )  # fmt: skip
 
 
+def test_a_rescaled_models_threshold_is_fitted_on_rescaled_answers(tmp_path: Path) -> None:
+    """Right and wrong answers are at 0.731 and 0.711 for tau 1, at 0.622 and 0.475 for tau 2."""
+    rows = [crossing(row < 200, 0.0, 0).model_copy(update={"question": str(row)}) for row in range(260)]
+    write_records(tmp_path / "v.jsonl", rows)
+    place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "v.jsonl"}
+    for method, threshold in (("sft", 0.72), ("sft+ts", 0.48)):
+        cell = Cell(method=method, tau=2.0, validation="v.jsonl", **place)
+        assert risk_of(answered(cell, rows, tmp_path), tmp_path)["risk_threshold"] == threshold
+
+
 def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_their_sampling(tmp_path: Path) -> None:
     write_records(tmp_path / "c.jsonl", [crossing(True, 0.7, 0), crossing(False, 0.7, 1)])
     cell = Cell(
         task="snli", trained_on="snli", method="dpo", budget="paper", seed=0, predictions="", candidates="c.jsonl"
     )
     for tau, accuracy in ((2.0, 1.0), (0.7, 0.0)):
-        found = selection_of(cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7}), tmp_path)
-        assert found.rules[2]["most confident"].value == accuracy
-        assert found.sampled["tau"] == tau
-        assert found.sampled["sampling_temperature"] == 0.7
-        assert (found.sampled["auroc_within"], found.sampled["questions_with_both"]) == (accuracy, 1.0)
-        assert found.sampled["sample_fallback_rate"] == 0.0
+        rules, sampled = selection_of(cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7}), tmp_path)
+        assert rules[2]["most confident"].value == accuracy
+        assert sampled["tau"] == tau
+        assert sampled["sampling_temperature"] == 0.7
+        assert (sampled["auroc_within"], sampled["questions_with_both"]) == (accuracy, 1.0)
+        assert sampled["sample_fallback_rate"] == 0.0
 
 
 def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> None:
@@ -228,7 +274,7 @@ def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> Non
         assert found.sources == Sources(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
         assert found.gap.value == pytest.approx(c.mean() - z.mean(), abs=1e-12)
         for number in (*found.metrics.values(), found.gap):
-            if number.low is not None:
+            if not np.isnan(number.low):
                 assert number.low <= number.value + 1e-12
                 assert number.value <= number.high + 1e-12
 

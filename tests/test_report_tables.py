@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from catto.measure import Sources
-from catto.metrics.statistics import holm
+from catto.metrics.statistics import Interval, NullBand, holm
 from catto.report import render
 from catto.report.figures import look
-from catto.report.measuring import _corrected, papers_budget, trained_model
-from catto.report.numbers import Band, Number, Numbers, Spread, Training, Versus
+from catto.report.measuring import corrected, papers_budget, trained_model
+from catto.report.numbers import Numbers, Spread, Training, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
@@ -123,6 +124,10 @@ def test_the_papers_number_stands_beside_models_of_its_own_budget_only(tables: T
     assert "paper: 26.74" in markdown(tables["in-distribution-paper"])
 
 
+def versus(difference: float, low: float, high: float, p_corrected: float) -> Versus:
+    return Versus(0.5, 0.5 - difference, difference, low, high, 0.95, 0.001, p_corrected=p_corrected)
+
+
 @pytest.mark.parametrize(
     ("difference", "p_value", "metric", "mark"),
     [(-0.1, 0.01, "ece", "*"), (0.1, 0.01, "ece", "†"), (0.1, 0.01, "accuracy", "*"), (-0.1, 0.06, "ece", "")],
@@ -131,21 +136,19 @@ def test_marks_say_better_or_worse_only_where_significant(
     difference: float, p_value: float, metric: str, mark: str
 ) -> None:
     low, high = sorted((difference / 2, 2 * difference))
-    found = Versus(difference=difference, low=low, high=high, p_value=0.001, p_corrected=p_value)
-    assert found.mark(metric) == mark
-    assert found.model_copy(update={"low": -0.9, "high": 0.9}).mark(metric) == ""
-    assert found.model_copy(update={"difference": -difference}).mark(metric) == ""
-    assert found.model_copy(update={"low": None, "high": None}).mark(metric) == ""
-    assert found.model_copy(update={"p_corrected": None}).mark(metric) == ""
+    assert versus(difference, low, high, p_value).mark(metric) == mark
+    assert versus(difference, -0.9, 0.9, p_value).mark(metric) == ""
+    assert versus(-difference, low, high, p_value).mark(metric) == ""
+    assert versus(difference, math.nan, math.nan, p_value).mark(metric) == ""
+    assert versus(difference, low, high, math.nan).mark(metric) == ""
 
 
 def test_a_difference_below_the_smallest_of_interest_gets_no_mark() -> None:
     """0.08 points, every confidence moved one way, p as small as can be: nobody's difference. 0.5 points is one."""
-    sure = {"p_value": 0.001, "p_corrected": 0.004}
-    assert Versus(difference=-0.0008, low=-0.0012, high=-0.0004, **sure).mark("ece") == ""
-    assert Versus(difference=-0.0049, low=-0.006, high=-0.004, **sure).mark("ece") == ""
-    assert Versus(difference=-0.005, low=-0.006, high=-0.004, **sure).mark("ece") == "*"
-    assert Versus(difference=-0.004, low=-0.006, high=-0.002, **sure).mark("brier") == ""
+    assert versus(-0.0008, -0.0012, -0.0004, 0.004).mark("ece") == ""
+    assert versus(-0.0049, -0.006, -0.004, 0.004).mark("ece") == ""
+    assert versus(-0.005, -0.006, -0.004, 0.004).mark("ece") == "*"
+    assert versus(-0.004, -0.006, -0.002, 0.004).mark("brier") == ""
 
 
 def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:
@@ -266,8 +269,8 @@ def test_the_terminal_shows_value_interval_null_band_and_the_papers_number(table
 
 def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> None:
     numbers = measured(SMALL).numbers
-    inside = [g.model_copy(update={"null": g.null.model_copy(update={"high": 1.0})}) for g in numbers.groups]
-    outside = [g.model_copy(update={"null": g.null.model_copy(update={"high": 0.0})}) for g in numbers.groups]
+    inside = [g.model_copy(update={"null": replace(g.null, high=1.0)}) for g in numbers.groups]
+    outside = [g.model_copy(update={"null": replace(g.null, high=0.0)}) for g in numbers.groups]
     none = headline(numbers.model_copy(update={"groups": tuple(outside)}))
     assert none.lead.startswith("No method is calibrated to within sampling noise")
     assert "all 5 are measurably miscalibrated" in none.lead
@@ -279,7 +282,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
     numbers = measured(SMALL).numbers
-    far, near = (Versus(difference=-0.1, low=-0.2, high=-0.01, p_value=p, p_corrected=p) for p in (0.001, 0.9))
+    far, near = versus(-0.1, -0.2, -0.01, 0.001), versus(-0.1, -0.2, -0.01, 0.9)
 
     def points(*budgets: str) -> tuple[str, ...]:
         groups = [
@@ -316,7 +319,7 @@ MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "fallback_rate": Sprea
 
 
 def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
-    sure = Versus(difference=-0.2, low=-0.3, high=-0.1, p_value=0.001, p_corrected=0.001)
+    sure = versus(-0.2, -0.3, -0.1, 0.001)
     best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": Spread(mean=0.0001, std=0.0)}}
     changed = regrouped(("rcft", "snli", MOSTLY_FORCED | best | {"versus": {"ece": sure, "accuracy": sure}}))
     table = group_tables(changed, "in")[0]
@@ -330,8 +333,8 @@ def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
 
 def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None:
     """RCFT would be within chance everywhere; its answers on one task were forced, so nothing is said of it."""
-    inside = {"null": Band(mean=0.5, low=0.0, high=1.0)}
-    outside = {"null": Band(mean=0.0, low=0.0, high=0.0)}
+    inside = {"null": NullBand(0.5, 0.0, 1.0, 0.95)}
+    outside = {"null": NullBand(0.0, 0.0, 0.0, 0.95)}
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
     base = [(name, task, outside) for name in methods for task in tasks] + [("rcft", task, inside) for task in tasks]
@@ -347,10 +350,10 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
 def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
     withheld = {
         "intervals": {
-            name: Number(value=0.05, reason="outside") if name == "ece" else Number(value=0.5, low=0.4, high=0.6)
+            name: Interval(0.05, 0.06, 0.07, 0.95).held() if name == "ece" else Interval(0.5, 0.4, 0.6, 0.95)
             for name in ("accuracy", "ece", "brier", "auroc")
         },
-        "gap": Number(value=0.012, low=-0.034, high=0.056),
+        "gap": Interval(0.012, -0.034, 0.056, 0.95),
     }
     table = group_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
     entry = entry_of(table, "dpo", "snli", "ece")
@@ -365,10 +368,10 @@ def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
 
 def test_a_difference_stands_with_its_interval_and_corrected_p_value(tables: Tables) -> None:
     entry = entry_of(tables["in-distribution-paper"], "sft", "snli", "accuracy")
-    versus = entry.versus
+    shown = entry.versus
     text = markdown(tables["in-distribution-paper"])
-    assert f"to DPO {100 * versus.difference:+.2f}, p = {versus.p_corrected:.2g}" in text
-    assert f"\\[{100 * versus.low:+.2f}, {100 * versus.high:+.2f}]" in text
+    assert f"to DPO {100 * shown.difference:+.2f}, p = {shown.p_corrected:.2g}" in text
+    assert f"\\[{100 * shown.low:+.2f}, {100 * shown.high:+.2f}]" in text
     brier = entry_of(tables["in-distribution-paper"], "sft", "snli", "brier").versus
     assert f"to DPO {brier.difference:+.4f}" in text
 
@@ -385,9 +388,9 @@ def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:
 
 def test_forced_answers_of_either_side_are_left_out_of_the_correction() -> None:
     groups = regrouped(("rcft", "snli", MOSTLY_FORCED), ("dpo", "witnesses", MOSTLY_FORCED)).groups
-    for group in _corrected(groups):
+    for group in corrected(groups):
         judged = group.task == "snli" and group.method != "rcft"
-        assert all((one.p_corrected is not None) == judged for one in group.versus.values())
+        assert all(math.isnan(one.p_corrected) != judged for one in group.versus.values())
 
 
 def test_latex_keeps_the_papers_columns_and_the_other_forms_have_brier_and_auroc(tables: Tables) -> None:
@@ -410,6 +413,22 @@ def test_confidence_at_k_stands_beside_greedy_vote_auroc_within_and_fallback(tab
     vote = group.selection[4]["majority vote"].mean
     assert entry_of(table, "sft", "snli", "4 majority vote").value == pytest.approx(100 * vote)
     assert entry_of(table, "sft", "snli", "sampling_temperature").text == "1.00"
+
+
+def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> None:
+    """30 validation answers promise nothing: with no error among m answers, at most 5 % takes m >= 143."""
+    columns = [column.name for column in tables["risk-paper"].columns[:4]]
+    assert columns == ["Threshold", "Coverage ↑", "Errors", "Bound"]
+    for line in tables["risk-paper"].lines:
+        assert [entry.text for entry in line.entries[:4]] == ["none", "0.00", "-", "-"]
+    assert "| none | **0.00**" in markdown(tables["risk-paper"])
+    shares = {"risk_promised": 0.5, "risk_threshold": 0.72, "risk_coverage": 0.4, "risk_errors": 0.01}
+    changed = regrouped(
+        ("dpo", "snli", {"risk": {name: Spread(mean=value, std=None) for name, value in shares.items()}})
+    )
+    entries = [entry_of(group_tables(changed, "risk")[0], "dpo", "snli", name) for name in list(shares)[1:]]
+    assert [entry.text for entry in entries] == ["0.7200", "40.00", "1.00"]
+    assert entries[0].notes == ("in 1 of 2 seeds",)
 
 
 def test_the_papers_out_of_distribution_numbers_stand_beside_training_on_mmlu_only() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from catto.files import library_versions, replacing
+from catto.files import library_versions, read_lines, replacing
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.figures import pictures
-from catto.report.measuring import Answered, Protocol, Tick, answered, measure, predictions_of, questions_of, row_count
+from catto.report.measuring import Answered, Tick, answered, evaluation_of, measure, predictions_of, questions_of
 from catto.report.numbers import Results
 from catto.report.page import MOST_ROWS, Browser, page
 from catto.report.reliability import rendered
@@ -54,13 +54,13 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict
     """Read an experiment's answers, questions, and the predictions that the page shows."""
     if not results.cells:
         raise ValueError("results has no cells, expected at least one")
-    protocol, questions = Protocol.of(results), questions_of(results, folder)
-    rows = sum(row_count(folder / cell.predictions) for cell in results.cells)
+    unparsed, questions = evaluation_of(results).unparsed, questions_of(results, folder)
+    rows = sum(sum(1 for _ in read_lines(folder / cell.predictions)) for cell in results.cells)
     quota = rows if rows <= MOST_ROWS else max(1, MOST_ROWS // len(results.cells))
     browser, answers = Browser(questions, quota), []
     for cell in results.cells:
         predictions = list(predictions_of(cell, folder))
-        answers.append(answered(cell, predictions, folder, protocol.unparsed_wrong))
+        answers.append(answered(cell, predictions, folder / cell.predictions, unparsed))
         browser.add(cell, predictions)
     return answers, questions, browser
 

@@ -16,9 +16,10 @@ from matplotlib.ticker import NullFormatter
 from catto.methods import SCALED, Budget
 from catto.metrics.catalogue import reliability, risk_coverage
 from catto.metrics.ranking import RiskCoverage, Threshold
+from catto.metrics.statistics import Interval
 from catto.report import tables
 from catto.report.measuring import CONFIDENCE, Answered
-from catto.report.numbers import CellNumbers, GroupNumbers, Number, Numbers, Results, Training
+from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.reliability import BLUE, GREY, INK, RED, Panel, percent
 from catto.report.reliability import figure as reliability_figure
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
@@ -224,10 +225,8 @@ def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[
         yield row, look(method)[0], items
 
 
-def ends(interval: Number) -> tuple[float, float]:
+def ends(interval: Interval) -> tuple[float, float]:
     """The ends in per cent; nan, which is not drawn, where there are none."""
-    if interval.low is None or interval.high is None:
-        return np.nan, np.nan
     return 100 * interval.low, 100 * interval.high
 
 

@@ -1,147 +1,56 @@
-"""Read the files of an experiment: each cell's answers as columns, and the questions they answer.
-
-Confidence@k of a cell: the accuracy of each way to pick one of k candidates, and what is known of the candidates.
-
-Predictions -> numbers: measure every cell, then every group of seeds, each only if its files changed.
-"""
+"""Predictions -> numbers: measure every cell, then every group of seeds, each only where its files changed."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from math import isfinite
+from dataclasses import dataclass, replace
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from catto.files import read_lines, read_records
-from catto.measure import Sources
-from catto.methods import METHODS, Budget, known, method, order
-from catto.metrics.binning import Bools, Floats
-from catto.metrics.catalogue import METRICS, auroc, brier, confidence_gap, ece, nll
-from catto.metrics.catalogue import accuracy as share_right
-from catto.metrics.selection import candidates, select, within_questions
-from catto.metrics.statistics import Answers, MetricFunction, bootstrap_table, holm, null_band, over_seeds
+from catto.files import read_records
+from catto.measure import GAP, HEADLINE, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
+from catto.methods import BUDGETS, METHODS, Budget, known, method, order
+from catto.metrics.catalogue import brier_split
+from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.selection import LEVEL, candidates, select, within_questions
+from catto.metrics.statistics import Answers, Interval, holm, over_seeds
+from catto.metrics.temperature import rescaled
 from catto.problems import DataError
+from catto.recipe import EvaluationSettings
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import (
-    Band,
     Cell,
     CellNumbers,
     GroupNumbers,
-    Number,
     Numbers,
+    Place,
     Results,
     Spread,
     Training,
     Versus,
     World,
-    finite,
 )
-from catto.report.seeds import Name, Seed, mean_difference, mean_interval, mean_null, scored
 
-# ---- loading
+Tick = Callable[[], None]
+Questions = Mapping[str, Mapping[str, Question]]
 
-
-@dataclass(frozen=True)
-class Protocol:
-    """How the numbers are made: bins of the ECE, resamples and simulations, whether unparsed answers count wrong."""
-
-    bins: int = 20
-    resamples: int = 1000
-    level: float = 0.95
-    unparsed_wrong: bool = False
-
-    @classmethod
-    def of(cls, results: Results) -> Protocol:
-        """Read the recipe's evaluation block; what it leaves out is the default."""
-        block: dict[str, Any] = results.recipe.get("evaluation") or {}
-        return cls(
-            bins=int(block.get("bins", cls.bins)),
-            resamples=int(block.get("resamples", cls.resamples)),
-            unparsed_wrong=block.get("unparsed") == "wrong",
-        )
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answers of one cell, one a question. question, label: N texts; confidence, correct, fallback: (N,)."""
-
-    cell: Cell
-    question: list[str]
-    label: list[str | None]
-    confidence: Floats
-    correct: Bools
-    fallback: Bools
-    sources: Sources
-    model: str
-
-    def __len__(self) -> int:
-        return len(self.question)
-
-
-def predictions_of(cell: Cell, folder: Path) -> Iterator[Prediction]:
-    """Yield the cell's predictions, each checked to be of its task and to stand once."""
-    path, seen = folder / cell.predictions, set[str]()
-    for row, prediction in enumerate(read_records(path, Prediction), 1):
-        if prediction.task != cell.task:
-            raise DataError(path, row, f"task: expected {cell.task!r}, got {prediction.task!r}")
-        if prediction.question in seen:
-            raise DataError(path, row, f"question: {prediction.question!r} is answered twice; expected one line each")
-        seen.add(prediction.question)
-        yield prediction
-
-
-def answered(cell: Cell, predictions: Sequence[Prediction], folder: Path, unparsed_wrong: bool = False) -> Answered:
-    """Put a cell's predictions into columns."""
-    if not predictions:
-        raise DataError(folder / cell.predictions, None, "holds no rows")
-    fallback = np.array([one.source == "fallback" for one in predictions])
-    correct = np.array([one.label == one.gold for one in predictions])
-    return Answered(
-        cell=cell,
-        question=[one.question for one in predictions],
-        label=[one.label for one in predictions],
-        confidence=np.array([one.confidence for one in predictions], dtype=np.float64),
-        correct=correct & ~fallback if unparsed_wrong else correct,
-        fallback=fallback,
-        sources=Sources.of(one.source for one in predictions),
-        model=predictions[0].model,
-    )
-
-
-def questions_of(results: Results, folder: Path) -> dict[str, dict[str, Question]]:
-    """Read the test questions: task -> id -> question."""
-    return {
-        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
-        for task, paths in results.questions.items()
-    }
-
-
-def row_count(path: Path) -> int:
-    """How many records a file holds."""
-    return sum(1 for _ in read_lines(path))
-
-
-def file_hash(path: Path) -> str:
-    """A digest of a file's bytes."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError as error:
-        raise DataError(path, None, error.strerror or str(error)) from None
-
-
-# ---- selected
-
-
+BASELINE = "dpo"
+COMPARED = ("accuracy", "ece", "brier", "auroc")
+# The metrics with an interval; the other headline ones are slow to resample, and read beside these.
+RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
+BRIER_PARTS = ("reliability", "resolution", "uncertainty")
+# Swaps for each comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m)
+# < 0.02. With a fixed number of swaps nothing in a large table could be shown.
+SWAPS = 50
+# The error rate that a threshold keeps, and the probability that it fails to.
+RISK, DELTA = 0.05, 0.05
 CONFIDENCE, MAJORITY = "most confident", "majority vote"
-# Rule -> how a column is headed.
+# Rule -> the heading of its column.
 RULE_TITLES = {
     CONFIDENCE: "Confidence",
     MAJORITY: "Majority",
@@ -153,95 +62,101 @@ RULE_TITLES = {
 
 
 @dataclass(frozen=True)
-class Selection:
-    """rules: k -> rule -> accuracy. sampled: AUROC within questions, how many have pairs, fallback, temperatures."""
+class Answered(GradedAnswers):
+    """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read."""
 
-    rules: dict[int, dict[str, Number]] = field(default_factory=dict)
-    sampled: dict[str, float] = field(default_factory=dict)
+    cell: Cell
+    label: list[str | None]
+    model: str
+
+    @property
+    def run(self) -> Answers:
+        """The columns to resample, by question: the seeds of a method share their questions."""
+        return Answers(self.question, self.confidence, self.correct)
 
 
-def selection_of(cell: Cell, folder: Path) -> Selection:
-    """Measure every rule at k = 1, 2, 4, ... up to the number of candidates."""
-    if cell.candidates is None:
-        return Selection()
-    path = folder / cell.candidates
-    try:
-        predictions = list(read_records(path, Prediction))
-        tau = _ranking_tau(cell, predictions)
-        given = candidates(predictions, tau)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(path, None, str(error)) from None
-    samples = given.label.shape[1]
-    sizes = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
-    rules = {k: {one.rule: _number(one.accuracy, one.low, one.high) for one in select(given, k)} for k in sizes}
-    within = within_questions(given)
-    drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
-    sampled = {
-        "questions_with_both": float(within.questions),
-        "sample_fallback_rate": Sources.of(one.source for one in predictions).share("fallback"),
-        "sampling_temperature": drawn,
-        "tau": tau,
+def evaluation_of(results: Results) -> EvaluationSettings:
+    """Return the evaluation block of the recipe; what it leaves out is the default."""
+    return EvaluationSettings.model_validate(results.recipe.get("evaluation") or {})
+
+
+def predictions_of(cell: Cell, folder: Path) -> Iterator[Prediction]:
+    """Yield the cell's predictions, each checked to be of its task and the only one of its question."""
+    path, seen = folder / cell.predictions, set[str]()
+    for row, prediction in enumerate(read_records(path, Prediction), 1):
+        if prediction.task != cell.task:
+            raise DataError(path, row, f"task: expected {cell.task!r}, got {prediction.task!r}")
+        if prediction.question in seen:
+            raise DataError(path, row, f"question: {prediction.question!r} is answered twice; expected one line each")
+        seen.add(prediction.question)
+        yield prediction
+
+
+def answered(cell: Cell, predictions: Sequence[Prediction], path: Path, unparsed: Unparsed = "fallback") -> Answered:
+    """Put predictions that were read from `path` into columns."""
+    if not predictions:
+        raise DataError(path, None, "holds no rows")
+    answers = Answered(
+        source=path,
+        confidence=np.array([one.confidence for one in predictions], dtype=np.float64),
+        question=[one.question for one in predictions],
+        read_as=[one.source for one in predictions],
+        by=None,
+        correct=np.array([one.label == one.gold for one in predictions]),
+        cell=cell,
+        label=[one.label for one in predictions],
+        model=predictions[0].model,
+    )
+    return answers.unparsed_wrong() if unparsed == "wrong" else answers
+
+
+def questions_of(results: Results, folder: Path) -> dict[str, dict[str, Question]]:
+    """Read the test questions: task -> id -> question."""
+    return {
+        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
+        for task, paths in results.questions.items()
     }
-    return Selection(rules, sampled | ({"auroc_within": within.value} if within.pairs else {}))
-
-
-def _ranking_tau(cell: Cell, predictions: Sequence[Prediction]) -> float:
-    """The temperature at which confidences are compared: the cell's; 1 where the files do not allow another."""
-    if not any(one.logsumexp is not None for one in predictions):
-        return 1.0
-    return predictions[0].temperature or 1.0 if cell.tau is None else cell.tau
-
-
-def _number(value: float, low: float, high: float) -> Number:
-    return Number(value=value, low=finite(low), high=finite(high))
-
-
-# ---- measure
-
-
-BASELINE = "dpo"
-COMPARED: tuple[Name, ...] = ("accuracy", "ece", "brier", "auroc")
-# Swaps a comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m) < 0.02.
-# With a fixed number of swaps nothing in a large table could be shown.
-SWAPS = 50
-# Without a bootstrap interval: they are slow (a smooth ECE takes a millisecond) and read beside the others.
-VALUE_ONLY = ("mean_confidence", "debiased_ece", "smooth_ece", "aurc")
-
-Tick = Callable[[], None]
-Questions = Mapping[str, Mapping[str, Question]]
-Place = tuple[str, str, str, Budget | None, int]
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Cells that differ by seed alone, with the DPO cells of the same seeds and budget."""
+class Group:
+    """Cells that differ by seed alone, and the DPO cells of the same seeds and budget; both as indices of the cells.
 
-    budget: Budget | None
-    cells: list[Answered]
-    baseline: list[Answered]
+    table: the budget, and whether the cells are tested on the task that they were trained on.
+    """
 
-    @property
-    def table(self) -> tuple[Budget | None, bool]:
-        """The table in which the group stands: its budget, and whether in distribution."""
-        return self.budget, self.cells[0].cell.task == self.cells[0].cell.trained_on
-
-
-def place_of(cell: Cell | CellNumbers) -> Place:
-    """What tells a cell from all others."""
-    return cell.task, cell.trained_on, cell.method, cell.budget, cell.seed
+    table: tuple[Budget | None, bool]
+    cells: list[int]
+    baseline: list[int]
 
 
 def blocks(cells: Sequence[Cell]) -> tuple[Budget | None, ...]:
-    """The budgets that the tables show; a method that is the same in all of them stands in each."""
-    found = {cell.budget for cell in cells if cell.budget is not None}
-    return tuple(budget for budget in ("paper", "matched") if budget in found) or (None,)
+    """Return the budgets that the tables show; a method that is the same in all of them appears in each."""
+    used = {cell.budget for cell in cells}
+    return tuple(budget for budget in BUDGETS if budget in used) or (None,)
+
+
+def grouped(cells: Sequence[Cell]) -> list[Group]:
+    """Group the cells by budget, method, training set and task, in the order of the tables."""
+    groups = []
+    for budget in blocks(cells):
+        places: dict[tuple[str, str, str], dict[int, int]] = {}  # -> seed -> index
+        for index, cell in sorted(enumerate(cells), key=lambda pair: order(pair[1].method)):
+            if cell.budget in (None, budget):
+                seeds = places.setdefault((cell.trained_on, cell.task, cell.method), {})
+                if seeds.setdefault(cell.seed, index) != index:
+                    raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
+        for (trained_on, task, name), seeds in places.items():
+            baseline = places.get((trained_on, task, BASELINE), {})
+            paired = sorted(seeds) if name != BASELINE and seeds.keys() <= baseline.keys() else []
+            mine = [seeds[seed] for seed in sorted(seeds)]
+            groups.append(Group((budget, trained_on == task), mine, [baseline[seed] for seed in paired]))
+    return groups
 
 
 def steps(results: Results) -> int:
-    """How often `measure` ticks: once a cell and once a group."""
-    return len(results.cells) + len(_places(results))
+    """Return how often `measure` ticks: once for each cell and once for each group."""
+    return len(results.cells) + len(grouped(results.cells))
 
 
 def measure(
@@ -252,193 +167,263 @@ def measure(
     known: Numbers | None = None,
     tick: Tick = lambda: None,
 ) -> Numbers:
-    """Measure all cells and groups; those of `known` whose files are the same are taken over."""
-    protocol = Protocol.of(results)
+    """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
+    evaluation = evaluation_of(results)
+    settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
     old_cells = {one.input: one for one in known.cells} if known else {}
     old_groups = {one.input: one for one in known.groups} if known else {}
-    hashes = {place_of(one.cell): _cell_hash(one.cell, results, folder, protocol) for one in cells}
-    measured: dict[Place, CellNumbers] = {}
+    digests: dict[str, str] = {}  # the questions of a task are those of many cells
+    numbers: list[CellNumbers] = []
     for one in cells:
-        key = hashes[place_of(one.cell)]
-        measured[place_of(one.cell)] = old_cells.get(key) or _cell(one, folder, questions, protocol, key)
+        cell = one.cell
+        files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
+        digests |= {name: _digest(folder / name) for name in files if name is not None and name not in digests}
+        place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
+        protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
+        key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
+        numbers.append(old_cells.get(key) or _cell(one, folder, questions, settings, evaluation.unparsed, key))
         tick()
-    groups: list[GroupNumbers] = []
-    found = _groups(results, cells)
-    tables = Counter(group.table for group in found if group.baseline)
-    for group in found:
-        inputs = [hashes[place_of(one.cell)] for one in (*group.cells, *group.baseline)]
-        swaps = max(protocol.resamples, SWAPS * len(COMPARED) * tables[group.table])
-        papers = _papers_budget(group, results)
-        key = content_hash([group.budget, swaps, papers, inputs])
-        groups.append(old_groups.get(key) or _group(group, measured, protocol, swaps, papers, key))
+    groups, planned = [], grouped([one.cell for one in cells])
+    methods = Counter(group.table for group in planned if group.baseline)
+    for group in planned:
+        swaps = max(evaluation.resamples, SWAPS * len(COMPARED) * methods[group.table])
+        members = [cells[index].cell for index in group.cells]
+        papers = all(
+            papers_budget(cell.method, group.table[0], trained_model(cell, group.table[0], results)) for cell in members
+        )
+        inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
+        key = content_hash([group.table[0], swaps, papers, inputs])
+        groups.append(old_groups.get(key) or _group(group, cells, numbers, settings, swaps, papers, key))
         tick()
     return Numbers(
-        level=protocol.level,
-        bins=protocol.bins,
-        resamples=protocol.resamples,
-        cells=tuple(measured.values()),
-        groups=tuple(_corrected(groups)),
+        level=settings.level,
+        bins=evaluation.bins,
+        resamples=evaluation.resamples,
+        cells=tuple(numbers),
+        groups=tuple(corrected(groups)),
     )
 
 
-def _corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
-    """Correct the p-values of each table, by Holm; a comparison with mostly forced answers is left out of it."""
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise DataError(path, None, error.strerror or str(error)) from None
+
+
+# ---- cells
+
+
+def _cell(
+    one: Answered, folder: Path, questions: Questions, settings: MeasureSettings, unparsed: Unparsed, key: str
+) -> CellNumbers:
+    resampled, sources = measured([one.run], settings), Sources.of(one.read_as or ())
+    metrics = {name: metric.interval for name, metric in resampled.items()}
+    gap, null = metrics.pop(GAP), resampled["ece"].null
+    assert null is not None  # as of every calibration metric
+    others = replace(settings, metrics=tuple(name for name in HEADLINE if name not in metrics)).functions()
+    split = brier_split(one.confidence, one.correct, bins=settings.bins)
+    values = {name: metric(one.confidence, one.correct) for name, metric in others.items()}
+    values |= {f"brier_{part}": getattr(split, part) for part in BRIER_PARTS}
+    metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
+    selection, sampled = selection_of(one.cell, folder)
+    return CellNumbers(
+        **one.cell.model_dump(include={*Place.model_fields, "seed"}),
+        input=key,
+        n=len(one),
+        model=one.model,
+        metrics=metrics,
+        gap=gap,
+        null=null,
+        sources=sources,
+        fallback_rate=sources.share("fallback"),
+        plain_rate=sources.share("plain"),
+        accuracy_unparsed_wrong=float(one.unparsed_wrong().correct.mean()),
+        world=_world(one, questions.get(one.cell.task, {})),
+        selection=selection,
+        sampled=sampled,
+        risk=risk_of(one, folder, unparsed),
+    )
+
+
+def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval]], dict[str, float]]:
+    """Measure every rule at k = 1, 2, 4, ... up to the number of candidates: k -> rule -> accuracy.
+
+    With it: AUROC within questions, the number of questions that have a right and a wrong sample, the fallback rate,
+    and the temperatures at which the samples were drawn and are compared.
+    """
+    if cell.candidates is None:
+        return {}, {}
+    path = folder / cell.candidates
+    predictions = list(read_records(path, Prediction))
+    try:
+        # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
+        scalable = any(one.logsumexp is not None for one in predictions)
+        tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
+        given = candidates(predictions, tau)
+    except ValueError as error:
+        raise DataError(path, None, str(error)) from None
+    samples = given.label.shape[1]
+    rules = {
+        2**power: {one.rule: Interval(one.accuracy, one.low, one.high, LEVEL) for one in select(given, 2**power)}
+        for power in range(samples.bit_length())
+    }
+    within = within_questions(given)
+    drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
+    sampled = {
+        "questions_with_both": float(within.questions),
+        "sample_fallback_rate": Sources.of(one.source for one in predictions).share("fallback"),
+        "sampling_temperature": drawn,
+        "tau": tau,
+    }
+    return rules, sampled | ({"auroc_within": within.value} if within.pairs else {})
+
+
+def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dict[str, float]:
+    """Fit the threshold that keeps the RISK on the validation answers, and apply it to the test answers.
+
+    risk_promised: 1, or 0 where no threshold can promise it and nothing is answered.
+    """
+    cell = one.cell
+    if cell.validation is None:
+        return {}
+    path = folder / cell.validation
+    predictions = list(read_records(path, Prediction))
+    if cell.tau is not None and known(cell.method) and method(cell.method).stage == "scaling":
+        try:
+            predictions = rescaled(predictions, cell.tau)
+        except ValueError as error:
+            raise DataError(path, None, str(error)) from None
+    validation = answered(cell, predictions, path, unparsed)
+    fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
+    if fitted.threshold is None:
+        return {"risk_promised": 0.0, "risk_coverage": 0.0}
+    right = one.correct[one.confidence >= fitted.threshold]
+    numbers = {"risk_promised": 1.0, "risk_threshold": fitted.threshold, "risk_bound": fitted.bound}
+    numbers["risk_coverage"] = len(right) / len(one)
+    return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
+
+
+def _world(one: Answered, questions: Mapping[str, Question]) -> World | None:
+    """Compare with the exact posterior; None where the questions carry none."""
+    for row, name in enumerate(one.question or (), 1):
+        if questions and name not in questions:
+            raise DataError(one.source, row, f"question: {name!r} is not among the task's questions")
+    asked = [questions[name] for name in one.question or ()] if questions else []
+    exact = [question.posterior for question in asked if question.posterior is not None]
+    if not exact or len(exact) < len(asked):
+        return None
+    given = np.array([posterior.get(label or "", 0.0) for posterior, label in zip(exact, one.label, strict=True)])
+    best = np.array([max(posterior.values()) for posterior in exact])
+    bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
+    return World(
+        true_error=float(np.abs(one.confidence - given).mean()),
+        bayes_accuracy=float(np.mean([label == question.gold for label, question in zip(bayes, asked, strict=True)])),
+        regret=float(np.mean(best - given)),
+    )
+
+
+# ---- groups
+
+
+def _group(
+    group: Group,
+    cells: Sequence[Answered],
+    numbers: Sequence[CellNumbers],
+    settings: MeasureSettings,
+    swaps: int,
+    papers: bool,
+    key: str,
+) -> GroupNumbers:
+    settings = replace(settings, metrics=(*COMPARED, GAP))
+    runs, baseline = ([cells[index].run for index in indices] for indices in (group.cells, group.baseline))
+    resampled, seeds = measured(runs, settings), [numbers[index] for index in group.cells]
+    null = resampled["ece"].null
+    assert null is not None  # as of every calibration metric
+    settings = replace(settings, metrics=COMPARED)
+    return GroupNumbers(
+        **seeds[0].model_dump(include={"task", "trained_on", "method"}),
+        budget=group.table[0],
+        seeds=tuple(one.seed for one in seeds),
+        input=key,
+        n=max(one.n for one in seeds),
+        metrics=_spreads([_defined(one.metrics) for one in seeds]),
+        intervals={name: resampled[name].interval for name in COMPARED},
+        gap=resampled[GAP].interval,
+        null=null,
+        sources=Sources.total_of(one.sources for one in seeds),
+        fallback_rate=_spread([one.fallback_rate for one in seeds]),
+        plain_rate=_spread([one.plain_rate for one in seeds]),
+        accuracy_unparsed_wrong=_spread([one.accuracy_unparsed_wrong for one in seeds]),
+        papers_budget=papers,
+        versus=_versus(runs, baseline, settings, swaps),
+        versus_seed={
+            one.seed: _versus([run], [base], settings) for one, run, base in zip(seeds, runs, baseline, strict=False)
+        },
+        world=_spreads([dict(one.world or ()) for one in seeds]),
+        selection={
+            k: _spreads([_defined(one.selection[k]) for one in seeds])
+            for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
+        },
+        sampled=_spreads([one.sampled for one in seeds]),
+        risk=_spreads([one.risk for one in seeds], every=False),
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    summary = over_seeds(values)
+    return Spread(mean=summary.mean, std=summary.std)
+
+
+def _spreads(seeds: Sequence[Mapping[str, float]], every: bool = True) -> dict[str, Spread]:
+    """Summarise each number over the seeds that have it; with `every`, only those that all seeds have."""
+    counts = Counter(name for seed in seeds for name in seed)
+    return {
+        name: _spread([seed[name] for seed in seeds if name in seed])
+        for name, count in counts.items()
+        if count == len(seeds) or not every
+    }
+
+
+def _defined(intervals: Mapping[str, Interval]) -> dict[str, float]:
+    return {name: interval.value for name, interval in intervals.items() if isfinite(interval.value)}
+
+
+def _versus(
+    runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int | None = None
+) -> dict[str, Versus]:
+    """Compare with DPO, metric by metric; an AUROC that one side does not have is left out."""
+    comparisons = compared(runs, baseline, settings, swaps=swaps) if baseline else {}
+    return {name: Versus(**vars(found)) for name, found in comparisons.items() if isfinite(found.difference)}
+
+
+def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+    """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
     forced = {
         (group.budget, group.trained_on, group.task)
         for group in groups
         if group.method == BASELINE and group.sources.forced
     }
     families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = {}
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if not group.sources.forced and (group.budget, group.trained_on, group.task) not in forced:
             family = families.setdefault((group.budget, group.task == group.trained_on), [])
-            family += [(place, metric) for metric in group.versus]
-    corrected: dict[tuple[int, str], float] = {}
-    for members in families.values():
-        p_values = holm([groups[place].versus[metric].p_value for place, metric in members])
-        corrected |= dict(zip(members, p_values, strict=True))
+            family += [(index, metric) for metric in group.versus]
+    p_values: dict[tuple[int, str], float] = {}
+    for family in families.values():
+        p_values |= zip(family, holm([groups[index].versus[metric].p_value for index, metric in family]), strict=True)
     return [
         group.model_copy(
             update={
                 "versus": {
-                    metric: one.model_copy(update={"p_corrected": corrected.get((place, metric))})
-                    for metric, one in group.versus.items()
+                    metric: replace(versus, p_corrected=p_values.get((index, metric), nan))
+                    for metric, versus in group.versus.items()
                 }
             }
         )
-        for place, group in enumerate(groups)
+        for index, group in enumerate(groups)
     ]
-
-
-def _cell_hash(cell: Cell, results: Results, folder: Path, protocol: Protocol) -> str:
-    files = [cell.predictions, cell.candidates, *results.questions.get(cell.task, ())]
-    digests = [None if name is None else file_hash(folder / name) for name in files]
-    return content_hash([VERSION, asdict(protocol), place_of(cell), digests, cell.tau, cell.sampling_temperature])
-
-
-def _cell(one: Answered, folder: Path, questions: Questions, protocol: Protocol, key: str) -> CellNumbers:
-    cell, c, z = one.cell, one.confidence, one.correct
-    chosen: dict[str, MetricFunction] = {
-        "accuracy": share_right,
-        "ece": partial(ece, bins=protocol.bins),
-        "brier": brier,
-        "nll": nll,
-        "auroc": auroc,
-        "gap": confidence_gap,
-    }
-    table = bootstrap_table(chosen, [Answers(None, c, z)], resamples=protocol.resamples, level=protocol.level)
-    metrics = {name: Number.of(interval) for name, interval in table.items()}
-    gap, selection = metrics.pop("gap"), selection_of(cell, folder)
-    metrics |= {name: Number(value=finite(METRICS[name](c, z))) for name in VALUE_ONLY}
-    null = null_band(chosen["ece"], c, simulations=protocol.resamples, level=protocol.level)
-    return CellNumbers(
-        **cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}),
-        input=key,
-        n=len(one),
-        model=one.model,
-        metrics=metrics,
-        gap=gap,
-        null=Band.of(null),
-        sources=one.sources,
-        fallback_rate=float(one.fallback.mean()),
-        plain_rate=one.sources.share("plain"),
-        accuracy_unparsed_wrong=float((z & ~one.fallback).mean()),
-        world=_world(one, questions.get(cell.task, {}), folder / cell.predictions),
-        selection=selection.rules,
-        sampled=selection.sampled,
-    )
-
-
-def _world(one: Answered, questions: Mapping[str, Question], source: Path) -> World | None:
-    """Compare with the exact posterior; None where the questions carry none."""
-    for row, name in enumerate(one.question, 1):
-        if questions and name not in questions:
-            raise DataError(source, row, f"question: {name!r} is not among the task's questions")
-    asked = [questions[name] for name in one.question] if questions else []
-    exact = [question.posterior for question in asked if question.posterior is not None]
-    if not exact or len(exact) < len(asked):
-        return None
-    of_answer = np.array([row.get(label or "", 0.0) for row, label in zip(exact, one.label, strict=True)])
-    best = [max(row, key=lambda label: row[label]) for row in exact]
-    return World(
-        true_error=float(np.abs(one.confidence - of_answer).mean()),
-        bayes_accuracy=float(np.mean([label == question.gold for label, question in zip(best, asked, strict=True)])),
-        regret=float(np.mean([row[label] for row, label in zip(exact, best, strict=True)] - of_answer)),
-    )
-
-
-def _places(results: Results) -> list[tuple[Budget | None, str, str, str]]:
-    """Every (budget, trained_on, task, method) that has cells, in the order of the tables."""
-    found: dict[tuple[Budget | None, str, str, str], None] = {}
-    for budget in blocks(results.cells):
-        for cell in sorted(results.cells, key=lambda cell: order(cell.method)):
-            if cell.budget in (None, budget):
-                found[budget, cell.trained_on, cell.task, cell.method] = None
-    return list(found)
-
-
-def _groups(results: Results, cells: Sequence[Answered]) -> list[_Group]:
-    found = []
-    for budget, trained_on, task, name in _places(results):
-        same = [
-            one
-            for one in sorted(cells, key=lambda one: one.cell.seed)
-            if (one.cell.trained_on, one.cell.task) == (trained_on, task) and one.cell.budget in (None, budget)
-        ]
-        mine = [one for one in same if one.cell.method == name]
-        _check_seeds(mine)
-        by_seed = {one.cell.seed: one for one in same if one.cell.method == BASELINE}
-        paired = name != BASELINE and all(one.cell.seed in by_seed for one in mine)
-        found.append(_Group(budget, mine, [by_seed[one.cell.seed] for one in mine] if paired else []))
-    return found
-
-
-def _check_seeds(cells: Sequence[Answered]) -> None:
-    seeds = [one.cell.seed for one in cells]
-    if len(set(seeds)) < len(seeds):
-        cell = cells[0].cell
-        raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
-
-
-def _group(
-    group: _Group, by_place: Mapping[Place, CellNumbers], protocol: Protocol, swaps: int, papers: bool, key: str
-) -> GroupNumbers:
-    numbers = [by_place[place_of(one.cell)] for one in group.cells]
-    first = group.cells[0].cell
-    return GroupNumbers(
-        task=first.task,
-        trained_on=first.trained_on,
-        method=first.method,
-        budget=group.budget,
-        seeds=tuple(one.seed for one in numbers),
-        input=key,
-        n=max(one.n for one in numbers),
-        metrics=_metric_spread(numbers),
-        intervals=_intervals(group.cells, numbers, protocol),
-        gap=_gap(group.cells, numbers, protocol),
-        null=_null(group.cells, numbers, protocol),
-        sources=Sources.total_of(one.sources for one in numbers),
-        fallback_rate=_spread([one.fallback_rate for one in numbers]),
-        plain_rate=_spread([one.plain_rate for one in numbers]),
-        accuracy_unparsed_wrong=_spread([one.accuracy_unparsed_wrong for one in numbers]),
-        papers_budget=papers,
-        versus=_versus(group.cells, group.baseline, protocol, swaps),
-        versus_seed={
-            mine.cell.seed: _versus([mine], [base], protocol, protocol.resamples)
-            for mine, base in zip(group.cells, group.baseline, strict=False)
-        },
-        world=_world_spread(numbers),
-        selection=_selection_spread(numbers),
-        sampled=_sampled_spread(numbers),
-    )
-
-
-def _papers_budget(group: _Group, results: Results) -> bool:
-    """Whether every seed's model was trained as the paper's; of a rescaled one, the model that is rescaled."""
-    return all(
-        papers_budget(one.cell.method, group.budget, trained_model(one.cell, group.budget, results))
-        for one in group.cells
-    )
 
 
 def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
@@ -451,95 +436,18 @@ def papers_budget(name: str, budget: Budget | None, training: Training | None) -
         return False
     if training is None:
         return True
-    of = method(name)
-    effort = (METHODS[of.start] if of.stage == "scaling" else of).effort["paper"]
+    trained = METHODS[method(name).start] if method(name).stage == "scaling" else method(name)
+    effort = trained.effort["paper"]
     pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
     return pairs and training.epochs in (None, effort.epochs)
 
 
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
-    """How the model of a cell was trained, or that which it rescales; None where nothing is recorded."""
+    """Return how the model of a cell, or the one that it rescales, was trained; None where nothing is recorded."""
     if cell.training is not None or not known(cell.method) or method(cell.method).stage != "scaling":
         return cell.training
     start = (cell.task, cell.trained_on, method(cell.method).start, cell.seed)
-    return next(
-        (
-            one.training
-            for one in results.cells
-            if (one.task, one.trained_on, one.method, one.seed) == start and one.budget in (None, budget)
-        ),
-        None,
-    )
-
-
-def _metric_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
-    """The metrics that are defined at every seed."""
-    found = {name: [one.metrics[name].value for one in numbers] for name in numbers[0].metrics}
-    return {name: _spread([v for v in values if v is not None]) for name, values in found.items() if None not in values}
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    found = over_seeds(values)
-    return Spread(mean=found.mean, std=found.std)
-
-
-def _intervals(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: Protocol) -> dict[str, Number]:
-    """Of one seed the cell's own interval, of several that of their mean."""
-    if len(cells) == 1:
-        return {name: numbers[0].metrics[name] for name in COMPARED}
-    return {
-        name: Number.of(mean_interval(_scored(name, cells, protocol), protocol.resamples, protocol.level))
-        for name in COMPARED
-    }
-
-
-def _gap(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: Protocol) -> Number:
-    if len(cells) == 1:
-        return numbers[0].gap
-    return Number.of(mean_interval(_scored("gap", cells, protocol), protocol.resamples, protocol.level))
-
-
-def _null(cells: Sequence[Answered], numbers: Sequence[CellNumbers], protocol: Protocol) -> Band:
-    if len(cells) == 1:
-        return numbers[0].null
-    found = mean_null([one.confidence for one in cells], protocol.bins, protocol.resamples, protocol.level)
-    return Band.of(found)
-
-
-def _scored(name: Name, cells: Sequence[Answered], protocol: Protocol) -> list[Seed]:
-    return [scored(name, one.question, one.confidence, one.correct, protocol.bins) for one in cells]
-
-
-def _versus(
-    cells: Sequence[Answered], baseline: Sequence[Answered], protocol: Protocol, swaps: int
-) -> dict[str, Versus]:
-    """The metrics less those of DPO; an AUROC that one side does not have is left out."""
-    found = {}
-    for name in COMPARED if baseline else ():
-        mine, other = (_scored(name, side, protocol) for side in (cells, baseline))
-        comparison = mean_difference(mine, other, protocol.resamples, protocol.level, swaps=swaps)
-        if isfinite(comparison.difference):
-            found[str(name)] = Versus.of(comparison)
-    return found
-
-
-def _world_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
-    worlds = [one.world for one in numbers if one.world is not None]
-    if len(worlds) < len(numbers):
-        return {}
-    return {name: _spread([getattr(world, name) for world in worlds]) for name in World.model_fields}
-
-
-def _sampled_spread(numbers: Sequence[CellNumbers]) -> dict[str, Spread]:
-    """What is known of the samples, as far as every seed knows it."""
-    common = set.intersection(*(set(one.sampled) for one in numbers))
-    return {name: _spread([one.sampled[name] for one in numbers]) for name in numbers[0].sampled if name in common}
-
-
-def _selection_spread(numbers: Sequence[CellNumbers]) -> dict[int, dict[str, Spread]]:
-    """Over the seeds, for every k that all of them have."""
-    common = set.intersection(*(set(one.selection) for one in numbers))
-    return {
-        k: {rule: _spread([one.selection[k][rule].value or 0.0 for one in numbers]) for rule in numbers[0].selection[k]}
-        for k in sorted(common)
-    }
+    for one in results.cells:
+        if (one.task, one.trained_on, one.method, one.seed) == start and one.budget in (None, budget):
+            return one.training
+    return None

@@ -1,15 +1,19 @@
-"""What a finished experiment hands to its report: where every cell's predictions are, and how its model was trained.
+"""The records of a report: what a finished experiment hands to it (`Results`), and what it measures (`Numbers`).
 
-The report's numbers as records: what `numbers.json` holds, for every cell and for every group of seeds.
+`numbers.json` holds the fields of intervals, null bands and comparisons that a report shows. A number that is undefined
+is null there and nan in memory.
 """
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
 from catto.files import first_problem, replacing
 from catto.measure import Sources
@@ -20,11 +24,9 @@ from catto.problems import DataError
 from catto.records import Record, checked_name
 from catto.report import VERSION
 
-# ---- results
-
 
 class Training(Record):
-    """How the model of a cell came to be. Seconds and tokens are those of its own stage, not of its start's."""
+    """How the model of a cell was trained. Seconds and tokens are those of its own stage, not of its start's."""
 
     learning_rate: float | None = None
     seconds: float | None = None
@@ -39,26 +41,32 @@ class Training(Record):
     history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
 
 
-class Cell(Record):
-    """One method on one task at one seed. Paths are relative to the experiment's folder."""
+class Place(Record):
+    """One method on one task."""
 
     task: str
     trained_on: str
     method: str
     budget: Budget | None  # None: the method is the same in both
-    seed: int
-    predictions: str  # one line a test question
-    candidates: str | None = None  # k sampled lines a test question
-    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
-    sampling_temperature: float | None = None  # at which the candidates were drawn
-    candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
-    training: Training | None = None
 
     @field_validator("task", "trained_on", "method")
     @classmethod
     def _named(cls, value: str, info: Any) -> str:
         """Tables and figures are files named for these."""
         return checked_name(value, info.field_name, plus=info.field_name == "method")
+
+
+class Cell(Place):
+    """One method on one task at one seed. Paths are relative to the experiment's folder."""
+
+    seed: int
+    predictions: str  # one line for each test question
+    candidates: str | None = None  # k sampled lines for each test question
+    validation: str | None = None  # greedy predictions on the validation questions of the task
+    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
+    sampling_temperature: float | None = None  # at which the candidates were drawn
+    candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
+    training: Training | None = None
 
 
 class Results(Record):
@@ -70,74 +78,59 @@ class Results(Record):
     versions: dict[str, str]
     commit: str | None = None
     cells: tuple[Cell, ...]
-    questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one a seed
+    questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one for each seed
 
 
-# ---- numbers
+@dataclass(frozen=True)
+class Versus(Comparison):
+    """The difference of a metric to DPO's on the same questions.
 
-
-def finite(value: float) -> float | None:
-    """Return the value, or None where it is undefined."""
-    return float(value) if isfinite(value) else None
-
-
-class Number(Record):
-    """A value and its bootstrap interval; None where undefined, not computed, or withheld for the `reason`."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    reason: str | None = None
-
-    @classmethod
-    def of(cls, interval: Interval) -> Number:
-        """Keep what a report shows of an interval: no ends that do not hold the value."""
-        found = interval.held()
-        return cls(value=finite(found.value), low=finite(found.low), high=finite(found.high), reason=found.reason)
-
-
-class Band(Record):
-    """What a perfectly calibrated model with the same confidences scores by chance."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, band: NullBand) -> Band:
-        """Keep what a report shows of a null band."""
-        return cls(mean=band.mean, low=band.low, high=band.high)
-
-
-class Versus(Record):
-    """A metric less DPO's on the same questions, its interval and the p-value of the swap test.
-
-    low, high: None where they do not hold the difference. p_corrected: by Holm over the comparisons of one table; None
-    where there is none, or where too many answers of either side were forced for a verdict.
+    p_corrected: by Holm over the comparisons of one table; nan where too many answers of either side were forced.
     """
 
-    difference: float
-    low: float | None
-    high: float | None
-    p_value: float
-    p_corrected: float | None = None
-
-    @classmethod
-    def of(cls, comparison: Comparison) -> Versus:
-        """Keep what a report shows of a comparison."""
-        found = comparison.held()
-        return cls(difference=found.difference, low=finite(found.low), high=finite(found.high), p_value=found.p_value)
+    p_corrected: float = nan
 
     def mark(self, metric: str) -> str:
-        """`*` where better than DPO, a dagger where worse, nothing where neither is shown; see `statistics.mark`."""
-        if self.low is None or self.high is None or self.p_corrected is None:
-            return ""
+        """Return `*` where better than DPO, a dagger where worse, nothing where neither is shown."""
         of = METRICS[metric]
         return mark(self.difference, (self.low, self.high), self.p_corrected, of.better, of.least)
 
 
+def _read(kind: type[Any], value: object) -> object:
+    """Make the statistics object of its fields in numbers.json; what is not stored there is nan."""
+    if not isinstance(value, Mapping):
+        return value
+    stored = {name: nan if item is None and name != "reason" else item for name, item in value.items()}
+    return kind(**{field.name: nan for field in fields(kind) if field.default is MISSING} | stored)
+
+
+def _written(names: str, value: object) -> dict[str, Any]:
+    shown = {name: getattr(value, name) for name in names.split()}
+    return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
+
+
+Number = Annotated[
+    Interval, BeforeValidator(partial(_read, Interval)), PlainSerializer(partial(_written, "value low high reason"))
+]
+Band = Annotated[
+    NullBand, BeforeValidator(partial(_read, NullBand)), PlainSerializer(partial(_written, "mean low high"))
+]
+Difference = Annotated[
+    Versus,
+    BeforeValidator(partial(_read, Versus)),
+    PlainSerializer(partial(_written, "difference low high p_value p_corrected")),
+]
+
+
+class Spread(Record):
+    """Mean and standard deviation over seeds; no deviation of a single one."""
+
+    mean: float
+    std: float | None
+
+
 class World(Record):
-    """What only a known posterior tells. All in [0, 1].
+    """What only a known posterior shows. All in [0, 1].
 
     true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
     the gold one. regret: mean of the largest posterior probability less that of the answer given.
@@ -148,23 +141,13 @@ class World(Record):
     regret: float
 
 
-class Spread(Record):
-    """Mean and standard deviation over seeds; no deviation of a single one."""
+class CellNumbers(Place):
+    """One method on one task at one seed.
 
-    mean: float
-    std: float | None
-
-
-class CellNumbers(Record):
-    """One method on one task at one seed. `selection`: k -> rule -> accuracy; `sampled`: what is known of the samples.
-
-    gap: mean confidence less accuracy. sources: how the answers were read.
+    gap: mean confidence less accuracy. sources: how the answers were read. selection: k -> rule -> accuracy; sampled:
+    further numbers of the samples. risk: the threshold that keeps the risk, fitted on validation, and its effect.
     """
 
-    task: str
-    trained_on: str
-    method: str
-    budget: Budget | None
     seed: int
     input: str
     n: int
@@ -179,15 +162,12 @@ class CellNumbers(Record):
     world: World | None
     selection: dict[int, dict[str, Number]]
     sampled: dict[str, float]
+    risk: dict[str, float]
 
 
-class GroupNumbers(Record):
-    """One method on one task in one budget, over its seeds. `versus_seed`: seed -> metric -> difference to DPO."""
+class GroupNumbers(Place):
+    """One method on one task in one budget, over its seeds. versus, versus_seed: metric -> difference to DPO."""
 
-    task: str
-    trained_on: str
-    method: str
-    budget: Budget | None
     seeds: tuple[int, ...]
     input: str
     n: int
@@ -199,21 +179,13 @@ class GroupNumbers(Record):
     fallback_rate: Spread
     plain_rate: Spread
     accuracy_unparsed_wrong: Spread
-    papers_budget: bool  # whether the paper's numbers may stand beside these
-    versus: dict[str, Versus]
-    versus_seed: dict[int, dict[str, Versus]]
+    papers_budget: bool  # whether the paper's numbers may be printed beside these
+    versus: dict[str, Difference]
+    versus_seed: dict[int, dict[str, Difference]]
     world: dict[str, Spread]
     selection: dict[int, dict[str, Spread]]
     sampled: dict[str, Spread]
-
-    def named(self, name: str) -> Spread | None:
-        """Look a number up by its name; None where the group does not have it."""
-        unparsed = {
-            "fallback_rate": self.fallback_rate,
-            "plain_rate": self.plain_rate,
-            "accuracy_unparsed_wrong": self.accuracy_unparsed_wrong,
-        }
-        return {**self.metrics, **self.world, **self.sampled, **unparsed}.get(name)
+    risk: dict[str, Spread]
 
     @property
     def within_null(self) -> bool:
@@ -224,6 +196,11 @@ class GroupNumbers(Record):
     def title(self) -> str:
         """The method as tables print it."""
         return method(self.method).title if known(self.method) else self.method
+
+    def named(self, name: str) -> Spread | None:
+        """Look a number up by its name; None where the group does not have it."""
+        unparsed = {key: getattr(self, key) for key in ("fallback_rate", "plain_rate", "accuracy_unparsed_wrong")}
+        return {**self.metrics, **self.world, **self.sampled, **self.risk, **unparsed}.get(name)
 
 
 class Numbers(Record):
@@ -252,10 +229,10 @@ def read(path: Path) -> Numbers | None:
     """Read numbers written earlier; None where there are none, or of another version."""
     if not path.exists():
         return None
+    text = path.read_bytes()
+    if f'"version": {VERSION},'.encode() not in text[:200]:
+        return None
     try:
-        text = path.read_bytes()
-        if f'"version": {VERSION},'.encode() not in text[:200]:
-            return None
         return Numbers.model_validate_json(text)
     except ValidationError as error:
         raise DataError(path, None, f"{first_problem(error)}; delete it to measure afresh") from None

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     forced = f"{group.sources.counted}: these numbers describe the fallback, not the model."
     card["forced"] = forced if group.sources.forced else None
     card["by_seed"] = [
-        {"seed": cell.seed} | {name: cell.metrics[name].value for name in COMPARED}
+        {"seed": cell.seed} | {name: value for name in COMPARED if isfinite(value := cell.metrics[name].value)}
         for cell in cells
         if cell.budget in (None, group.budget)
     ]

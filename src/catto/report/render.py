@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import isnan
 from typing import TYPE_CHECKING, Literal
 
 from catto.methods import Budget
@@ -76,9 +77,9 @@ class Entry:
         lines += self.notes
         if (versus := self.versus) is not None:
             p = versus.p_corrected
-            judged = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
+            judged = "" if isnan(p) else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
             lines.append(f"to DPO {self.scale * versus.difference:+.{decimals}f}{judged}")
-            if versus.low is not None and versus.high is not None:
+            if not isnan(versus.low):
                 ends = (self.scale * versus.low, self.scale * versus.high)
                 lines.append(f"[{', '.join(f'{end:+.{decimals}f}' for end in ends)}]")
         return lines
@@ -217,13 +218,14 @@ def csv_text(table: Table) -> str:
     writer.writerow(CSV_HEAD)
     for line in table.lines:
         for column, entry in zip(table.columns, line.entries, strict=True):
-            versus, unknown = entry.versus, (None, None)
-            ends = (versus.difference, versus.low, versus.high) if versus else (None, None, None)
-            numbers = [entry.value, entry.std, *(entry.interval or unknown), *(entry.null or unknown)]
-            numbers += [None if end is None else entry.scale * end for end in ends]
-            numbers += [versus.p_value, versus.p_corrected] if versus else unknown
-            texts = [table.name, table.budget or "", line.block, line.method, column.task]
-            texts += [column.heading(), column.metric, *("" if one is None else f"{one:.6g}" for one in numbers)]
+            numbers = [entry.value, entry.std, *(entry.interval or (None, None)), *(entry.null or (None, None))]
+            if (versus := entry.versus) is None:
+                numbers += [None] * 5
+            else:
+                numbers += [entry.scale * end for end in (versus.difference, versus.low, versus.high)]
+                numbers += [versus.p_value, versus.p_corrected]
+            texts = [table.name, table.budget or "", line.block, line.method, column.task, column.heading()]
+            texts += [column.metric, *("" if one is None or isnan(one) else f"{one:.6g}" for one in numbers)]
             texts += [entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
             writer.writerow(map(_no_formula, texts))
     return out.getvalue()

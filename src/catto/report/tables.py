@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from math import isnan
 from typing import Literal
 
 from catto import methods
 from catto.measure import HEADLINE, MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import ALPHA
-from catto.report.measuring import CONFIDENCE, MAJORITY, RULE_TITLES, papers_budget
+from catto.metrics.statistics import ALPHA, Interval, NullBand
+from catto.report.measuring import CONFIDENCE, DELTA, MAJORITY, RISK, RULE_TITLES, papers_budget
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training
 from catto.report.render import EMPTY, Column, Entry, Line, Table
 
@@ -123,7 +124,7 @@ class Spec:
     columns: tuple[Column, ...] | Callable[[Sequence[int]], tuple[Column, ...]]
     setting: Setting | None = "in"
     each: bool = False
-    needs: Literal["metrics", "selection", "world"] = "metrics"
+    needs: Literal["metrics", "selection", "world", "risk"] = "metrics"
     shows: Literal["mean", "all", "std"] = "mean"
 
 
@@ -156,7 +157,14 @@ UNREAD = (
     "Acc. if wrong: accuracy with these counted wrong. Plain: share of responses without answer tags whose "
     "last line gave the answer. In per cent, mean over seeds."
 )
-ALL = "Mean over seeds. Per cent, except Brier score, NLL and AURC."
+ALL = "Mean over seeds. Per cent, except Brier score and its parts, NLL and AURC."
+PROMISE = (
+    f"Answer only at a confidence of at least the threshold: the lowest whose error rate is at most {100 * RISK:g} % "
+    f"with a confidence of {100 * (1 - DELTA):g} %, fitted on the validation answers; none: no threshold can promise "
+    "that. Coverage: share of the test questions that are then answered. Errors: share of those answered wrongly. "
+    "Bound: what the validation answers bound the error rate by. In per cent, mean over seeds. The same validation "
+    "answers chose learning rates and temperatures, which the bound does not account for."
+)
 ORACLE = "Accuracy in per cent, mean over seeds. The oracle is right if any of the k is: a bound, not a rule."
 DEVIATION = "Standard deviation over seeds (n - 1), in points. paper: the number printed in the paper."
 DEVIATION_K = "Standard deviation over seeds (n - 1), in points; the paper prints none for BCE."
@@ -188,9 +196,20 @@ UNPARSED = (
     Column("Acc. if wrong", "accuracy_unparsed_wrong"),
     Column("Plain", "plain_rate"),
 )
-EVERYTHING = tuple(
-    Column(one.title, name, one.better, scale=100.0 if one.percent else 1.0, decimals=2 if one.percent else 4)
-    for name, one in ((name, METRICS[name]) for name in HEADLINE)
+EVERYTHING = (
+    *(
+        Column(one.title, name, one.better, scale=100.0 if one.percent else 1.0, decimals=2 if one.percent else 4)
+        for name, one in ((name, METRICS[name]) for name in HEADLINE)
+    ),
+    Column("Brier: reliability", "brier_reliability", "lower", scale=1.0, decimals=4),
+    Column("Brier: resolution", "brier_resolution", "higher", scale=1.0, decimals=4),
+    Column("Brier: uncertainty", "brier_uncertainty", scale=1.0, decimals=4),
+)
+KEPT = (
+    Column("Threshold", "risk_threshold", scale=1.0, decimals=4),
+    Column("Coverage ↑", "risk_coverage", "higher"),
+    Column("Errors", "risk_errors"),
+    Column("Bound", "risk_bound"),
 )
 
 
@@ -219,6 +238,7 @@ SPECS = (
     Spec("rules", "selection", "Ways to pick one of k answers", ORACLE, _rules, each=True, needs="selection"),
     Spec("world", "world", "Against the exact posterior", TRUTH, WORLD, needs="world"),
     Spec("metrics", "metrics", "All metrics", ALL, EVERYTHING, None, each=True),
+    Spec("risk", "risk", f"Thresholds for an error rate of {100 * RISK:g} %", PROMISE, KEPT, needs="risk"),
     Spec("std-in", "deviation-in-distribution", f"{IN}: {STD}", DEVIATION, DEVIATIONS, shows="std"),
     Spec("std-out", "deviation-out-of-distribution", f"{OUT}: {STD}", DEVIATION, DEVIATIONS, "out", shows="std"),
     Spec(
@@ -298,7 +318,7 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
         k, rule = column.pick
         spread = group.selection.get(k, {}).get(rule)
     if spread is None:
-        return EMPTY
+        return replace(EMPTY, text="none") if column.metric == "risk_threshold" else EMPTY
     papers = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
     paper = printed(spec.kind, group.method, column.metric, group.task) if papers else ""
     value, std, scale = spread.mean, spread.std, column.scale
@@ -310,12 +330,15 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
     entry = Entry(scale * value, f"{scale * value:.{column.decimals}f}", std, paper=paper, group=place, scale=scale)
     if column.metric == "auroc_within":
         entry = replace(entry, notes=(f"in {group.sampled['questions_with_both'].mean:g} of {group.n:,} questions",))
+    if column.metric == "risk_threshold" and group.risk["risk_promised"].mean < 1:
+        promised = round(group.risk["risk_promised"].mean * len(group.seeds))
+        entry = replace(entry, notes=(f"in {promised} of {len(group.seeds)} seeds",))
     if spec.shows == "all":
         interval, versus = group.intervals[column.metric], group.versus.get(column.metric)
         entry = replace(
             entry,
-            interval=_span(interval.low, interval.high, scale),
-            null=_span(group.null.low, group.null.high, scale) if column.metric == "ece" else None,
+            interval=_span(interval, scale),
+            null=_span(group.null, scale) if column.metric == "ece" else None,
             versus=versus,
             mark="" if versus is None else versus.mark(column.metric),
             notes=_instead_of_interval(group) if interval.reason is not None else (),
@@ -328,13 +351,13 @@ def _instead_of_interval(group: GroupNumbers) -> tuple[str, ...]:
     """Return what is printed below an ECE outside its own interval, besides its null band."""
     notes = [f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}"]
     gap = group.gap
-    if gap.value is not None and (ends := _span(gap.low, gap.high, 100.0)) is not None:
-        notes.append(f"conf. - acc. {100 * gap.value:+.2f} [{ends[0]:+.2f}, {ends[1]:+.2f}]")
+    if not isnan(gap.low):
+        notes.append(f"conf. - acc. {100 * gap.value:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]")
     return tuple(notes)
 
 
-def _span(low: float | None, high: float | None, scale: float) -> tuple[float, float] | None:
-    return None if low is None or high is None else (scale * low, scale * high)
+def _span(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
+    return None if isnan(band.low) else (scale * band.low, scale * band.high)
 
 
 def best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
