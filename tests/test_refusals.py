@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from catto.engines import Generation, Key, Request
 from catto.engines.replies import RefusalCap, one_line, told
 from catto.engines.server import ServerEngine, ServerError
 from catto.experiment.graph import Graph
@@ -31,7 +32,7 @@ from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow
 from catto.teacher import dry_run, teach
-from catto.teacher.responses import PartFile, forget_refusals, refusals
+from catto.teacher.responses import forget_refusals, refusals
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from teacher_world import Scripted, calm, questions, scripted, serve, server_settings
 
@@ -197,12 +198,15 @@ def test_refusals_survive_a_stop_in_the_part_file(tmp_path: Path) -> None:
 
 def test_a_response_too_long_to_be_read_back_is_refused(tmp_path: Path) -> None:
     """16 MB is the longest line that a restart reads."""
-    path = tmp_path / "generations.part.jsonl"
-    row = {"question": "q0", "sample": 0, "correct": False, "model": "m"}
-    with PartFile(path, "r", {("q0", 0)}) as part:
-        part.append(Response(text="x" * MAX_LINE_BYTES, **row))  # type: ignore[arg-type]
-    with PartFile(path, "r", {("q0", 0)}) as part:
-        assert [one.refused for one in part.refused.values()] == ["the response is longer than 16 MB"]
+
+    class Long(Scripted):
+        def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+            for found in super().generate(requests, done):
+                yield found.model_copy(update={"text": "x" * MAX_LINE_BYTES} if found.sample else {})
+
+    teach(questions(1), Long({"q0": ["A", "A"]}), TeacherSettings(n=2), tmp_path)
+    assert [one.refused for one in refusals(tmp_path)] == ["the response is longer than 16 MB"]
+    assert [one.key for one in read_records(tmp_path / "responses.jsonl", Response)] == [("q0", 0)]
 
 
 def test_an_unfinished_run_that_stored_nothing_does_not_block_other_settings(tmp_path: Path) -> None:

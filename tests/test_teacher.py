@@ -11,13 +11,13 @@ import pytest
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
-from catto.files import read_manifest, read_records
+from catto.files import locked, read_manifest, read_records
 from catto.problems import DataError
 from catto.prompts import Parsed, messages, parse, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run, teach
-from catto.teacher.responses import Requests, draw, locked
+from catto.teacher.responses import Requests, draw
 from openai_server import Reply, Seen, error
 from teacher_world import LABELS, Scripted, answer, calm, questions, run, scripted, serve, server_settings, stormy
 
@@ -273,7 +273,7 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(DataError, match="another run is writing here"):
+    with locked(tmp_path / ".lock"), pytest.raises(DataError, match="another run is writing here"):
         run(tmp_path, "AAAA")
     run(tmp_path, "AAAA")
 

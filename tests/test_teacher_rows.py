@@ -12,7 +12,7 @@ from catto.files import read_manifest
 from catto.prompts import completion, messages, parse
 from catto.recipe import TeacherSettings
 from catto.records import Response
-from catto.teacher import Answered, dry_run, grouped, outcome_rows, preference_rows, sft_rows
+from catto.teacher import AnsweredQuestion, dry_run, grouped, outcome_rows, preference_rows, sft_rows
 from catto.teacher.pairing import dropped
 from teacher_world import LABELS, questions, run, scripted
 
@@ -68,7 +68,7 @@ def test_every_file_has_a_manifest_with_counts_versions_seed_and_hash(tmp_path: 
 # Rows
 
 
-def answered(labels: str, gold: str = "A") -> Answered:
+def answered(labels: str, gold: str = "A", reasoning: bool = True) -> AnsweredQuestion:
     question = questions(1)[0].model_copy(update={"gold": gold})
     responses = tuple(
         Response(
@@ -82,25 +82,25 @@ def answered(labels: str, gold: str = "A") -> Answered:
         )
         for i, label in enumerate(labels)
     )
-    return Answered(question, responses)
+    return AnsweredQuestion(question, messages(question, reasoning=reasoning), responses)
 
 
 def test_sft_rows_are_the_correct_responses_in_the_one_form() -> None:
-    rows = list(sft_rows([answered("ABA-")], TeacherSettings()))
+    rows = list(sft_rows(answered("ABA-"), TeacherSettings()))
     assert [row.completion[0].content for row in rows] == [completion("r0", "A"), completion("r2", "A")]
     assert {(row.label, row.correctness_rate) for row in rows} == {("A", 0.5)}
     assert rows[0].prompt == messages(answered("A").question)
 
 
 def test_outcome_rows_are_all_responses_and_an_unparsed_one_stays_open() -> None:
-    rows = list(outcome_rows([answered("AB-")], TeacherSettings()))
+    rows = list(outcome_rows(answered("AB-"), TeacherSettings()))
     assert [row.label for row in rows] == ["A", "B", None]
     assert rows[2].completion[0].content == completion("r2", None)
     assert rows[2].completion[0].content.endswith("<answer>\n")
 
 
 def test_answer_first_rows_have_no_reasoning_and_none_stands_twice() -> None:
-    (row,) = sft_rows([answered("BAAB")], TeacherSettings(reasoning=False))
+    (row,) = sft_rows(answered("BAAB", reasoning=False), TeacherSettings(reasoning=False))
     assert row.completion[0].content == completion(None, "A")
     assert row.prompt == messages(answered("A").question, reasoning=False)
 
@@ -117,15 +117,15 @@ def test_answer_first_rows_have_no_reasoning_and_none_stands_twice() -> None:
 )
 def test_a_question_gives_a_pair_with_one_correct_and_three_wrong(labels: str, reason: str | None) -> None:
     assert dropped(answered(labels), TeacherSettings()) == reason
-    assert len(list(preference_rows([answered(labels)], TeacherSettings()))) == (reason is None)
+    assert len(list(preference_rows(answered(labels), TeacherSettings()))) == (reason is None)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text("ABCD-", min_size=1, max_size=10), st.integers(1, 5), st.integers(0, 3))
 def test_pairs_are_distinct_right_over_labelled_wrong_and_repeatable(labels: str, pairs: int, seed: int) -> None:
     given_settings = TeacherSettings(pairs_per_question=pairs, seed=seed, min_wrong=1)
-    rows = list(preference_rows([answered(labels)], given_settings))
-    assert rows == list(preference_rows([answered(labels)], given_settings))
+    rows = list(preference_rows(answered(labels), given_settings))
+    assert rows == list(preference_rows(answered(labels), given_settings))
     right, wrong = labels.count("A"), sum(labels.count(x) for x in "BCD")
     assert len(rows) == min(pairs, right * wrong)
     assert len({(row.chosen, row.rejected) for row in rows}) == len(rows)
@@ -136,7 +136,7 @@ def test_pairs_are_distinct_right_over_labelled_wrong_and_repeatable(labels: str
 
 
 def test_the_seed_moves_the_pair() -> None:
-    found = {next(preference_rows([answered("AAABBB")], TeacherSettings(seed=s))).rejected for s in range(20)}
+    found = {next(preference_rows(answered("AAABBB"), TeacherSettings(seed=s))).rejected for s in range(20)}
     assert len(found) == 3
 
 
@@ -144,11 +144,11 @@ def test_each_question_draws_its_pair_by_itself() -> None:
     """Ten questions with the same nine pairs to draw from: one draw for all would favour a place among the samples."""
     group = answered("AAABBB")
     found = [
-        next(preference_rows([group._replace(question=question)], TeacherSettings())) for question in questions(40)[::4]
+        next(preference_rows(group._replace(question=question), TeacherSettings())) for question in questions(40)[::4]
     ]
     assert len({(row.chosen, row.rejected) for row in found}) > 3
 
 
 def test_a_response_to_no_question_is_an_error() -> None:
     with pytest.raises(ValueError, match="'q0', which is not among"):
-        list(grouped([], answered("A").responses))
+        list(grouped([], answered("A").responses, TeacherSettings()))

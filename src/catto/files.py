@@ -421,7 +421,7 @@ class Journal(Generic[S]):
         self.path, self.manifest, self.refused_path, self.other, self.inline = path, manifest, refused, other, inline
         self.kind: type[S] = kind
         self.keys = dict.fromkeys(keys)
-        self.part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
+        self.part = journal_path(path)
         self.places: dict[Key, tuple[int, int]] = {}  # every stored key, in file order -> offset and length of its line
         self.refused: dict[Key, Refusal] = {}  # those of them that are refusals
         self._end = 0
@@ -594,6 +594,11 @@ class Journal(Generic[S]):
         manifest_path(self.path).unlink(missing_ok=True)
 
 
+def journal_path(path: Path) -> Path:
+    """The journal's place: `rows.jsonl` -> `rows.part.jsonl`."""
+    return path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
+
+
 def read_refusals(path: Path) -> list[Refusal]:
     """The refusals in a file of them or in a journal; none where there is no file."""
     lines = _whole_lines(path) if path.exists() else ()
@@ -703,6 +708,21 @@ def _named(path: Path, number: int, names: tuple[str, ...], values: list[str]) -
     if len(values) != len(names):
         raise DataError(path, number, f"expected {len(names)} columns ({listed(names)}), got {len(values)}")
     return dict(zip(names, values, strict=True))
+
+
+def read_hub(
+    place: str, trouble: str, name: str, split: str, config: str | None = None, revision: str | None = None
+) -> Any:
+    """The rows of a dataset on the hub. An error names `place` and reads `trouble`, where {} is the reason."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError(place, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
+    try:
+        return load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # the errors of the hub, the network and the cache share no class
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(place, None, trouble.format(reason)) from None
 
 
 def _read_parquet(path: Path) -> Rows:

@@ -1,13 +1,13 @@
-"""Questions -> responses -> SFT, preference and outcome rows; a run killed at any moment goes on where it was."""
+"""Questions to responses to SFT, preference and outcome rows; a run that is killed at any moment resumes."""
 
 from __future__ import annotations
 
-from catto.teacher.pairing import Answered, Estimate, Yield, grouped, outcome_rows, preference_rows, sft_rows
-from catto.teacher.responses import ask, dry_run, teach, write_rows
+from catto.teacher.pairing import AnsweredQuestion, Yield, grouped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.responses import Estimate, ask, dry_run, teach, write_rows
 from catto.teacher.sources import LabelTeacher, StoredResponses, WitnessTeacher, open_source
 
 __all__ = [
-    "Answered",
+    "AnsweredQuestion",
     "Estimate",
     "LabelTeacher",
     "StoredResponses",
