@@ -18,6 +18,7 @@ FILES = sorted(SRC.rglob("*.py"))
 LEVELS = {
     "problems": 0,
     "files": 0,
+    "journal": 0,
     "records": 0,
     "recipe": 1,
     "recipe_file": 1,

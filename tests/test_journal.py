@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from catto.files import MAX_LINE_BYTES, Journal, manifest_path, read_manifest, read_records, read_refusals
+from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, read_records
+from catto.journal import Journal, read_refusals
 from catto.problems import DataError
 from catto.records import Manifest, Refusal, Response
 

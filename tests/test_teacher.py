@@ -318,7 +318,7 @@ def test_only_the_train_split_is_asked_and_ids_are_unique(tmp_path: Path) -> Non
     held_out = [question.model_copy(update={"split": "test"}) for question in others]
     given_yield = teach([train, *held_out], scripted("AAAA"), TeacherSettings(n=4), tmp_path / "a")
     assert given_yield.questions == 1
-    with pytest.raises(ValueError, match="'q0' stands more than once"):
+    with pytest.raises(ValueError, match="'q0' occurs more than once"):
         teach([train, train], scripted("AAAA"), TeacherSettings(n=4), tmp_path / "b")
     with pytest.raises(ValueError, match="no question of the train split"):
         teach(held_out, scripted("AAAA"), TeacherSettings(n=4), tmp_path / "c")

@@ -12,8 +12,8 @@ from catto.files import read_manifest
 from catto.prompts import completion, messages, parse
 from catto.recipe import TeacherSettings
 from catto.records import Response
-from catto.teacher import AnsweredQuestion, dry_run, grouped, outcome_rows, preference_rows, sft_rows
-from catto.teacher.pairing import dropped
+from catto.teacher import dry_run
+from catto.teacher.pairing import AnsweredQuestion, dropped, grouped, outcome_rows, preference_rows, sft_rows
 from teacher_world import LABELS, questions, run, scripted
 
 # Estimates and yield

@@ -103,7 +103,7 @@ BAD_INPUT: dict[str, tuple[list[dict[str, object]], dict[str, str]]] = {
         [{"question": "q0", "text": completion("x", "B"), "label": "A"}],
         {"label": "label"},
     ),
-    "row 2: question q0 sample 1 stands twice": ([{"question": "q0", "text": "x", "k": 1}] * 2, {"sample": "k"}),
+    "row 2: question q0 sample 1 occurs twice": ([{"question": "q0", "text": "x", "k": 1}] * 2, {"sample": "k"}),
     "row 1: k: expected a number from 0, got 'one'": ([{"question": "q0", "text": "x", "k": "one"}], {"sample": "k"}),
     "none of its 1 rows answers a question": ([{"question": "q77", "text": "x"}], {}),
 }

@@ -5,16 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 __all__ = [
-    "MOST_CHARACTERS",
     "MOST_DEPTH",
     "TOO_DEEP",
+    "UNKNOWN",
     "DataError",
     "did_you_mean",
     "listed",
@@ -27,8 +28,8 @@ __all__ = [
 MOST_CHARACTERS = 500
 # Lists and objects inside each other; a record has four levels.
 MOST_DEPTH = 64
-TOO_DEEP = f"lists and objects stand more than {MOST_DEPTH} deep inside each other"
-UNKNOWN = object()  # stands for an input that is not at hand
+TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
+UNKNOWN = object()  # an input that is not at hand
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -36,16 +37,15 @@ _SHORT.maxlong = 40
 
 
 class DataError(ValueError):
-    """Bad input, told in one short line: `file row 17: field: what was expected`."""
+    """Bad input, described in one short line: `file row 17: field: what was expected`."""
 
     def __init__(self, source: str | Path, row: int | None, message: str) -> None:
-        told = shortened(str(source))
-        place = f"{told} row {row}" if row is not None else told
+        place = shortened(str(source)) + (f" row {row}" if row is not None else "")
         super().__init__(f"{place}: {shortened(message)}")
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text on one line and without control characters; of a long one the beginning and the end.
+    """Return the text on one line and without control characters, a long one without its middle.
 
     >>> shortened("a\\nb" + 20 * "c", most=12)
     'a bcc ...ccc'
@@ -81,89 +81,95 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON, or raise ValueError in plain words. A key that stands twice is an error, not the last one's win.
+    """Parse JSON, or raise ValueError in plain words. A key that occurs twice in an object is an error.
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
-    ValueError: key 'a' stands twice in one object
+    ValueError: key 'a' occurs twice in one object
     """
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"not JSON: {error.msg} at {place}") from None
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    except ValueError as error:
-        if "digits" in str(error):  # Python's own limit on the conversion, in its own words
-            raise ValueError("a whole number of more digits than can be read") from None
-        raise
+    value = _flat_object(text)
+    if value is None:
+        try:
+            value = _DECODER.decode(text)
+        except json.JSONDecodeError as error:
+            place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+            raise ValueError(f"not JSON: {error.msg} at {place}") from None
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
+        except ValueError as error:
+            if "digits" in str(error):  # Python's own limit on the conversion, in its own words
+                raise ValueError("a whole number of more digits than can be read") from None
+            raise
     if text.count("[") + text.count("{") > MOST_DEPTH:
         _check_depth(value)
     if "\\ud" in text or "\\uD" in text:
-        _check_unicode(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # it could not be written, hashed or printed
+            raise ValueError("text is not valid Unicode (half of a surrogate pair)") from None
     return value
 
 
-def _check_depth(value: object) -> None:
+def _flat_object(text: str) -> dict[str, Any] | None:
+    """Parse an object of plain values at half the cost; None where it looks like anything else, or a key occurs twice.
+
+    Python's parser keeps the last of two equal keys. Every pair has a colon, so an object with as many keys as there
+    are colons has lost none.
+    """
+    pairs = text.count(":")
+    if pairs == text.count(",") + 1 and text.startswith("{"):
+        try:
+            value, end = _SCAN(text, 0)
+        except (StopIteration, ValueError, RecursionError):
+            return None
+        if end == len(text) and len(value) == pairs:
+            return value
+    return None
+
+
+def _check_depth(value: object, left: int = MOST_DEPTH) -> None:
     """Refuse what the parser still takes and a later walk over the value would not."""
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise ValueError(TOO_DEEP)
+    if isinstance(value, dict | list):
+        if left == 0:
+            raise ValueError(TOO_DEEP)
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, left - 1)
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {_SHORT.repr(twice)} stands twice in one object")
-    return made
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {_SHORT.repr(twice)} occurs twice in one object")
+    return value
 
 
 # Made once: `json.loads` with options would make one a call, which doubles the time of a line.
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs)
-
-
-def _check_unicode(value: object) -> None:
-    """Refuse half of a surrogate pair: it cannot be written, hashed or printed."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("text is not valid Unicode (half of a surrogate pair)") from None
+_DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
+_SCAN: Callable[[str, int], tuple[dict[str, Any], int]] = vars(json.JSONDecoder())["scan_once"]
 
 
 def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
-    """Return where the first problem of `value` lies, and what was expected and is there instead.
+    """Return the place of the first problem of `value`, and what was expected and is there instead.
 
     pydantic names the members of a union in its places (`files.train.str`); only parts that exist in `value` are kept,
     and what the members expect is joined by `or`.
     """
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    place = _place(first, value)
-    same = [problem for problem in problems if _place(problem, value) == place]
-    messages = list(dict.fromkeys(_expected(problem) for problem in same))
+    problems = [(problem, *_located(problem, value)) for problem in error.errors(include_url=False)]
+    first, place, actual = problems[0]
+    messages = list(dict.fromkeys(_expected(problem) for problem, other, _ in problems if other == place))
     expected = [message.removeprefix("expected ") for message in messages if message.startswith("expected ")]
-    joined = f"expected {' or '.join(expected)}"
-    message = joined if len(expected) == len(messages) else messages[0]
+    message = f"expected {' or '.join(expected)}" if len(expected) == len(messages) else messages[0]
     if first["loc"] and first["loc"][-1] == "[key]":
-        return [shortened(part, 60) for part in place], f"{message} as the key"
-    told = message if first["type"] in _SELF_EXPLAINING else f"{message}, got {_SHORT.repr(_at(value, place, first))}"
-    return [shortened(part, 60) for part in place], told
+        message = f"{message} as the key"
+    elif first["type"] not in _SELF_EXPLAINING:
+        message = f"{message}, got {_SHORT.repr(actual)}"
+    return [shortened(part, 60) for part in place], message
 
 
 # Their message says all: what is there would add nothing, or is the whole of the input.
 _SELF_EXPLAINING = ("missing", "value_error", "extra_forbidden", "json_invalid")
+_BLOCK = "expected a block of names and values"
 _EXPECTED = {
     "missing": "missing",
     "extra_forbidden": "unknown key",
@@ -180,22 +186,22 @@ _EXPECTED = {
     "string_unicode": "expected a text in valid Unicode",
     "list_type": "expected a list",
     "tuple_type": "expected a list",
-    "dict_type": "expected a block of names and values",
-    "model_type": "expected a block of names and values",
-    "model_attributes_type": "expected a block of names and values",
+    "dict_type": _BLOCK,
+    "model_type": _BLOCK,
+    "model_attributes_type": _BLOCK,
     "none_required": "expected nothing",
+    "greater_than_equal": "expected a number of at least {ge:.15g}",
+    "greater_than": "expected a number above {gt:.15g}",
+    "less_than_equal": "expected a number of at most {le:.15g}",
+    "less_than": "expected a number below {lt:.15g}",
 }
 
 
 def _expected(problem: Any) -> str:
+    """What was expected, in the words of a message."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _EXPECTED:
-        return _EXPECTED[kind]
-    bounds = {"greater_than_equal": ("ge", "of at least"), "greater_than": ("gt", "above"),
-              "less_than_equal": ("le", "of at most"), "less_than": ("lt", "below")}  # fmt: skip
-    if kind in bounds:
-        name, words = bounds[kind]
-        return f"expected a number {words} {context[name]:.15g}"
+        return _EXPECTED[kind].format(**context)
     if kind in ("too_short", "too_long"):
         word, count = ("least", context["min_length"]) if kind == "too_short" else ("most", context["max_length"])
         return f"expected at {word} {count} {'entry' if count == 1 else 'entries'}"
@@ -204,39 +210,19 @@ def _expected(problem: Any) -> str:
     return shortened(str(problem["msg"]).removeprefix("Value error, "))
 
 
-def _place(problem: Any, value: object) -> tuple[str, ...]:
-    """The parts of the problem's place that exist in the value, and the name of what is missing."""
+def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
+    """The parts of the problem's place that exist in the value, with the name of what is missing; and what is there."""
     if value is UNKNOWN:
-        return tuple(map(str, problem["loc"]))
+        return tuple(map(str, problem["loc"])), problem["input"]
     parts: list[str] = []
     for part in problem["loc"]:
-        found = _inside(value, part)
-        if found is _NOTHING:
-            if problem["type"] == "missing":
-                parts.append(str(part))
-            break
+        exists = (
+            part in value
+            if isinstance(value, Mapping)
+            else isinstance(value, list | tuple) and part in range(len(value))
+        )
+        if not exists:
+            return (*parts, *([str(part)] if problem["type"] == "missing" else [])), value
         parts.append(str(part))
-        value = found
-    return tuple(parts)
-
-
-_NOTHING = object()
-
-
-def _inside(value: object, part: object) -> object:
-    if isinstance(value, Mapping):
-        return value.get(part, _NOTHING)
-    if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-        return value[part]
-    return _NOTHING
-
-
-def _at(value: object, place: Sequence[str], problem: Any) -> object:
-    """What stands at the place; pydantic's own input where it cannot be walked to."""
-    if value is UNKNOWN:
-        return problem["input"]
-    for part in place:
-        value = _inside(value, int(part) if isinstance(value, list | tuple) else part)
-        if value is _NOTHING:
-            return problem["input"]
-    return value
+        value = value[part]
+    return tuple(parts), value

@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from catto.teacher.pairing import AnsweredQuestion, Yield, grouped, outcome_rows, preference_rows, sft_rows
-from catto.teacher.responses import Estimate, ask, dry_run, teach, write_rows
-from catto.teacher.sources import LabelTeacher, StoredResponses, WitnessTeacher, open_source
+from catto.teacher.pairing import Yield
+from catto.teacher.responses import ask, dry_run, teach, write_rows
 
-__all__ = [
-    "AnsweredQuestion",
-    "Estimate",
-    "LabelTeacher",
-    "StoredResponses",
-    "WitnessTeacher",
-    "Yield",
-    "ask",
-    "dry_run",
-    "grouped",
-    "open_source",
-    "outcome_rows",
-    "preference_rows",
-    "sft_rows",
-    "teach",
-    "write_rows",
-]
+__all__ = ["Yield", "ask", "dry_run", "teach", "write_rows"]

@@ -18,18 +18,16 @@ from catto.answers import VERSION
 from catto.engines import Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.files import (
-    Journal,
-    journal_path,
     json_line,
     library_versions,
     locked,
     manifest_path,
     read_manifest,
     read_records,
-    read_refusals,
     replacing,
     write_manifest,
 )
+from catto.journal import Journal, journal_path, read_refusals
 from catto.prompts import messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Message, Question, Record, Refusal, Response, content_hash
@@ -253,7 +251,7 @@ def training_questions(questions: Iterable[Question]) -> list[Question]:
     """The questions of the train split, which alone are asked; none or a repeated id is an error."""
     training = [question for question in questions if question.split == "train"]
     if repeated := [name for name, count in Counter(question.id for question in training).items() if count > 1]:
-        raise ValueError(f"question id {repeated[0]!r} stands more than once")
+        raise ValueError(f"question id {repeated[0]!r} occurs more than once")
     if not training:
         raise ValueError("no question of the train split")
     return training

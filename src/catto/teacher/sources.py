@@ -151,7 +151,7 @@ class StoredResponses:
             sample = int(number)
         self._samples[question.id] += 1
         if (question.id, sample) in self._stored:
-            raise ValueError(f"question {question.id} sample {sample} stands twice")
+            raise ValueError(f"question {question.id} sample {sample} occurs twice")
         model = _text(row, fields.model) if fields.model else self.model
         text = _text(row, fields.text) if fields.text else ""
         reasoning = _text(row, fields.reasoning) if fields.reasoning else None
