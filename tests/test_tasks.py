@@ -14,8 +14,7 @@ from catto.files import read_rows
 from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import SPLITS, Question
-from catto.tasks import TASKS, load
-from catto.tasks.rows import Task
+from catto.tasks import TASKS, Task, load
 from catto.tasks.splits import permutation
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tasks"

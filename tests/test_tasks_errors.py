@@ -69,7 +69,7 @@ def test_a_bad_row_is_one_line(task: str, row: dict[str, Any], said: str, tmp_pa
 
 def test_a_repeated_source_id_names_the_second_row(tmp_path: Path) -> None:
     rows = [CSQA, CSQA | {"id": "q2"}, CSQA | {"question": "Another?"}]
-    assert message("commonsense_qa", rows, tmp_path) == "row 3: id 'q1' stands in an earlier row too"
+    assert message("commonsense_qa", rows, tmp_path) == "row 3: id 'q1' occurs in an earlier row too"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_repeated_source_id_names_the_second_row(tmp_path: Path) -> None:
         ("a.jsonl", b'{"question": "' + b"x" * 50_000_000, "row 1: line is longer than 16 MB"),
         ("a.csv", b"q,1,2,3,4\n", "row 1: expected 6 columns (question, A, B, C, D, answer), got 5"),
         ("a.csv", b"q,1,2,3,\xe9,A\n", ": line 1: not UTF-8 at byte 8"),
-        ("a.csv", b"x" * 50_000_000, ": line 1 is longer than 16 MB"),
+        ("a.csv", b"x" * 50_000_000, ": line 1: line is longer than 16 MB"),
         ("a.csv", b'"q"x,1,2,3,4,A\n', "row 1: not CSV:"),
         ("a.json", b'{"rows": []}', ': expected a JSON list of rows, or {"data": [...]}'),
         ("a.json", b"[1]", "row 1: expected a JSON object, got int"),

@@ -11,8 +11,7 @@ import pytest
 
 from catto.problems import DataError
 from catto.records import SPLITS, Question
-from catto.tasks import from_file, load
-from catto.tasks.rows import Task
+from catto.tasks import Task, from_file, load
 
 FIELDS = {"question": "q", "options": "o", "answer": "a"}
 

@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.files import read_rows
-from catto.tasks.loading import Occurrences
-from catto.tasks.rows import Cut, Row, Task
-from catto.tasks.splits import Entry, assign, content_key, draw, names_letters, normalised, permutation
+from catto.tasks import from_file, load
+from catto.tasks.splits import (
+    Cut,
+    Draft,
+    Entry,
+    assign,
+    content_key,
+    draw,
+    names_letters,
+    normalised,
+    permutation,
+)
 
 
 def test_permutations_are_uniform() -> None:
@@ -81,15 +90,12 @@ def test_normalisation_is_idempotent(text: str) -> None:
 
 
 def test_content_ignores_option_order_and_gold_but_not_where_a_text_stands() -> None:
-    row = Row({"question": "Q"}, ("x", "y"), 0)
-    assert content_key(row) == content_key(Row({"question": "q?"}, ("Y", "x."), 1))
-    assert content_key(row) != content_key(Row({"question": "Q x"}, ("y", ""), 0))
-    assert content_key(Row({"a": "x", "b": "y"}, ("1", "2"), 0)) != content_key(
-        Row({"a": "y", "b": "x"}, ("1", "2"), 0)
+    row = Draft({"question": "Q"}, ("x", "y"), 0)
+    assert content_key(row) == content_key(Draft({"question": "q?"}, ("Y", "x."), 1))
+    assert content_key(row) != content_key(Draft({"question": "Q x"}, ("y", ""), 0))
+    assert content_key(Draft({"a": "x", "b": "y"}, ("1", "2"), 0)) != content_key(
+        Draft({"a": "y", "b": "x"}, ("1", "2"), 0)
     )
-
-
-TASK = Task(name="t", labels=("A", "B"), licence="none", source="none")
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,10 +103,10 @@ TASK = Task(name="t", labels=("A", "B"), licence="none", source="none")
 def test_a_cut_keeps_groups_whole_and_meets_its_share(groups: list[int], seed: int, chance: random.Random) -> None:
     entries = [Entry(n, f"id{n}", bytes([group]), bytes([n])) for n, group in enumerate(groups)]
     cut = Cut("train", {"validation": 0.25, "test": 0.25}, rest="train")
-    parts = assign(entries, cut, TASK, seed)
+    parts = assign(entries, cut, "t", seed)
     again = list(entries)
     chance.shuffle(again)
-    assert assign(again, cut, TASK, seed) == parts
+    assert assign(again, cut, "t", seed) == parts
     assert set(parts) == {entry.group for entry in entries}
     rows = Counter(parts[entry.group] for entry in entries)
     target, largest = int(0.25 * len(entries) + 0.5), max(Counter(groups).values())
@@ -112,15 +118,21 @@ def test_a_draw_is_uniform_without_replacement() -> None:
     entries = [Entry(n, f"id{n}", b"", b"") for n in range(20)]
     seen: Counter[str] = Counter()
     for seed in range(4000):
-        drawn = [entry.id for entry in draw(entries, TASK, "test", seed, 5)]
+        drawn = [entry.id for entry in draw(entries, "t", "test", seed, 5)]
         assert len(set(drawn)) == 5
         seen.update(drawn)
     assert all(abs(count - 1000) < 5 * 27 for count in seen.values())
 
 
-def test_occurrences_count_exactly() -> None:
-    with Occurrences() as seen:
-        assert [seen.count(name) for name in ("a", "b", "a", "a", "b", "")] == [0, 0, 1, 2, 1, 0]
+def test_repeated_rows_without_ids_are_numbered_by_occurrence(tmp_path: Path) -> None:
+    rows = [{"q": name, "o": ["x", "y"], "a": "A"} for name in ("a", "b", "a", "a", "b", "c")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"question": "q", "options": "o", "answer": "a"}
+    questions = list(load(from_file({"test": path}, fields=fields), "test"))
+    found = sorted((question.fields["question"], int(question.id.rpartition("-")[2])) for question in questions)
+    assert found == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("c", 0)]
+    assert len({question.id.rpartition("-")[0] for question in questions}) == 3
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "json", "data.json", "csv", "csv.gz", "parquet", "parquet.gz"])

@@ -67,7 +67,7 @@ def opened(source: str, overrides: Sequence[str] | None) -> Recipe:
     from catto.problems import did_you_mean
     from catto.recipe_file import blamed, load
     from catto.tasks import TASKS
-    from catto.tasks.rows import SEEDS
+    from catto.tasks.benchmarks import SEEDS
 
     recipe = load(source, overrides or ())
     for name, block in recipe.tasks.items():

@@ -1,10 +1,10 @@
-"""Where questions come from: one table, one small module a dataset, `witnesses` the embedded world."""
+"""Where questions come from: the benchmarks' table, a user's own file, and the embedded world of witnesses."""
 
 from __future__ import annotations
 
-from catto.tasks.benchmarks import TASKS
+from catto.tasks.benchmarks import TASKS, Task
 from catto.tasks.loading import Loaded, LoadReport, load
 from catto.tasks.own_file import from_file
-from catto.tasks.rows import Task
+from catto.tasks.splits import Draft
 
-__all__ = ["TASKS", "LoadReport", "Loaded", "Task", "from_file", "load"]
+__all__ = ["TASKS", "Draft", "LoadReport", "Loaded", "Task", "from_file", "load"]

@@ -1,78 +1,43 @@
-"""Count how often each id was met without holding the ids.
-
-Which file or hub split holds which rows.
-
-Load one split of a task: find the rows, keep the splits apart, order the options, count what was left out.
-"""
+"""Load one split of a task: find the rows, keep the splits apart, order the options, count what was left out."""
 
 from __future__ import annotations
 
 import heapq
-import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from catto.files import kind, read_rows
+from catto.files import kind, read_hub, read_rows
 from catto.problems import DataError, did_you_mean
-from catto.records import SPLITS, Option, Question, Split
-from catto.tasks.benchmarks import TASKS
-from catto.tasks.rows import Cut, Files, Raw, Row, RowError, Task
+from catto.records import SPLITS, Option, Question, Split, content_hash
+from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.splits import (
+    Cut,
+    Draft,
     Entry,
-    content_id,
+    assign,
     content_key,
+    digest,
     draw,
-    group_key,
     held_out,
     names_letters,
-    parted,
+    normalised,
     permutation,
-    plan,
     rank,
 )
 
-# ---- occurrences
-
-
-class Occurrences:
-    """Exact counts in SQLite's unnamed temporary database: on disk beyond 2 MB, gone when closed."""
-
-    def __init__(self) -> None:
-        self._db = sqlite3.connect("", isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = OFF")
-        self._db.execute("PRAGMA cache_size = -2048")
-        self._db.execute("CREATE TABLE seen (name TEXT PRIMARY KEY, times INTEGER) WITHOUT ROWID")
-        self._db.execute("BEGIN")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._db.close()
-
-    def count(self, name: str) -> int:
-        """How often the name was counted before."""
-        if self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, 1)", (name,)).rowcount == 1:
-            return 0
-        (times,) = self._db.execute("SELECT times FROM seen WHERE name = ?", (name,)).fetchone()
-        self._db.execute("UPDATE seen SET times = times + 1 WHERE name = ?", (name,))
-        return int(times)
-
-
-# ---- sources
-
-
+# Names of files in a folder, where no pattern of the task's own matches.
 _NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("*train*",),
     "validation": ("*validation*", "*dev*", "*val*"),
     "test": ("*test*",),
 }
+# Held-out questions that are cut from the training file where a release comes without a file for them.
+_FROM_TRAIN = 0.1
 
-Located = Iterator[tuple[str, int, dict[str, Any]]]
+Located = Iterator[tuple[str, int, dict[str, Any]]]  # (file, row number, fields)
 
 
 @dataclass(frozen=True)
@@ -92,7 +57,7 @@ class LocalFiles:
         return [str(path) for path in self.paths[split]]
 
     def rows(self, split: Split) -> Located:
-        """Yield (file, row number, fields)."""
+        """Yield the rows of a split."""
         for path in self.paths[split]:
             for number, raw in read_rows(path, self.columns):
                 yield str(path), number, raw
@@ -114,74 +79,52 @@ class HubSplits:
         return [f"{self.task.hub}@{self.task.revision or 'main'}:{self.task.hub_splits[split]}"]
 
     def rows(self, split: Split) -> Located:
-        """Yield (hub name, row number, fields)."""
-        (name,) = self.names(split)
-        for number, raw in enumerate(self._dataset(name, self.task.hub_splits[split]), 1):
+        """Yield the rows of a split."""
+        (name,), task = self.names(split), self.task
+        trouble = "{} (files: or data_dir: read local copies)"
+        rows = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
+        for number, raw in enumerate(rows, 1):
             yield name, number, raw
 
-    def _dataset(self, name: str, split: str) -> Any:
-        try:
-            import datasets
-        except ImportError:
-            raise DataError(name, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
-        try:
-            return datasets.load_dataset(self.task.hub, self.task.config, split=split, revision=self.task.revision)
-        except Exception as error:  # whatever the network, the cache or the hub raises is one line to the user
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(name, None, f"{reason} (files: or data_dir: read local copies)") from None
 
-
-Source = LocalFiles | HubSplits
-
-
-def find(task: Task, files: Files | None, data_dir: str | Path | None) -> Source:
+def find(task: Task, files: Files | None, data_dir: str | Path | None) -> LocalFiles | HubSplits:
     """Settle where the rows are: the files given, those found in the folder, else the hub."""
     files = files if files is not None else task.files
+    paths: dict[Split, tuple[Path, ...]] = {}
     if files is not None:
-        if unknown := [split for split in files if split not in SPLITS]:
-            raise ValueError(f"files: {unknown[0]!r} is not one of {', '.join(SPLITS)}")
-        return LocalFiles({split: _expand(value) for split, value in files.items()}, task.columns)
-    if data_dir is not None:
-        return _search(task, Path(data_dir))
-    if task.hub is None:
-        raise ValueError(f"{task.name}: files or data_dir is needed")
-    return HubSplits(task)
-
-
-def _expand(value: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
-    """A path, a glob, or a list of either; none may come to nothing."""
-    found: list[Path] = []
-    for item in [value] if isinstance(value, str | Path) else value:
-        path = Path(item)
-        matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        matches = [match for match in matches if match.is_file()]
-        if not matches:
-            raise DataError(str(item), None, "no such file")
-        found.extend(matches)
-    return tuple(found)
-
-
-def _search(task: Task, folder: Path) -> LocalFiles:
+        for split, value in files.items():
+            if split not in SPLITS:
+                raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
+            items = [value] if isinstance(value, str | Path) else value
+            paths[split] = tuple(path for item in items for path in _matches(item))
+        return LocalFiles(paths, task.columns)
+    if data_dir is None:
+        if task.hub is None:
+            raise ValueError(f"{task.name}: files or data_dir is needed")
+        return HubSplits(task)
+    folder = Path(data_dir)
     if not folder.is_dir():
         raise DataError(folder, None, "no such folder")
     # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
     cut_away = set(task.cut.parts) - {task.cut.source} if task.cut else set()
-    paths = {split: _matching(folder, task.patterns.get(split, ()) + _NAMES[split]) for split in SPLITS}
-    paths = {split: found for split, found in paths.items() if found and split not in cut_away}
+    for split in SPLITS:
+        for pattern in (*task.patterns.get(split, ()), *_NAMES[split]) if split not in cut_away else ():
+            if matches := sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path)):
+                paths[split] = tuple(matches)
+                break
     if not paths:
         raise DataError(folder, None, f"no file of {task.name} here (looked for names such as *train*, *dev*, *test*)")
     return LocalFiles(paths, task.columns)
 
 
-def _matching(folder: Path, patterns: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files of the first pattern that matches any, in the order of their names."""
-    for pattern in patterns:
-        if found := sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path)):
-            return tuple(found)
-    return ()
-
-
-# ---- loading
+def _matches(item: str | Path) -> list[Path]:
+    """The files of a path or a glob; there must be one."""
+    path = Path(item)
+    matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    matches = [match for match in matches if match.is_file()]
+    if not matches:
+        raise DataError(str(item), None, "no such file")
+    return matches
 
 
 @dataclass
@@ -199,7 +142,7 @@ class LoadReport:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     gold: Counter[str] = field(default_factory=Counter)
-    unshuffled: int = 0  # options that name letters stay where they are
+    unshuffled: int = 0  # options that name letters keep their order
 
     @property
     def counts(self) -> dict[str, int]:
@@ -220,7 +163,10 @@ class Loaded:
         return self
 
     def __next__(self) -> Question:
-        return next(self.questions)
+        question = next(self.questions)
+        self.report.kept += 1
+        self.report.gold[question.gold] += 1
+        return question
 
 
 def load(
@@ -236,18 +182,11 @@ def load(
 
     Training rows stream in the order of the file; with `limit`, and in validation and test, questions come in the
     seed's random order. Which questions come never depends on the order of the rows.
+
+    >>> loaded = load("witnesses", "test", limit=3)
+    >>> len(list(loaded)), loaded.report.kept
+    (3, 3)
     """
-    found = _checked(task, split, seed, limit)
-    report = LoadReport(found.name, split, seed, found.licence, found.source)
-    if found.generate is not None:
-        if files is not None or data_dir is not None:
-            raise ValueError(f"{found.name} is generated: it takes neither files nor data_dir")
-        return Loaded(_counted(found.generate(split, limit, seed), report, reading=True), report)
-    loading = _Loading(found, split, seed, limit, find(found, files, data_dir), report)
-    return Loaded(_counted(loading.questions(), report), report)
-
-
-def _checked(task: str | Task, split: Split, seed: int, limit: int | None) -> Task:
     if isinstance(task, str):
         if task not in TASKS:
             raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
@@ -258,15 +197,20 @@ def _checked(task: str | Task, split: Split, seed: int, limit: int | None) -> Ta
         raise ValueError(f"seed {seed} is not one of {task.name}'s split seeds {', '.join(map(str, task.seeds))}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit}: expected at least 1")
-    return task
+    report = LoadReport(task.name, split, seed, task.licence, task.source)
+    generate = task.generate
+    if generate is None:
+        loading = _Loading(task, split, seed, limit, find(task, files, data_dir), report)
+        return Loaded(loading.training() if split == "train" else loading.held_out(), report)
+    if files is not None or data_dir is not None:
+        raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
 
+    def generated() -> Iterator[Question]:
+        for question in generate(split, limit, seed):
+            report.read += 1
+            yield question
 
-def _counted(questions: Iterator[Question], report: LoadReport, reading: bool = False) -> Iterator[Question]:
-    for question in questions:
-        report.read += reading
-        report.kept += 1
-        report.gold[question.gold] += 1
-        yield question
+    return Loaded(generated(), report)
 
 
 @dataclass
@@ -277,131 +221,126 @@ class _Loading:
     split: Split
     seed: int
     limit: int | None
-    source: Source
+    source: LocalFiles | HubSplits
     report: LoadReport
+    cut: Cut | None = None  # None: every split there is has its own file
 
     def __post_init__(self) -> None:
-        available = self.source.available
-        self.cut: Cut | None = plan(self.task, available)
+        task, available = self.task, self.source.available
+        missing = [split for split in SPLITS[1:] if split not in available]
+        if task.cut and task.cut.source in available and set(task.cut.parts) - {task.cut.source} - set(available):
+            self.cut = task.cut
+        elif "train" in available and missing:
+            self.cut = Cut("train", dict.fromkeys(missing, _FROM_TRAIN), rest="train", most=task.sample)
+            self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
         if self._origin(self.split) not in available:
-            raise DataError(self.task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
+            raise DataError(task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
         self.report.files = self.source.names(self._origin(self.split))
-        if self.cut is not None and self.cut is not self.task.cut:
-            self.report.notes.append(f"no file for {', '.join(self.cut.shares)}: cut from the training file by group")
 
-    def questions(self) -> Iterator[Question]:
-        """Yield the questions of the split."""
-        if self.split != "train":
-            yield from self._drawn()
-        elif self.limit is None:
-            yield from self._training()
-        else:
-            yield from self._limited(self.limit)
-
-    def _training(self) -> Iterator[Question]:
-        pools = self._pools("validation", "test")
-        held = held_out(pools, self.cut, self.task, self.seed)
-        for entry, row in self._rows(self._origin("train"), self.report):
-            if reason := held.reason(entry):
-                self.report.dropped[reason] += 1
-            else:
-                yield self._question(entry.id, row)
-
-    def _limited(self, limit: int) -> Iterator[Question]:
-        kept = Counter[str]()
-
-        def counted() -> Iterator[Question]:
-            for question in self._training():
-                kept["rows"] += 1
-                yield question
-
-        drawn = heapq.nsmallest(limit, counted(), key=lambda one: rank(self.task.name, "train", self.seed, one.id))
-        self.report.dropped["not_drawn"] += kept["rows"] - len(drawn)
+    def training(self) -> Iterator[Question]:
+        """Yield the training questions; with a limit the first ones in the seed's random order."""
+        if self.limit is None:
+            yield from self._streamed()
+            return
+        drawn = heapq.nsmallest(
+            self.limit, self._streamed(), key=lambda question: rank(self.task.name, "train", self.seed, question.id)
+        )
+        self.report.dropped["not_drawn"] += self.report.read - self.report.dropped.total() - len(drawn)
         yield from drawn
 
-    def _drawn(self) -> Iterator[Question]:
-        """Choose by index in one pass, then parse only the chosen rows in a second: the pool's texts are never held."""
-        chosen = self._chosen()
-        wanted = {entry.place: entry.id for entry in chosen}
-        questions: dict[str, Question] = {}
-        for place, (file, number, raw) in enumerate(self.source.rows(self._origin(self.split))):
-            if place in wanted and isinstance(row := _parsed(self.task, raw, file, number), Row):
-                questions[wanted[place]] = self._question(wanted[place], row)
-        yield from (questions[entry.id] for entry in chosen)
+    def _streamed(self) -> Iterator[Question]:
+        origins = dict.fromkeys(self._origin(split) for split in SPLITS[1:])
+        pools = {origin: [entry for entry, _ in self._rows(origin)] for origin in origins}
+        reason_against = held_out(pools, self.cut, self.task.name, self.task.seeds, self.seed)
+        for entry, draft in self._rows(self._origin("train"), self.report):
+            if reason := reason_against(entry):
+                self.report.dropped[reason] += 1
+            else:
+                yield self._question(entry.id, draft)
 
-    def _chosen(self) -> list[Entry]:
+    def held_out(self) -> Iterator[Question]:
+        """Yield the questions of validation or test.
+
+        They are chosen by index in one pass and only the chosen rows are parsed in a second: the texts of the whole
+        file are never held.
+        """
         dropped, origin = self.report.dropped, self._origin(self.split)
-        pools = {origin: [entry for entry, _ in self._rows(origin, self.report)]}
-        members = self._members(pools, self.split)
-        dropped["cut_to_another_part"] += len(pools[origin]) - len(members)
-        if self.split == "validation" and self._origin("test") in self.source.available:
-            pools = self._pools("test") | pools
-            test = {entry.content for entry in self._members(pools, "test")}
-            before, members = len(members), [entry for entry in members if entry.content not in test]
-            dropped["content_in_test"] += before - len(members)
-        counts = [count for count in (self.task.sample, self.limit) if count is not None]
-        chosen = draw(members, self.task, self.split, self.seed, min(counts, default=None))
+        entries = [entry for entry, _ in self._rows(origin, self.report)]
+        members = self._part(entries, self.split)
+        dropped["cut_to_another_part"] += len(entries) - len(members)
+        test_origin = self._origin("test")
+        if self.split == "validation" and test_origin in self.source.available:
+            others = entries if test_origin == origin else [entry for entry, _ in self._rows(test_origin)]
+            test = {entry.content for entry in self._part(others, "test")}
+            clean = [entry for entry in members if entry.content not in test]
+            dropped["content_in_test"] += len(members) - len(clean)
+            members = clean
+        count = min((count for count in (self.task.sample, self.limit) if count is not None), default=None)
+        chosen = draw(members, self.task.name, self.split, self.seed, count)
         dropped["not_drawn"] += len(members) - len(chosen)
         self.report.dropped = +dropped
-        return chosen
+        wanted = {entry.place: entry.id for entry in chosen}
+        questions: dict[str, Question] = {}
+        for place, (file, number, raw) in enumerate(self.source.rows(origin)):
+            if place in wanted and isinstance(draft := self._parsed(file, number, raw), Draft):
+                questions[wanted[place]] = self._question(wanted[place], draft)
+        yield from (questions[entry.id] for entry in chosen)
 
     def _origin(self, split: Split) -> Split:
+        """The split whose file holds the rows of `split`."""
         return self.cut.source if self.cut and split in self.cut.parts else split
 
-    def _pools(self, *splits: Split) -> dict[Split, list[Entry]]:
-        origins = dict.fromkeys(self._origin(split) for split in splits)
-        return {origin: [entry for entry, _ in self._rows(origin)] for origin in origins}
-
-    def _members(self, pools: Mapping[Split, list[Entry]], split: Split) -> list[Entry]:
-        entries = pools[self._origin(split)]
+    def _part(self, entries: list[Entry], split: Split) -> list[Entry]:
+        """The entries of a file that fall to the split."""
         if self.cut is None or split not in self.cut.parts:
             return entries
-        return [entry for entry, part in parted(entries, self.cut, self.task, self.seed) if part == split]
+        parts = assign(entries, self.cut, self.task.name, self.seed)
+        return [entry for entry in entries if parts[entry.group] == split]
 
-    def _rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[tuple[Entry, Row]]:
-        """Parse the rows of one file and give each its id; what is left out is counted where a report is given."""
-        with Occurrences() as seen:
-            for place, (file, number, raw) in enumerate(self.source.rows(origin)):
-                row = _parsed(self.task, raw, file, number)
-                if report is not None:
-                    report.read += 1
-                    report.dropped.update([row] if isinstance(row, str) else [])
-                if isinstance(row, Row):
-                    yield _entry(row, seen, place, file, number), row
+    def _rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[tuple[Entry, Draft]]:
+        """Parse the rows of one file and give each its id; what is left out is counted where a report is given.
 
-    def _question(self, key: str, row: Row) -> Question:
-        order = list(range(len(row.options)))
-        if self.task.order == "shuffled unless letters are named" and names_letters(row.options):
+        The id is the source's, which must be its only one, else a content hash and the number of its occurrence.
+        """
+        seen: Counter[str] = Counter()
+        for place, (file, number, raw) in enumerate(self.source.rows(origin)):
+            draft = self._parsed(file, number, raw)
+            if report is not None:
+                report.read += 1
+                report.dropped.update([draft] if isinstance(draft, str) else [])
+            if isinstance(draft, str):
+                continue
+            try:
+                name = draft.id if draft.id is not None else content_hash([draft.fields, draft.options, draft.gold])
+                content = content_key(draft)
+                group = digest("group", normalised(draft.group))[:16] if draft.group is not None else content
+            except UnicodeEncodeError:
+                raise DataError(file, number, "text is not valid Unicode (half of a surrogate pair)") from None
+            seen[name] += 1
+            if draft.id is None:
+                name = f"{name}-{seen[name] - 1}"
+            elif seen[name] > 1:
+                raise DataError(file, number, f"id {name!r} occurs in an earlier row too")
+            yield Entry(place, name, group, content), draft
+
+    def _parsed(self, file: str, number: int, raw: dict[str, Any]) -> Draft | str:
+        if self.task.parse is None:
+            raise ValueError(f"{self.task.name} has no rows to parse")
+        try:
+            return self.task.parse(raw)
+        except ValueError as error:
+            raise DataError(file, number, str(error)) from None
+
+    def _question(self, key: str, draft: Draft) -> Question:
+        """The question with its options in their final order."""
+        order = list(range(len(draft.options)))
+        if self.task.order == "shuffled unless letters are named" and names_letters(draft.options):
             self.report.unshuffled += 1
         elif self.task.order != "fixed":
-            order = permutation(key, len(row.options))
+            order = permutation(key, len(draft.options))
         labels = self.task.labels
-        if row.options == labels:  # words that are their own labels keep them wherever they stand
+        if draft.options == labels:  # words that are their own labels keep them wherever they are listed
             labels = tuple(labels[index] for index in order)
-        options = tuple(Option(label=labels[place], text=row.options[index]) for place, index in enumerate(order))
-        gold = labels[order.index(row.gold)]
-        return Question(id=key, task=self.task.name, split=self.split, fields=row.fields, options=options, gold=gold)
-
-
-def _parsed(task: Task, raw: Raw, file: str, number: int) -> Row | str:
-    if task.parse is None:
-        raise ValueError(f"{task.name} has no rows to parse")
-    try:
-        return task.parse(raw)
-    except RowError as error:
-        raise DataError(file, number, str(error)) from None
-
-
-def _entry(row: Row, seen: Occurrences, place: int, file: str, number: int) -> Entry:
-    """The source's id, which must be its only one, else a content hash and its occurrence number."""
-    try:
-        name = row.id if row.id is not None else content_id(row)
-        before, content = seen.count(name), content_key(row)
-        group = group_key(row) if row.group is not None else content
-    except UnicodeEncodeError:
-        raise DataError(file, number, "text is not valid Unicode (half of a surrogate pair)") from None
-    if row.id is None:
-        return Entry(place, f"{name}-{before}", group, content)
-    if before:
-        raise DataError(file, number, f"id {row.id!r} stands in an earlier row too")
-    return Entry(place, row.id, group, content)
+        options = tuple(Option(label=labels[place], text=draft.options[index]) for place, index in enumerate(order))
+        gold = labels[order.index(draft.gold)]
+        return Question(id=key, task=self.task.name, split=self.split, fields=draft.fields, options=options, gold=gold)
