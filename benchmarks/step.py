@@ -87,7 +87,6 @@ def trainer(prompt: int, vocabulary: int, layers: int) -> Any:
 
 def take_step(made: Any, arm: str, batch: dict[str, Any]) -> float:
     """Seconds of one loss and its backward; `dpo` is TRL's own method on the same object."""
-    made.args.prefix_sharing, made._share = arm == "shared", None
     made.model.zero_grad(set_to_none=False)
     start = time.perf_counter()
     if arm == "dpo":
@@ -98,7 +97,9 @@ def take_step(made: Any, arm: str, batch: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def batch_of(made: Any) -> dict[str, Any]:
+def batch_of(made: Any, arm: str) -> dict[str, Any]:
+    """The arm's batch: the collator lays it out."""
+    made.args.prefix_sharing, made._share = arm == "shared", None
     prepared: dict[str, Any] = made._prepare_inputs(next(iter(made.get_train_dataloader())))
     return prepared
 
@@ -106,13 +107,13 @@ def batch_of(made: Any) -> dict[str, Any]:
 def ratios(prompt: int, vocabulary: int, layers: int, repeats: int) -> dict[str, float]:
     """Median seconds of TRL's step, and the medians of the ratios to it."""
     made = trainer(prompt, vocabulary, layers)
-    batch = batch_of(made)
+    batches = {arm: batch_of(made, arm) for arm in ARMS}
     for arm in ARMS:
-        take_step(made, arm, batch)
+        take_step(made, arm, batches[arm])
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for repeat in range(repeats):
         for arm in ARMS[repeat % 3 :] + ARMS[: repeat % 3]:
-            seconds[arm].append(take_step(made, arm, batch))
+            seconds[arm].append(take_step(made, arm, batches[arm]))
     found = {"dpo_seconds": statistics.median(seconds["dpo"])}
     for arm in ("catto", "shared"):
         found[arm] = statistics.median(a / b for a, b in zip(seconds[arm], seconds["dpo"], strict=True))
@@ -128,7 +129,7 @@ def status(field: str) -> int:
 def peak(arm: str, prompt: int, vocabulary: int, layers: int) -> int:
     """Bytes that two steps need above the model and its gradients."""
     made = trainer(prompt, vocabulary, layers)
-    batch = batch_of(made)
+    batch = batch_of(made, arm)
     for parameter in made.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     loaded = status("VmRSS")

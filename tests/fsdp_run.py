@@ -97,7 +97,7 @@ def _batch(rank: int, shared: bool) -> Batch:
 def _loss(model: Any, rank: int, shared: bool) -> Any:
     """A mean over this rank's rows in which every kind of statistic has a gradient."""
     output = head.call(model, _batch(rank, shared), ("entropy",))
-    stats, labels = output.stats(), output.labels
+    stats, labels = output.stats, output.labels
     assert labels is not None
     assert stats.entropy is not None
     assert stats.target.dtype == labels.dtype == torch.float32, f"statistics in {stats.target.dtype}"

@@ -14,8 +14,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import pairs
-from catto.training.batches import Row
-from catto.training.tokenize import take_pairs
+from catto.training.batches import KEY, Row, pair_batch
 
 os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()
@@ -74,13 +73,20 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def facts(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """What a batch says of each pair."""
-    found = take_pairs(batch)[1]
-    assert found is not None
-    return found.facts
+    known = {name: value.tolist() for name, value in batch[KEY].items() if isinstance(value, Tensor)}
+    size = len(known["row"]) // 2
+    if "label_at" not in known:
+        return [{"row": row} for row in known["row"][:size]]
+    found = []
+    for pair in range(size):
+        fact = {name: known[name][pair] for name in ("row", "gold_index", "correctness_rate")}
+        for side, row in (("chosen", pair), ("rejected", pair + size)):
+            fact[f"{side}_label_at"] = known["label_at"][row]
+            fact[f"{side}_candidates"] = [token for token in known["candidates"][row] if token >= 0]
+        found.append(fact)
+    return found
 
 
 def rows(batch: dict[str, Any]) -> list[Row]:
     """The token ids of a batch's rows, all chosen, then all rejected."""
-    found = take_pairs(batch)[1]
-    assert found is not None
-    return found.rows
+    return list(pair_batch(batch, batch[KEY], 0, shared=False).rows)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.training.batches import Batch, Query, Row, block_mask, build
-from catto.training.model_forward import _flex_mask
+from catto.training.batches import Batch, Query, Row, block_mask, build, flex_mask
 
 PAD = 0
 ROWS = [Row([1, 2, 3], [4, 5]), Row([7], [8]), Row([1, 2, 3], [6])]
@@ -66,7 +65,7 @@ def test_block_mask_is_additive_and_finite(dtype: torch.dtype) -> None:
 
 def test_flex_attention_has_the_same_mask() -> None:
     segments = torch.tensor([[0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 2, 2, 3]])
-    rule = _flex_mask(segments).mask_mod
+    rule = flex_mask(segments).mask_mod
     g, q, k = torch.meshgrid(torch.arange(2), torch.arange(7), torch.arange(7), indexing="ij")
     assert torch.equal(rule(g, torch.zeros_like(g), q, k), block_mask(segments, torch.float32)[:, 0] == 0)
 

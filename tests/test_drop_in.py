@@ -84,7 +84,7 @@ def test_cut_rows_give_trl_loss_to_the_last_bit(mode: str, precompute: bool) -> 
 def test_a_prompt_without_room_for_a_response_is_dropped_and_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "catto"):
         made(CATTOTrainer, CATTOConfig, rows=lengthened(**LONG), max_length=LIMIT)
-    assert f"dropped 1 of 8 train rows whose prompt alone fills {LIMIT} tokens: rows 1" in caplog.text
+    assert f"dropped 1 of 8 train rows whose prompt alone fills {LIMIT} tokens: row 1" in caplog.text
 
 
 def test_a_prompt_needs_room_for_one_token_of_a_response_as_with_trl() -> None:

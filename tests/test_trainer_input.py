@@ -71,7 +71,7 @@ def test_rows_longer_than_the_context_are_dropped_counted_and_listed(
     rows = _rows(lambda number, row: _lengthen(number, row, 3, side))
     with caplog.at_level(logging.WARNING, "catto"):
         trainer = made(CATTOTrainer, CATTOConfig, rows=rows, max_length=200, calibration="outcome")
-    assert "dropped 1 of 8 train rows longer than 200 tokens: rows 3" in caplog.text
+    assert "dropped 1 of 8 train rows longer than 200 tokens: row 3" in caplog.text
     assert trainer.train_dataset["question"] == ["q0", "q1", "q2", "q4", "q5", "q6", "q7"]
 
 

@@ -1,4 +1,4 @@
-"""`CATTOConfig`: TRL's DPO configuration with the calibration term's few knobs."""
+"""`CATTOConfig`: TRL's DPO configuration with the options of the calibration term."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import copy
 import math
 import numbers
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from trl import DPOConfig
 
-from catto.methods import KNOBS, weight_of
+from catto.methods import KNOBS, Calibration, weight_of
 
-CALIBRATIONS = ("none", "catto", "bce", "l1", "brier", "outcome", "replay")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "calibration": get_args(Calibration),
+    "reduce": (None, "mean", "sum"),
+    "calibrate_tokens": ("all", "label"),
+    "outcome_score": ("brier", "log"),
+}
+
+
+def _knob(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -23,78 +32,55 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     bf16 stays TRL's default where there is an accelerator and is off on a CPU.
     """
 
-    calibration: str = field(
-        default="catto", metadata={"help": "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay."}
+    calibration: str = _knob("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
+    calibration_weight: float | None = _knob(
+        None, "Lambda. None: 0.1; replay and outcome 1.0, outcome with score log 0.3."
     )
-    calibration_weight: float | None = field(
-        default=None, metadata={"help": "Lambda. None: 0.1; replay and outcome 1.0, outcome with score log 0.3."}
-    )
-    reduce: str | None = field(
-        default=None, metadata={"help": "Over a response's tokens: mean or sum. None: the mean, for bce the sum."}
-    )
-    detach_surrogate: bool = field(
-        default=False, metadata={"help": "Whether the surrogate of correctness is held fixed in the gradient."}
-    )
-    calibrate_tokens: str = field(
-        default="all", metadata={"help": "Which tokens of a response the term reads: all, or only the label."}
-    )
-    outcome_score: str = field(default="brier", metadata={"help": "The outcome's proper score: brier or log."})
-    outcome_rows_per_pair: int = field(
-        default=2, metadata={"help": "Responses of the third stream that go with every pair of the batch."}
-    )
-    prefix_sharing: bool = field(
-        default=False, metadata={"help": "Whether a prompt is computed once for all responses to it."}
-    )
+    reduce: str | None = _knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
+    detach_surrogate: bool = _knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
+    calibrate_tokens: str = _knob("all", "Which tokens of a response the term reads: all, or only the label.")
+    outcome_score: str = _knob("brier", "The outcome's proper score: brier or log.")
+    outcome_rows_per_pair: int = _knob(2, "Responses of the third stream that go with every pair of the batch.")
+    prefix_sharing: bool = _knob(False, "Whether a prompt is computed once for all responses to it.")
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():
             self.bf16 = False
         super().__post_init__()
-        _one_of("calibration", self.calibration, CALIBRATIONS)
-        _one_of("reduce", self.reduce, (None, "mean", "sum"))
-        _one_of("calibrate_tokens", self.calibrate_tokens, ("all", "label"))
-        _one_of("outcome_score", self.outcome_score, ("brier", "log"))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = ", ".join(map(str, choices))
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {expected}")
         weight = self.calibration_weight
-        if weight is not None and not (_number(weight) and 0 <= weight < math.inf):
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if weight is not None and not (number and 0 <= weight < math.inf):
             raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
         if type(self.outcome_rows_per_pair) is not int or self.outcome_rows_per_pair < 1:
             raise ValueError(f"outcome_rows_per_pair is {self.outcome_rows_per_pair!r}, expected at least 1")
-        self._refuse_knobs_without_effect()
-
-    def _refuse_knobs_without_effect(self) -> None:
-        """Refuse a knob that the chosen term does not read; a value equal to the default says nothing."""
-        defaults = {knob.name: knob.default for knob in fields(type(self))}
+        # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.
+        defaults = {option.name: option.default for option in fields(type(self))}
         for name, terms in KNOBS.items():
             value = getattr(self, name)
-            silent = value == defaults[name] or (name == "calibration_weight" and value == 0)
-            if self.calibration not in terms and not silent:
+            without_effect = value == defaults[name] or (name == "calibration_weight" and value == 0)
+            if self.calibration not in terms and not without_effect:
                 raise ValueError(
                     f"{name} is {value!r} but calibration is {self.calibration!r}: it acts with {', '.join(terms)} only"
                 )
 
     @property
     def weight(self) -> float:
-        """Lambda as it acts."""
+        """Lambda, its default resolved."""
         default = weight_of(self.calibration, self.outcome_score)  # type: ignore[arg-type]
         return default if self.calibration_weight is None else self.calibration_weight
 
     @classmethod
     def of(cls, config: DPOConfig) -> Self:
-        """The same configuration with our knobs at their defaults, where it has none."""
+        """The same configuration, with our options at their defaults if it has none."""
         if isinstance(config, cls):
             return config
         made = copy.copy(config)
         made.__class__ = cls
-        for knob in fields(cls):
-            if knob.name not in vars(made):
-                setattr(made, knob.name, knob.default)
+        for option in fields(cls):
+            if option.name not in vars(made):
+                setattr(made, option.name, option.default)
         return made  # type: ignore[no-any-return]
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _one_of(name: str, value: Any, expected: tuple[Any, ...]) -> None:
-    if value not in expected:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(str, expected))}")

@@ -1,21 +1,22 @@
-"""Which checkpoint of a killed run can be gone on from.
+"""Calibration while training, and the checkpoints: which one to keep and which one to resume from.
 
-Calibration while training: label confidence after reasoning that was sampled once, on held-out questions.
-
-One forward a checkpoint and no generation. ECE is computed over the whole set, never averaged over batches.
+Label confidence is measured on held-out questions, after reasoning that was sampled once: one forward per checkpoint
+and no generation. ECE is computed over the whole set, never averaged over batches.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import IntervalStrategy, TrainerCallback
 
 from catto.engines.decoding import evaluating
@@ -24,75 +25,78 @@ from catto.training import model_forward as head
 from catto.training.batches import Query, build
 from catto.training.tokenize import Example
 
-# ---- checkpoints
-
-
-_NAME = re.compile(r"checkpoint-(\d+)")
+KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
+LAST = "last"  # the other rule: the last step's
 # One of these holds, or lists the files that hold, the model or the adapter.
-_MODELS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-    "pytorch_model_fsdp_0",
-)
+_MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that was written to its end, None where there is none.
+    """The newest checkpoint that was written completely, None where there is none.
 
     Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
     number and lacks that file, or holds a part of it.
     """
-    found = [(int(match[1]), path) for path in Path(output_dir).glob("checkpoint-*") if (match := _number(path))]
-    return next((path for _, path in sorted(found, reverse=True) if _complete(path)), None)
+    folders = Path(output_dir).glob("checkpoint-*")
+    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+    for _, path in sorted(steps.items(), reverse=True):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict) and any((path / name).exists() for name in _MODELS):
+            return path
+    return None
 
 
-def _number(path: Path) -> re.Match[str] | None:
-    return _NAME.fullmatch(path.name)
+def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
+    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
 
+    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
+    held-out examples to evaluate; without them only the last step can be kept.
 
-def _complete(path: Path) -> bool:
-    return any((path / name).exists() for name in _MODELS) and _parses(path / "trainer_state.json")
-
-
-def _parses(path: Path) -> bool:
-    try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except (OSError, ValueError):
-        return False
-
-
-# ---- monitor
-
-
-KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
-LAST = "last"  # the other rule: the last step's
+    >>> keeping("val_ece", 50)["metric_for_best_model"], keeping("last", 50)["save_total_limit"]
+    ('val_ece', 1)
+    """
+    if rule not in (LAST, *KEEP):
+        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
+    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+    if not measured:
+        return {"eval_strategy": "no", **saved}
+    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
+    if rule == LAST:
+        return evaluated
+    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
+    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest
 
 
 def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
     """Log-probability of every label where each example's label is predicted: (N, K), -inf where a row has fewer."""
     width = max(len(example.label.candidates) for example in examples)
-    found = np.full((len(examples), width), -np.inf)
-    # Like lengths together, so that little of a batch is padding; the result is in the examples' order.
+    logprobs = np.full((len(examples), width), -np.inf)
+    # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
     head.install(model)
     with evaluating(model):
         for start in range(0, len(order), batch_size):
-            some = order[start : start + batch_size]
-            rows = [examples[n].before_label() for n in some]
-            asked = [Query(k, examples[n].label.at, examples[n].label.candidates) for k, n in enumerate(some)]
-            batch = build(rows, asked, 0, pad, shared=False).to(model.device)
-            values = head.call(model, batch, ()).labels
+            numbers = order[start : start + batch_size]
+            some = [examples[n] for n in numbers]
+            queries = [Query(k, example.label.at, example.label.candidates) for k, example in enumerate(some)]
+            batch = build([example.before_label() for example in some], queries, 0, pad, shared=False)
+            values = head.call(model, batch.to(model.device), ()).labels
             if values is not None:
-                found[some, : values.shape[1]] = values.double().cpu().numpy()
-    return found
+                logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
+    return logprobs
 
 
 def measure(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, float]:
-    """Accuracy of the likeliest label, and ECE, Brier and NLL of its raw probability. logprobs: (N, K)."""
+    """Accuracy of the likeliest label, and ECE, Brier and NLL of its raw probability. logprobs: (N, K).
+
+    >>> measure(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
+    0.5
+    """
     right = np.asarray(gold)
-    answer = logprobs.argmax(axis=1)
-    confidence, correct = np.minimum(np.exp(logprobs.max(axis=1)), 1.0), answer == right
+    confidence, correct = np.minimum(np.exp(logprobs.max(axis=1)), 1.0), logprobs.argmax(axis=1) == right
     return {
         "val_accuracy": metrics.accuracy(confidence, correct),
         "val_ece": metrics.ece(confidence, correct),
@@ -117,21 +121,21 @@ class Monitored:
     ) -> dict[str, float]:
         """Evaluate as the trainer does, where it has a dataset for that, and measure calibration."""
         trainer: Any = self
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         if not self.validation or eval_dataset is not None or trainer.eval_dataset is not None:
-            found = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+            results = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
         # A name is one dataset of several, for which Transformers calls this method once each: measure only once.
         if self.validation and not isinstance(eval_dataset, str):
-            pad = trainer.processing_class.pad_token_id
-            values = measure(
-                label_logprobs(trainer.model, self.validation, pad), [e.label.gold for e in self.validation]
-            )
-            ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+            logprobs = label_logprobs(trainer.model, self.validation, trainer.processing_class.pad_token_id)
+            measured = measure(logprobs, [example.label.gold for example in self.validation])
+            ours = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
             trainer.model.eval()  # TRL's log reads the mode to tell training from evaluation
             trainer.log(ours)
-            found |= ours
-            trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found)
-        return found
+            results |= ours
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, trainer.state, trainer.control, results
+            )
+        return results
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Transformers' rule, which keeps the earliest of equals; by our own metrics the latest is kept."""
@@ -155,10 +159,26 @@ class Monitored:
         last: int = self.state.global_step  # type: ignore[attr-defined]
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == last else last
 
+    def mean_over_processes(self, number: float, device: Any) -> float:
+        """Mean of a number over the processes; a process alone needs no device for it."""
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        if accelerator.num_processes == 1:
+            return number
+        return float(accelerator.gather(torch.tensor([float(number)], device=device)).mean().item())
+
+    def check_finite(self, loss: Tensor, rows: Callable[[], str]) -> None:
+        """Stop at a loss that is not a number, before it reaches the weights; `rows` names what it was computed on."""
+        trainer: Any = self
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"loss is {loss.item()} at step {trainer.state.global_step} on {rows()}; "
+                f"the checkpoints in {trainer.args.output_dir} are from before"
+            )
+
 
 @contextmanager
 def evaluating_without_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
-    """Let a trainer be made that evaluates on `validation` alone: Transformers wants a dataset at construction."""
+    """Let a trainer be built that evaluates on `validation` alone: Transformers requires a dataset at construction."""
     strategy = args.eval_strategy
     if validation:
         args.eval_strategy = IntervalStrategy.NO
@@ -176,21 +196,3 @@ class EvaluateAtEnd(TrainerCallback):  # type: ignore[misc]
         if state.global_step >= state.max_steps and args.eval_strategy != IntervalStrategy.NO:
             control.should_evaluate = True
         return control
-
-
-def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
-    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
-
-    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
-    held-out examples to evaluate; without them only the last step can be kept.
-    """
-    if rule not in (LAST, *KEEP):
-        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
-    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
-    if not measured:
-        return {"eval_strategy": "no", **saved}
-    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
-    if rule == LAST:
-        return evaluated
-    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
-    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest

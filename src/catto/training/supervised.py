@@ -36,12 +36,12 @@ class _Collator:
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
 
     pad: int
-    labels_asked: bool
+    reads_labels: bool
 
     def __call__(self, examples: list[Example]) -> dict[str, Any]:
-        rows = [example.row for example in examples]
-        asked = [Query(n, e.label.at, e.label.candidates) for n, e in enumerate(examples)] if self.labels_asked else []
-        batch = build(rows, asked, len(rows), self.pad, shared=False)
+        labels = [example.label for example in examples] if self.reads_labels else []
+        queries = [Query(number, label.at, label.candidates) for number, label in enumerate(labels)]
+        batch = build([example.row for example in examples], queries, len(examples), self.pad, shared=False)
         names = [example.question for example in examples]
         # `shift_labels`, since Transformers leaves the first of `labels` out of its count
         return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
@@ -87,49 +87,39 @@ class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]
         """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
         output = head.call(model, batch, ("mean_logit",) if self.epsilon else ())
-        loss = smoothed_nll(output.stats(), self.epsilon).sum() / self._tokens(batch, num_items_in_batch)
+        # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
+        tokens = max(len(batch.targets), 1)
+        if num_items_in_batch is not None:
+            across = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            tokens = num_items_in_batch / across
+        loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
             samples = self._step_samples or len(batch.query_source)
             loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
-        self._check(loss, inputs["names"])
+        self.check_finite(loss, lambda: f"questions {', '.join(inputs['names'])}")
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take the micro-batches of a step and count their samples, as Transformers counts their tokens."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        samples = torch.tensor([float(sum(len(batch["names"]) for batch in batches))], device=device)
-        self._step_samples = self.accelerator.gather(samples).mean().item()
+        self._step_samples = self.mean_over_processes(sum(len(batch["names"]) for batch in batches), device)
         return batches, items
-
-    def _tokens(self, batch: Batch, step_tokens: Any) -> Any:
-        """How many tokens this process's loss is divided by: gradients are averaged over processes afterwards."""
-        if step_tokens is None:
-            return max(len(batch.targets), 1)
-        across = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return step_tokens / across
-
-    def _check(self, loss: Tensor, names: list[str]) -> None:
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"loss is {loss.item()} at step {self.state.global_step} on questions {', '.join(names)}; "
-                f"the checkpoints in {self.args.output_dir} are from before"
-            )
 
 
 class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """RCFT's E-step: accuracy of every confidence bin, estimated anew at the start of every epoch.
+    """RCFT's E-step: accuracy of every confidence bin, estimated at the start of every epoch.
 
-    On the model's own greedy answers to held-out questions: after gold reasoning every bin would look right. The
-    estimate is part of the checkpoint, so that a run that was killed inside an epoch goes on with it.
+    It is estimated on the model's own greedy answers to held-out questions: after gold reasoning every bin would look
+    right. The estimate is part of the checkpoint, so that a run killed inside an epoch resumes with it.
     """
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
-        self.accuracy: list[float | None] | None = None
+        self.accuracy: list[float | None] | None = None  # None in a bin without answers
         self.epoch = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up the estimate of the checkpoint that training goes on from."""
+        """Restore the estimate of the checkpoint that training resumes from."""
         stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         if state.global_step and stored.get("accuracy") is not None:
             self.accuracy, self.epoch = stored["accuracy"], stored["epoch"]
@@ -139,7 +129,19 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         epoch = int(state.epoch or 0)
         if epoch == self.epoch:
             return
-        self.accuracy = _bin_accuracy(*self.answers(model))
+        confidence, correct = self.answers(model)
+        known = [(c, right) for c, right in zip(confidence, correct, strict=True) if c is not None]
+        if len(known) < len(confidence):
+            logger.warning(
+                "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
+                len(confidence) - len(known),
+                len(confidence),
+            )
+        if not known:
+            raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
+        confidences, rights = map(np.asarray, zip(*known, strict=True))
+        bins = reliability(confidences, rights, RCFT_BINS)
+        self.accuracy = [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]
         self.epoch = epoch
         logger.info("RCFT epoch %d: accuracy of the bins %s", epoch, self.accuracy)
 
@@ -147,26 +149,9 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Accuracy of every bin, nan where it is empty: (M,)."""
         if self.accuracy is None:
             raise ValueError("RCFT's bins have not been estimated")
-        return torch.tensor(
-            [float("nan") if a is None else a for a in self.accuracy], dtype=like.dtype, device=like.device
-        )
+        values = [float("nan") if a is None else a for a in self.accuracy]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     def state(self) -> dict[str, Any]:
         """What goes into the checkpoint."""
         return {"args": {}, "attributes": {"accuracy": self.accuracy, "epoch": self.epoch}}
-
-
-def _bin_accuracy(confidence: Sequence[float | None], correct: Sequence[bool]) -> list[float | None]:
-    """Accuracy of the equal-width bins, None where one is empty; answers without a confidence are left out."""
-    read = [(c, right) for c, right in zip(confidence, correct, strict=True) if c is not None]
-    if len(read) < len(confidence):
-        logger.warning(
-            "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
-            len(confidence) - len(read),
-            len(confidence),
-        )
-    if not read:
-        raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
-    known, right = zip(*read, strict=True)
-    bins = reliability(np.asarray(known), np.asarray(right), RCFT_BINS)
-    return [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]

@@ -1,39 +1,31 @@
-"""Rows of records -> token ids, with the label's place found once. Rows that do not fit the context are dropped.
+"""Records -> token ids, with the label located once. Rows that do not fit the context are dropped.
 
-Prompts are rendered as the engines render them and completions follow as they are: at test time the model continues
-the very text that it was trained on.
-
-Pairs on their way into a batch: labels found, rows without room for them dropped, TRL's tensors with ours beside.
+Prompts are rendered as the engines render them and completions follow unchanged: at test time the model continues the
+very text that it was trained on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from datasets import Dataset
-from torch import Tensor
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from catto.engines.transformers import prompt_ids
 from catto.labels import label_place, locate
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_text
 from catto.records import Message, PreferenceRow, SftRow
-from catto.training.batches import Row, padded
-
-# ---- rows
-
+from catto.training.batches import Row
 
 logger = logging.getLogger(__name__)
 
 
 class Label(NamedTuple):
-    """Where a completion's label stands, the K labels' tokens there, and which of them is right."""
+    """The index of a completion's label token, the K labels' tokens at that index, and which of them is right."""
 
     at: int
     candidates: list[int]
@@ -60,40 +52,42 @@ class Example:
 
 
 def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
-    """Tokenise completions, right or wrong; an open one (label None) counts as if it went on with a label."""
-    made = [_example(tokenizer, row) for row in rows]
+    """Tokenise completions, right or wrong; an open one (label None) is completed with a label."""
+    made = []
+    for row in rows:
+        text = row.completion[-1].content
+        if row.label is None:
+            text += row.labels[0] + rendered(None, row.labels[0]).partition(row.labels[0])[2]
+        ids = row_ids(tokenizer, row.prompt, text)
+        at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
+        label = Label(at, candidates, row.labels.index(row.gold))
+        made.append(Example(row.question, ids, label, row.correctness_rate))
     return fitting(made, max_length, lambda example: example.tokens)
 
 
-def _example(tokenizer: Any, row: SftRow) -> Example:
-    text = row.completion[-1].content
-    if row.label is None:
-        text += row.labels[0] + rendered(None, row.labels[0]).partition(row.labels[0])[2]
-    ids = row_ids(tokenizer, row.prompt, text)
-    return Example(row.question, ids, _label(tokenizer, row, ids.completion), row.correctness_rate)
+def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
+    """The index of the label's token and the labels' tokens at that index; an error names `where`.
 
-
-def _label(tokenizer: Any, row: SftRow | PreferenceRow, completion: Sequence[int]) -> Label:
-    """Find the label in the completion's last tokens: canonical endings are few, so most are known already."""
+    The last tokens are searched first: canonical endings are few, so most are in the cache.
+    """
     for length in (8, 16, 32):
-        found = _in_tail(tokenizer, tuple(completion[-length:]), row.labels)
-        if found is not None:
-            index, candidates = found
-            return Label(max(len(completion) - length, 0) + index, list(candidates), row.labels.index(row.gold))
+        index, candidates = _in_tail(tokenizer, tuple(completion[-length:]), tuple(labels))
+        if candidates:
+            return max(len(completion) - length, 0) + index, list(candidates)
     try:
-        index, candidates = label_place(tokenizer, completion, row.labels)
+        index, candidates = label_place(tokenizer, completion, labels)
     except ValueError as error:
-        raise ValueError(f"question {row.question}: {error}") from None
-    return Label(index, list(candidates), row.labels.index(row.gold))
+        raise ValueError(f"{where}: {error}") from None
+    return index, list(candidates)
 
 
 @lru_cache(maxsize=4096)
-def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """Where the label stands in the last tokens; None where they do not hold the whole answer."""
+def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]]:
+    """The label's index in the last tokens and the labels' tokens; none where they do not hold the whole answer."""
     place = locate(tokenizer, tail, labels)
     # Without its `<answer>` the tail of an answer may read as one that was written without tags.
     if place is None or place.source != "free" or place.rest or any(label not in place.candidates for label in labels):
-        return None
+        return 0, ()
     return place.index, tuple(place.candidates[label] for label in labels)
 
 
@@ -113,26 +107,6 @@ def _prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]
     return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
-def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
-    """A preference row as the columns that `CATTOTrainer` trains on."""
-    chosen = row_ids(tokenizer, row.prompt, row.chosen[-1].content)
-    rejected = row_ids(tokenizer, row.prompt, row.rejected[-1].content)
-    return {
-        "question": row.question,
-        "labels": list(row.labels),
-        "gold": row.gold,
-        "correctness_rate": row.correctness_rate,
-        "prompt_ids": chosen.prompt,
-        "chosen_ids": chosen.completion,
-        "rejected_ids": rejected.completion,
-    }
-
-
-def pair_tokens(columns: dict[str, Any]) -> int:
-    """Tokens of the longer of a pair's two sequences."""
-    return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
-
-
 def fitting(
     rows: list[Any],
     max_length: int | None,
@@ -142,158 +116,66 @@ def fitting(
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
     if max_length is None:
         return rows
-    long = [row for row in rows if length(row) > max_length]
-    if long:
-        names = ", ".join(map(name, long[:5])) + (", ..." if len(long) > 5 else "")
-        logger.warning("dropped %d of %d rows longer than %d tokens: %s", len(long), len(rows), max_length, names)
-    if rows and len(long) == len(rows):
-        raise ValueError(f"all {len(rows)} rows are longer than max_length {max_length}")
-    return [row for row in rows if length(row) <= max_length]
+    kept = [number for number, row in enumerate(rows) if length(row) <= max_length]
+    if rows and not kept:
+        raise _none_fits("", max_length)
+    _report_dropped(len(rows), kept, f"rows longer than {max_length} tokens", lambda number: name(rows[number]))
+    return [rows[number] for number in kept]
 
 
-# ---- pairs
-
-KEY = "catto"  # our entry in a batch; TRL would hand unknown entries to the model, so it is taken out before
-# Columns beyond TRL's that reach the collator, where a dataset has them.
-COLUMNS = (
-    "row",
-    "chosen_label_at",
-    "rejected_label_at",
-    "chosen_candidates",
-    "rejected_candidates",
-    "gold_index",
-    "correctness_rate",
-)
-# Candidates are padded to a multiple of this, so that batches of different labels can be concatenated.
-CANDIDATES = 8
+def _none_fits(dataset: str, limit: int) -> ValueError:
+    return ValueError(f"every row{dataset and f' of the {dataset} dataset'} is longer than max_length {limit} tokens")
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """B pairs of a batch, read from TRL's tensors of 2 B rows, [chosen; rejected], and ours beside them.
-
-    TRL's tensors are what it trains on, whatever its collator has cut off.
-    """
-
-    inputs: Mapping[str, Tensor]
-    known: Mapping[str, Tensor]  # (2 B,) each, candidates (2 B, K) padded with -100
-
-    @property
-    def size(self) -> int:
-        """The number of pairs."""
-        return len(self.inputs["input_ids"]) // 2
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        """The 2 B rows as token ids, without padding."""
-        ids = self.inputs["input_ids"].tolist()
-        lengths = self.inputs["attention_mask"].sum(-1).tolist()
-        completions = self.inputs["completion_mask"].sum(-1).tolist()
-        return [
-            Row(row[: length - tokens], row[length - tokens : length])
-            for row, length, tokens in zip(ids, lengths, completions, strict=True)
-        ]
-
-    @cached_property
-    def facts(self) -> list[dict[str, Any]]:
-        """What is known of each pair, under the names of the dataset's columns."""
-        known = {name: value.tolist() for name, value in self.known.items()}
-        found = [{"row": known["row"][pair]} for pair in range(self.size)]
-        if "label_at" not in known:
-            return found
-        for pair, fact in enumerate(found):
-            for side, row in (("chosen", pair), ("rejected", pair + self.size)):
-                self._check_label(row, known["label_at"][row], fact["row"])
-                fact[f"{side}_label_at"] = known["label_at"][row]
-                fact[f"{side}_candidates"] = [token for token in known["candidates"][row] if token >= 0]
-            fact["gold_index"], fact["correctness_rate"] = known["gold_index"][pair], known["correctness_rate"][pair]
-        return found
-
-    def _check_label(self, row: int, at: int, number: int) -> None:
-        if at >= len(self.rows[row].completion):
-            raise ValueError(f"row {number}: the data collator's max_length cuts the label off, which this term reads")
+def _report_dropped(total: int, kept: Sequence[int], what: str, name: Callable[[int], str]) -> None:
+    if dropped := sorted(set(range(total)) - set(kept)):
+        names = ", ".join(map(name, dropped[:20])) + (", ..." if len(dropped) > 20 else "")
+        logger.warning("dropped %d of %d %s: %s", len(dropped), total, what, names)
 
 
-@dataclass
-class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
-    """TRL's collator; its tensors are unchanged."""
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate B pairs into TRL's tensors of 2 B rows, and tensors of as many rows under `KEY`.
-
-        Accelerate concatenates, broadcasts and slices batches along dimension 0, so ours must have 2 B rows too.
-        """
-        output: dict[str, Any] = super().torch_call(examples)
-        known = {"row": torch.tensor([example.get("row", -1) for example in examples] * 2)}
-        if "chosen_label_at" in examples[0]:
-            both = [(example, side) for side in ("chosen", "rejected") for example in examples]
-            candidates = [list(example[f"{side}_candidates"]) for example, side in both]
-            width = -(-max(map(len, candidates)) // CANDIDATES) * CANDIDATES
-            known["label_at"] = torch.tensor([example[f"{side}_label_at"] for example, side in both])
-            known["candidates"] = padded(candidates, width, -100)
-            known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
-            rates = [example.get("correctness_rate") or 0.0 for example, _ in both]  # read by `outcome` alone
-            known["correctness_rate"] = torch.tensor(rates, dtype=torch.float)
-        output[KEY] = known
-        return output
+# ---- preference pairs ------------------------------------------------------------------------------------------------
 
 
-def paired(collator: Any) -> Any:
-    """Turn TRL's collator into ours; a user's own is left as it is."""
-    return PairCollator(**vars(collator)) if type(collator) is DataCollatorForPreference else collator
+def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
+    """A preference row as the columns that `CATTOTrainer` trains on."""
+    chosen = row_ids(tokenizer, row.prompt, row.chosen[-1].content)
+    rejected = row_ids(tokenizer, row.prompt, row.rejected[-1].content)
+    ids = {"prompt_ids": chosen.prompt, "chosen_ids": chosen.completion, "rejected_ids": rejected.completion}
+    labels = {"labels": list(row.labels), "gold": row.gold, "correctness_rate": row.correctness_rate}
+    return {"question": row.question, **labels, **ids}
 
 
-def take_pairs(inputs: dict[str, Any]) -> tuple[dict[str, Any], Pairs | None]:
-    """Take our entry out of a batch."""
-    rest = {name: value for name, value in inputs.items() if name != KEY}
-    known = inputs.get(KEY)
-    return rest, known if known is None or isinstance(known, Pairs) else Pairs(rest, known)
-
-
-def check_not_empty(arguments: Iterable[Any]) -> None:
-    """Refuse a dataset without rows among a trainer's arguments."""
-    if any(isinstance(argument, Dataset) and len(argument) == 0 for argument in arguments):
-        raise ValueError("the dataset is empty")
-
-
-def check_columns(dataset: Any, name: str) -> None:
-    """Say which of the columns that a preference dataset needs is missing."""
-    columns = dataset.column_names or ()
-    missing = [column for column in ("chosen", "rejected") if columns and column not in columns]
-    if missing:
-        raise ValueError(f"the {name} dataset has no column {missing[0]!r}; it has {', '.join(columns)}")
+def pair_tokens(columns: dict[str, Any]) -> int:
+    """Tokens of the longer of a pair's two sequences."""
+    return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
 
 
 def numbered(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
-    """Give a row its number. What else determines its reference log-probabilities enters the dataset's fingerprint,
-    by which TRL caches them."""
+    """Give a row its number. `determining` is what else its reference log-probabilities depend on: it enters the
+    dataset's fingerprint, by which TRL caches them."""
     return {"row": row}
 
 
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: bool) -> dict[str, Any]:
-    """Find the labels of a pair in its token ids, once."""
-    needed = ("labels", "gold", "correctness_rate") if rated else ("labels", "gold")
-    missing = [column for column in needed if column not in example]
-    if missing:
-        raise ValueError(f"the {name} dataset has no column {missing[0]!r}: this objective reads the label's token")
+    """Find the labels of a pair in its token ids, once. rated: whether the objective reads the correctness rate."""
+    for column in ("labels", "gold", "correctness_rate") if rated else ("labels", "gold"):
+        if column not in example:
+            raise ValueError(f"the {name} dataset has no column {column!r}: this objective reads the label's token")
     where, rate = f"{name} dataset row {example['row']}", example.get("correctness_rate")
     if rated and not (isinstance(rate, int | float) and 0 <= rate <= 1):
         raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
     if example["gold"] not in example["labels"]:
         raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
-    found: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
+    columns: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
     for side in ("chosen", "rejected"):
-        try:
-            at, candidates = label_place(tokenizer, example[f"{side}_ids"], example["labels"])
-        except ValueError as error:
-            raise ValueError(f"{where}, {side}: {error}") from None
-        found |= {f"{side}_label_at": at, f"{side}_candidates": list(candidates)}
-    return found
+        at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
+        columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
+    return columns
 
 
 @dataclass
 class Fits:
-    """Whether a pair is trained on; each one that is not is counted, and told in a stream at 1, 2, 4, 8, ...
+    """Whether a pair is trained on. In a stream, dropped pairs are counted and logged at 1, 2, 4, 8, ...
 
     `whole`: both sequences must fit, since cutting would lose the label. Else only a prompt that leaves no room for
     a response is dropped, as TRL does.
@@ -304,12 +186,17 @@ class Fits:
     name: str
     dropped: int = 0
 
+    @property
+    def reason(self) -> str:
+        """Why a row is dropped."""
+        return f"longer than {self.limit} tokens" if self.whole else f"whose prompt alone fills {self.limit} tokens"
+
     def test(self, example: dict[str, Any]) -> bool:
         """Whether the pair fits."""
         return pair_tokens(example) <= self.limit if self.whole else len(example["prompt_ids"]) < self.limit
 
     def __call__(self, example: dict[str, Any]) -> bool:
-        """Test a row of a stream and tell of it where it is dropped."""
+        """Test a row of a stream and log some of those that are dropped."""
         fits = self.test(example)
         if not fits:
             self.dropped += 1
@@ -317,25 +204,17 @@ class Fits:
                 logger.warning("dropped %d %s rows so far, %s", self.dropped, self.name, self.reason)
         return fits
 
-    @property
-    def reason(self) -> str:
-        """Why a row is dropped."""
-        return f"longer than {self.limit} tokens" if self.whole else f"whose prompt alone fills {self.limit} tokens"
-
-
-def fitting_pairs(dataset: Any, fits: Fits) -> Any:
-    """Drop the pairs that do not fit and say how many; an error where none does, in a stream too."""
-    if not isinstance(dataset, Dataset):
-        if next(filter(fits.test, dataset), None) is None:
-            raise ValueError(f"every row of the {fits.name} dataset is longer than max_length {fits.limit} tokens")
-        return dataset.filter(fits)
-    columns = dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
-    kept = [row for row, example in enumerate(columns) if fits.test(example)]
-    if not kept:
-        raise ValueError(f"every row of the {fits.name} dataset is longer than max_length {fits.limit} tokens")
-    if len(kept) == len(dataset):
-        return dataset
-    long = sorted(set(range(len(dataset))) - set(kept))
-    names = ", ".join(map(str, long[:20])) + (", ..." if len(long) > 20 else "")
-    logger.warning("dropped %d of %d %s rows %s: rows %s", len(long), len(dataset), fits.name, fits.reason, names)
-    return dataset.select(kept)
+    def select(self, dataset: Any) -> Any:
+        """Drop the pairs that do not fit; an error where none does, in a stream too."""
+        if not isinstance(dataset, Dataset):
+            if not any(map(self.test, dataset)):
+                raise _none_fits(self.name, self.limit)
+            return dataset.filter(self)
+        columns = dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
+        kept = [row for row, example in enumerate(columns) if self.test(example)]
+        if len(kept) == len(dataset):
+            return dataset
+        if not kept:
+            raise _none_fits(self.name, self.limit)
+        _report_dropped(len(dataset), kept, f"{self.name} rows {self.reason}", lambda row: f"row {row}")
+        return dataset.select(kept)
