@@ -581,7 +581,7 @@ def experiments() -> Iterable[Case]:
         ("gguf: no package", ("model", "import-gguf", "no-such-package", "out"), "package no-such-package is not installed", {}),
         ("gguf: OUT is a file", ("model", "import-gguf", "m.gguf", "good.jsonl"), "good.jsonl: not a folder", {"m.gguf": b"GGUF"}),
         ("recipe show", ("recipe", "show", "quickstar"), "did you mean quickstart?", {}),
-        ("recipe copy over a file", ("recipe", "copy", "quickstart", "one.yaml"), "one.yaml: is there already", {}),
+        ("recipe copy over a file", ("recipe", "copy", "quickstart", "one.yaml"), "one.yaml: exists already", {}),
         ("recipe copy to nowhere", ("recipe", "copy", "quickstart", "no/where.yaml"), "no/where.yaml: No such file", {}),
         ("unknown command", ("mesure", "good.jsonl"), "Did you mean 'measure'?", {}),
         ("unknown subcommand", ("calibrate", "fitt"), "No such command 'fitt'", {}),

@@ -87,7 +87,7 @@ def test_options_in_columns(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["snl"], "task snl is not one of mmlu, snli,"),
+        (["snl"], "task 'snl' is not one of mmlu, snli,"),
         (["snl"], "did you mean snli?"),
         (["snli", "--data-dir", "nowhere"], "nowhere: no such folder"),
         (["snli", "--fields", FIELDS], "--fields: goes with --file"),

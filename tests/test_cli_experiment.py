@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from catto.cli.display import Left, Lines, Pace, duration
+from catto.cli.display import Bar, Left, RunDisplay, bars, duration, progress
 from catto.experiment.graph import Graph
 from catto.experiment.stages import KindSettings, Stage, ordered
 from catto.methods import METHODS
@@ -81,7 +81,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: Capture) ->
 def test_a_copy_leaves_a_file_alone(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "quickstart.yaml").write_text("mine")
     told = run(capsys, "recipe", "copy", "quickstart", tmp_path)
-    assert (told.code, told.err) == (2, f"catto: {tmp_path}/quickstart.yaml: is there already\n")
+    assert (told.code, told.err) == (2, f"catto: {tmp_path}/quickstart.yaml: exists already\n")
     assert (tmp_path / "quickstart.yaml").read_text() == "mine"
 
 
@@ -151,7 +151,7 @@ TWO = {"witnesses": None, "snli": None}
         (["run", "quickstart", "--set", "preference.trl.betta=1"], "did you mean beta?"),
         (["plan", "quickstart", "--set", "sft.learning_rates=[.nan]"], "0: expected a finite number"),
         (["plan", "quickstart", "--seed", "-1"], "Invalid value for '--seed': Input should be"),
-        (["plan", "quickstart", "--seed", "1", "--seed", "1"], "--seed: one stands twice in 1, 1"),
+        (["plan", "quickstart", "--seed", "1", "--seed", "1"], "--seed: 1, 1 names a seed twice"),
         (["plan", "quickstart", "--set", "tasks={snli: null}", "--seed", "7"], "7 is not one of snli's split seeds 0,"),
         (["plan", "quickstart", "--set", "methods=[]"], "methods: expected at least 1 entry"),
         (["plan", "quickstart", "--set", "budgets=[]"], "budgets: expected at least 1 entry"),
@@ -226,12 +226,13 @@ def stages(tmp_path: Path) -> tuple[Stage, ...]:
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
     """Events at 0, 1, ..., 25 s after the start: told at 10 and 20, which are 16 and 6 s before the end."""
     now, stream, (questions, teacher) = [100.0], io.StringIO(), stages(tmp_path)
-    lines = Lines(stream, Left(tmp_path, [teacher]), clock=lambda: now[0])
-    lines.started(questions, 1, 2)
-    for second in range(26):
-        now[0] = 100.0 + second
-        lines.progress(second, 26, "loss 0.5")
-    lines.ended(questions, "done", 26.0)
+    with bars(stream, clock=lambda: now[0]) as shown:
+        lines = RunDisplay(shown, Left(tmp_path, [teacher]))
+        lines.started(questions, 1, 2)
+        for second in range(26):
+            now[0] = 100.0 + second
+            lines.progress(second, 26, "loss 0.5")
+        lines.ended(questions, "done", 26.0)
     assert stream.getvalue().splitlines() == [
         "[1/2] questions witnesses",
         "[1/2] questions witnesses: 10/26, loss 0.5, 16 s left",
@@ -243,11 +244,12 @@ def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
 def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
     """An hour of events every second. Lines at 10, 20, ..., 200 s, then each a twentieth later than the last."""
     now, stream, (questions, teacher) = [0.0], io.StringIO(), stages(tmp_path)
-    lines = Lines(stream, Left(tmp_path, [teacher]), clock=lambda: now[0])
-    lines.started(questions, 1, 2)
-    for second in range(3601):
-        now[0] = float(second)
-        lines.progress(second, 3600, "")
+    with bars(stream, clock=lambda: now[0]) as shown:
+        lines = RunDisplay(shown, Left(tmp_path, [teacher]))
+        lines.started(questions, 1, 2)
+        for second in range(3601):
+            now[0] = float(second)
+            lines.progress(second, 3600, "")
     told = [int(line.split(": ")[1].split("/")[0]) for line in stream.getvalue().splitlines()[1:]]
     assert told[:20] == list(range(10, 210, 10))
     later = list(itertools.pairwise(told))[20:]
@@ -256,13 +258,47 @@ def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
     assert all(line - last >= line / 20 and line - 1 - last < (line - 1) / 20 for last, line in later)
 
 
-def test_a_resumed_stage_is_paced_from_where_it_went_on() -> None:
-    """80 of 100 were there; 5 more in 20 s: 15 more take 60 s."""
-    pace = Pace()
-    assert pace.told(80, 100, "loss 1", 5.0) == "loss 1"
-    assert pace.told(85, 100, "loss 1", 25.0) == "loss 1, 60 s left"
-    assert pace.told(85, 100, "", 25.0) == "60 s left"
-    assert pace.told(100, 100, "", 85.0) == ""
+def test_a_resumed_stage_is_paced_from_where_it_resumed() -> None:
+    """80 of 100 exist already; then 5 every 20 s: after 90, 10 more take 40 s."""
+    now, stream = [5.0], io.StringIO()
+    with bars(stream, clock=lambda: now[0]) as shown:
+        bar = Bar(shown, "answering")
+        for now[0], finished in ((5.0, 80), (25.0, 85), (45.0, 90), (85.0, 100)):
+            bar.update(finished, 100, "loss 1")
+    assert stream.getvalue().splitlines() == [
+        "answering: 85/100, loss 1",
+        "answering: 90/100, loss 1, 40 s left",
+        "answering: 100/100, loss 1",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_bars_and_keeps_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    now, stream, (questions, teacher) = [0.0], Terminal(), stages(tmp_path)
+    with bars(stream, clock=lambda: now[0]) as shown:
+        display = RunDisplay(shown, Left(tmp_path, [teacher]))
+        display.started(questions, 1, 2)
+        for now[0], finished in ((1.0, 10), (2.0, 20), (3.0, 30)):
+            display.progress(finished, 90, "loss 0.5")
+        shown.refresh()
+        display.ended(questions, "failed", 4.0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert re.search(r"\[1/2\] questions witnesses \S+ +30/90 loss 0.5 6.0 s left", text)
+    assert re.search(r"stages \S+ +1/2", text)
+    assert text.splitlines().count("questions witnesses: failed in 4.0 s") == 1
+
+
+def test_short_commands_print_nothing_without_a_terminal(capsys: Capture) -> None:
+    with progress("measuring", 3) as tick:
+        for _ in range(3):
+            tick()
+    assert capsys.readouterr() == ("", "")
 
 
 def trainings(method: str, count: int) -> list[Stage]:

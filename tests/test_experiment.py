@@ -194,7 +194,7 @@ def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=900)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "catto: stopped; the same command goes on from here"
+    assert errors.splitlines()[-1] == "catto: interrupted; the same command resumes from here"
     assert "Traceback" not in errors
     assert catto("teach", recipe, "--out", "out", cwd=tmp_path).returncode == 0
     assert [path.name for path in parts.glob("*.part")] == []

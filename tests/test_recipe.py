@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from catto.cli.run import opened
+from catto.experiment.checks import open_recipe
 from catto.experiment.graph import Graph
 from catto.experiment.stages import ordered
 from catto.methods import METHODS
@@ -40,7 +40,7 @@ def problem(source: str, *overrides: str) -> str:
 
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
-    recipe = opened(name, None)
+    recipe = open_recipe(name)
     assert recipe.name == name
     assert ordered([Graph(recipe).report()])[-1].kind == "report"
 

@@ -1,7 +1,7 @@
-"""The command `catto`: one small module a command, each of which parses, calls and prints.
+"""The command `catto`: one small module per command, which parses, calls and prints.
 
 To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add one line below.
-Commands import the heavy libraries inside their functions, so that `catto --help` answers at once.
+Commands import heavy libraries inside their functions, so that `catto --help` answers at once.
 """
 
 from __future__ import annotations
@@ -9,28 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from catto import __version__
 from catto.cli import calibrate, data, doctor, evaluate, measure, run, select, teach, train
-from catto.cli.console import refuse
+from catto.cli.console import examples, refuse
 from catto.problems import DataError
 
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  catto run quickstart
-
-  catto measure predictions.jsonl --figure reliability.svg
-
-  catto calibrate fit validation.jsonl --method temperature --out tau.json
-
-  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
-
-  catto doctor
-"""
+EXAMPLES = examples(
+    "catto run quickstart",
+    "catto measure predictions.jsonl --figure reliability.svg",
+    "catto calibrate fit validation.jsonl --method temperature --out tau.json",
+    "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl",
+    "catto doctor",
+)
 
 # A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
 app = typer.Typer(
@@ -66,32 +60,26 @@ def catto(
     """Align language models on preferences and keep their confidence honest."""
 
 
-# The library's class of wrong options, arguments and commands; which module holds it depends on the version.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-
-def _refuse_usage(error: BaseException) -> NoReturn:
-    """Tell a wrong option in one line; a group without a command has printed its help."""
-    message = str(getattr(error, "format_message", lambda: error)()).strip()
-    path = getattr(getattr(error, "ctx", None), "command_path", "catto")
-    if not message:
-        sys.exit(2)
-    refuse(f"{message.rstrip('.')}; see {path} --help")
+# Typer's class of wrong options, arguments and commands; the module that holds it depends on the version.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 @cache
 def _command() -> Callable[..., int | None]:
-    """Build the commands from their functions, once a process: it takes longer than most refusals."""
+    """Build the commands from their functions, once per process: it takes longer than most refusals."""
     return typer.main.get_command(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; bad input is one line on stderr and exit code 2, anything unexpected a traceback."""
+    """Run the command line. Bad input gives one line on stderr and exit code 2, anything unexpected a traceback."""
     try:
         given = None if arguments is None else list(arguments)
         sys.exit(_command()(args=given, prog_name="catto", standalone_mode=False) or 0)
     except UsageError as error:
-        _refuse_usage(error)
+        message = str(error.format_message()).strip().rstrip(".")
+        if not message:  # a group without a command has printed its help
+            sys.exit(2)
+        refuse(f"{message}; see {error.ctx.command_path if error.ctx else 'catto'} --help")
     except DataError as error:
         refuse(str(error))
     except OSError as error:

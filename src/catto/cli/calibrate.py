@@ -12,7 +12,6 @@ from catto.cli.console import (
     MOST_SEED,
     number,
     print_table,
-    progress,
     refuse,
     say,
     span,
@@ -121,6 +120,7 @@ def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
+    from catto.cli.display import progress
     from catto.measure import MeasureSettings, summarise, unheld
     from catto.metrics.catalogue import METRICS
 

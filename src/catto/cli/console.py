@@ -1,53 +1,143 @@
-"""What can be known to fail before a model, torch or a large file is loaded.
-
-What the shell offers after a Tab: recipes, methods and tasks by name. Where nothing fits it offers files.
-
-What the commands share: printing, refusing, a progress bar, numbers as people read them.
-"""
+"""What the commands share: printing, refusing, checks before anything heavy is loaded, names for the shell's Tab."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from catto.recipe import Recipe
-import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from catto.problems import shortened
+from catto.problems import did_you_mean, shortened
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-# ---- checks
-
-
+# A path or two, and a message that is itself limited in length.
+LONGEST = 1200
 # Below this many answers bootstrap intervals are too narrow, and a fit follows single rows.
 FEW = 30
-# Seeds go to NumPy and torch, which take 64 bits at most.
+# Seeds go to NumPy and torch, which take at most 64 bits.
 MOST_SEED = 2**32 - 1
 
 
+def examples(*commands: str) -> str:
+    """Return the end of a help page: example commands, each with a paragraph of its own."""
+    return "\n\n".join(("[bold]Examples[/bold]", *(f"  {command}" for command in commands)))
+
+
+# ---- printing -------------------------------------------------------------------------------------------------------
+
+
+def refuse(message: str) -> NoReturn:
+    """Print in one line on stderr why nothing was done, and exit with code 2."""
+    warn(message)
+    sys.exit(2)
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], place: str = "") -> Iterator[None]:
+    """Turn ValueError and other errors that the user can repair into a refusal that starts with `place`."""
+    errors: tuple[type[Exception], ...] = (ValueError, *kinds)
+    try:
+        yield
+    except errors as error:
+        refuse(f"{place}{error}")
+
+
+def warn(message: str) -> None:
+    """Print one short line on stderr."""
+    typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
+
+
+def warn_few(rows: int, source: Path, what: str) -> None:
+    """Warn that numbers from so few answers are unreliable."""
+    if rows < FEW:
+        warn(f"{source}: only {'1 answer' if rows == 1 else f'{rows} answers'}; below {FEW} {what}")
+
+
+def say(message: str) -> None:
+    """Print plain text: brackets are not markup."""
+    typer.echo(message)
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document on stdout."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table: the first column is text, the others are numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left")
+    return made
+
+
+def print_table(made: Table) -> None:
+    """Print a table on stdout, as wide as the terminal."""
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, emoji=False).print(made)
+
+
+def number(value: float, percent: bool, signed: bool = False) -> str:
+    """Format a value: per cent with one digit, others with four; a dash where it is undefined.
+
+    >>> number(0.1234, percent=True), number(0.1234, percent=False, signed=True)
+    ('12.3', '+0.1234')
+    """
+    if not isfinite(value):
+        return "-"
+    scaled, digits = (100 * value, 1) if percent else (value, 4)
+    return f"{scaled:{'+' if signed else ''}.{digits}f}"
+
+
+def span(low: float, high: float, percent: bool, signed: bool = False) -> str:
+    """Format an interval.
+
+    >>> span(0.019, 0.044, percent=True)
+    '1.9 to 4.4'
+    """
+    if not (isfinite(low) and isfinite(high)):
+        return "-"
+    return f"{number(low, percent, signed)} to {number(high, percent, signed)}"
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
 def finite(value: float | None) -> float | None:
-    """Refuse nan and infinity, which pass every range."""
+    """Refuse nan and infinity, which pass every range (a callback of options)."""
     if value is not None and not isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 
+def check_name(option: str, name: str, known: Iterable[str]) -> None:
+    """Refuse an unknown name, and list the known ones."""
+    names = list(known)
+    if name not in names:
+        refuse(f"{option}: {name} is not one of {', '.join(names)}{did_you_mean(name, names)}")
+
+
+def needs(package: str, extra: str, what: str) -> None:
+    """Refuse what a missing package is needed for, and name the extra that installs it."""
+    if find_spec(package) is None:
+        refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")
+
+
 def writable_folder(option: str, path: Path) -> None:
-    """Refuse a folder that cannot be made or written to."""
+    """Refuse a folder that cannot be created or written to."""
     _check_parents(option, path, path)
 
 
@@ -63,171 +153,33 @@ def writable_file(option: str, path: Path) -> None:
 
 
 def _check_parents(option: str, path: Path, folder: Path) -> None:
-    """Find the first folder that is there: what is missing below it is made there."""
-    place = next(one for one in (folder, *folder.parents, Path()) if one.exists() or one.is_symlink())
-    if not place.is_dir():
-        refuse(f"{place}: not a folder, needed for {option} {path}")
-    if not os.access(place, os.W_OK | os.X_OK):
-        refuse(f"{place}: no permission to write, needed for {option} {path}")
+    """Check the closest folder that exists: missing ones are created in it."""
+    existing = next(place for place in (folder, *folder.parents, Path()) if place.exists() or place.is_symlink())
+    if not existing.is_dir():
+        refuse(f"{existing}: not a folder, needed for {option} {path}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        refuse(f"{existing}: no permission to write, needed for {option} {path}")
 
 
-def needs(package: str, extra: str, what: str) -> None:
-    """Refuse what a package is missing for, and name the extra that brings it."""
-    if find_spec(package) is None:
-        refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")
-
-
-def server_url(option: str, url: str) -> None:
-    """Refuse what is no address of a server."""
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        whole = False
-    if not whole:
-        refuse(f"{option}: expected an address such as http://localhost:8000/v1, got {url!r}")
-
-
-def places(source: str, recipe: Recipe) -> None:
-    """Refuse a recipe whose files, models or server cannot be there, before its first stage runs."""
-    from catto.engines.places import check_model, is_hub_id
-    from catto.experiment.steps import task_of
-    from catto.problems import DataError
-    from catto.tasks.loading import find
-    from catto.tasks.witnesses import generate
-
-    teacher = recipe.teacher
-    try:
-        for name, block in recipe.tasks.items():
-            where = f"tasks.{name}"
-            if name == "witnesses" and block.path is None:
-                generate("train", 0, seed=0, **block.knobs())
-            else:
-                find(task_of(name, block), block.files, block.data_dir)
-        where = "model.path"
-        if recipe.model.path is not None:
-            check_model(recipe.model.path)
-        where = "teacher.model"
-        if teacher.source == "transformers":
-            check_model(teacher.model or "")
-        where = "teacher.responses"
-        responses = teacher.responses or ""
-        if teacher.source == "responses" and not Path(responses).exists() and not is_hub_id(responses):
-            raise DataError(responses, None, "no such file or folder, and not a hub id, which is owner/name")
-    except (DataError, ValueError) as error:
-        refuse(f"{source}: {where}: {error}")
-    if teacher.source == "server":
-        server_url(f"{source}: teacher.base_url", teacher.base_url or "")
-    if recipe.evaluation.engine == "vllm":
-        needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
-
-
-def warn_few(rows: int, source: Path, what: str) -> None:
-    """Say that numbers of so few answers tell little."""
-    if rows < FEW:
-        answers = "1 answer" if rows == 1 else f"{rows} answers"
-        warn(f"{source}: only {answers}; below {FEW} {what}")
-
-
-# ---- completing
+# ---- completion -----------------------------------------------------------------------------------------------------
 
 
 def recipes(incomplete: str) -> list[str]:
-    """The shipped recipes that begin so."""
+    """Return the shipped recipes that start with the text; where nothing does, the shell offers files."""
     from catto.recipe_file import shipped
 
-    return _beginning(shipped(), incomplete)
+    return [name for name in shipped() if name.startswith(incomplete)]
 
 
 def methods(incomplete: str) -> list[str]:
-    """The methods that begin so."""
+    """Return the methods that start with the text."""
     from catto.methods import METHODS
 
-    return _beginning(METHODS, incomplete)
+    return [name for name in METHODS if name.startswith(incomplete)]
 
 
 def tasks(incomplete: str) -> list[str]:
-    """The tasks that begin so."""
+    """Return the tasks that start with the text."""
     from catto.tasks import TASKS
 
-    return _beginning(TASKS, incomplete)
-
-
-def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
-# ---- console
-
-
-# A path or two, and a message that is bounded itself.
-LONGEST = 1200
-
-
-def refuse(message: str) -> NoReturn:
-    """Say in one line on stderr why nothing was done, and leave with exit code 2."""
-    warn(message)
-    sys.exit(2)
-
-
-def warn(message: str) -> None:
-    """Say one short line on stderr."""
-    typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
-
-
-def say(message: str) -> None:
-    """Print plain text, whatever brackets it holds."""
-    typer.echo(message)
-
-
-def print_json(value: object) -> None:
-    """Print one JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def table(title: str, *columns: str) -> Table:
-    """Start a table: the first column is text, the others are numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        made.add_column(column, justify="left" if place == 0 else "right")
-    return made
-
-
-def print_table(made: Table) -> None:
-    """Print a table on stdout as wide as the terminal."""
-    from rich.console import Console
-
-    Console(highlight=False, markup=False, emoji=False).print(made)
-
-
-def number(value: float, percent: bool, signed: bool = False) -> str:
-    """Write a value: per cent with one digit, else four digits; a dash where it is undefined."""
-    if not isfinite(value):
-        return "-"
-    scaled, digits = (100 * value, 1) if percent else (value, 4)
-    return f"{scaled:{'+' if signed else ''}.{digits}f}"
-
-
-def span(low: float, high: float, percent: bool, signed: bool = False) -> str:
-    """Write an interval: `1.9 to 4.4`."""
-    if not (isfinite(low) and isfinite(high)):
-        return "-"
-    return f"{number(low, percent, signed)} to {number(high, percent, signed)}"
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield a function to call at each step; the bar stands on stderr, and only in a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns: list[Any] = [TextColumn(title), BarColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+    return [name for name in TASKS if name.startswith(incomplete)]

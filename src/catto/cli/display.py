@@ -1,4 +1,4 @@
-"""What `catto run` shows while it works: one live display in a terminal, plain lines elsewhere."""
+"""The progress of a command on stderr: bars in a terminal; elsewhere, for long commands, lines."""
 
 from __future__ import annotations
 
@@ -6,183 +6,188 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from catto.experiment.runner import Display, seconds_of
-from catto.experiment.stages import Stage, done, ordered
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
 from catto.methods import METHODS
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from catto.experiment.stages import Stage
 
-__all__ = ["Left", "Lines", "Live", "Pace", "duration", "shown"]
+__all__ = ["Bar", "Left", "RunDisplay", "bars", "duration", "progress"]
 
-# Where there is no terminal, a line of progress every ten seconds at first, then every twentieth of the stage's time:
-# a stage of a minute has five lines, one of a day about 140.
+# Without a terminal, a line of progress every ten seconds at first, then every twentieth of the elapsed time: a stage
+# of a minute has five lines, one of a day about 140.
 QUIET, QUIET_SHARE = 10.0, 0.05
-# Seconds of which it is not worth saying that there are more.
+# The time left is estimated from the last hour: batches of a large model may be minutes apart.
+PACE = 3600.0
+# Seconds below which "more than ... left" says nothing.
 LITTLE = 10.0
 
 
-@contextmanager
-def shown(root: Path, goals: Sequence[Stage]) -> Iterator[Display]:
-    """Yield the display of a run: live where stderr is a terminal, else lines."""
-    left = Left(root, goals)
-    if sys.stderr.isatty():
-        with _progress() as bars:
-            yield Live(bars, left)
-    else:
-        yield Lines(sys.stderr, left)
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    # The stream itself and not the name `stderr`, which a running stage has redirected to its log.
-    return Progress(*columns, console=Console(file=sys.stderr, highlight=False), redirect_stdout=False)
-
-
 def duration(seconds: float) -> str:
-    """Write a length of time: `0.4 s`, `12 s`, `3 min`, `2 h 5 min`."""
+    """Format a length of time.
+
+    >>> duration(0.4), duration(12), duration(180), duration(7500)
+    ('0.4 s', '12 s', '3 min', '2 h 5 min')
+    """
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-class Left:
-    """How long the rest may take: a missing stage as long as finished ones of its kind, best of its own method."""
+def time_left(task: Task) -> str:
+    """Return the estimate in the task's field `left`, or rich's own from the pace of the task."""
+    seconds = task.time_remaining
+    return str(task.fields.get("left", f"{duration(seconds)} left" if seconds else ""))
 
-    def __init__(self, root: Path, goals: Sequence[Stage]) -> None:
-        self._known: dict[str, list[float]] = defaultdict(list)
-        self._missing: dict[str, Stage] = {}
-        for stage in ordered(list(goals)):
-            if done(root, stage):
-                self._learn(stage, seconds_of(root, stage) or 0.0)
-            else:
-                self._missing[stage.key] = stage
+
+class TimeLeft(ProgressColumn):
+    """The time that a bar has left, in the words of the lines."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text of one bar."""
+        return Text(time_left(task))
+
+
+@contextmanager
+def bars(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """Yield the bars of a command, disabled where the stream (stderr by default) is not a terminal."""
+    # The stream itself and not the name `stderr`, which is redirected to the log while a stage runs.
+    stream = stream or sys.stderr
+    terminal = stream.isatty()
+    name, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
+    shown = Progress(
+        *(name, BarColumn(bar_width=24), MofNCompleteColumn(), note, TimeLeft()),
+        console=Console(file=stream, highlight=False),
+        disable=not terminal,
+        get_time=clock,
+        speed_estimate_period=PACE,
+        redirect_stdout=False,
+        transient=True,
+    )
+    with shown if terminal else nullcontext():
+        yield shown
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step of a short command; without a terminal it shows nothing."""
+    with bars() as shown:
+        task = shown.add_task(title, total=total, note="")
+        yield lambda: shown.advance(task)
+
+
+class Bar:
+    """One bar in a terminal; elsewhere lines with the same numbers, which become rarer."""
+
+    def __init__(self, shown: Progress, name: str) -> None:
+        self.id = shown.add_task(name, total=None, note="")
+        self._shown, self._task = shown, shown.tasks[-1]
+        self.began = self._last = shown.get_time()
+
+    def update(self, finished: int, total: int, note: str) -> None:
+        """Show how far the work is. The first call sets where the pace is measured from: resumed work starts midway."""
+        update = self._shown.update if self._task.total == total else self._shown.reset
+        update(self.id, total=total, completed=finished, note=note)
+        now = self._shown.get_time()
+        if self._shown.disable and now - self._last >= max(QUIET, QUIET_SHARE * (now - self.began)):
+            self._last = now
+            self.print_line()
+
+    def print_line(self) -> None:
+        """Print the numbers as a line, unless there is a bar."""
+        parts = f"{self._task.completed:.0f}/{self._task.total:.0f}", self._task.fields["note"], time_left(self._task)
+        _print_line(self._shown, f"{self._task.description}: {', '.join(filter(None, parts))}")
+
+
+def _print_line(shown: Progress, line: str) -> None:
+    if shown.disable:
+        print(line, file=shown.console.file, flush=True)
+
+
+class RunDisplay:
+    """What `catto run` shows: a bar for the stages and one for the running stage, or lines. Failures stay visible."""
+
+    def __init__(self, shown: Progress, left: Left) -> None:
+        self._shown, self._left = shown, left
+        self._stages = shown.add_task("stages", total=None, note="", left="")
+        self._stage: Stage | None = None
+        self._bar: Bar | None = None
+
+    def started(self, stage: Stage, number: int, total: int) -> None:
+        """Show that a stage starts."""
+        name = f"[{number}/{total}] {stage.name}"
+        self._shown.update(self._stages, total=total, completed=number - 1, left=self._left.text())
+        self._stage, self._bar = stage, Bar(self._shown, name)
+        _print_line(self._shown, name)
+
+    def progress(self, finished: int, total: int, note: str) -> None:
+        """Show how far the running stage is."""
+        if self._bar is not None:
+            self._bar.update(finished, total, note)
+            spent = self._shown.get_time() - self._bar.began
+            self._shown.update(self._stages, left=self._left.text(self._stage, spent))
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Learn from a stage that ended."""
-        self._missing.pop(stage.key, None)
-        if outcome == "done":
-            self._learn(stage, seconds)
+        """Count a stage and show how it ended; blocked stages are counted at the end of the run."""
+        self._left.ended(stage, outcome, seconds)
+        if self._bar is not None:
+            self._shown.remove_task(self._bar.id)
+            self._bar = None
+        left, line = self._left.text(), f"{stage.name}: {outcome} in {duration(seconds)}"
+        self._shown.update(self._stages, advance=1, left=left, refresh=True)
+        if outcome == "failed" and not self._shown.disable:
+            self._shown.console.print(line, markup=False)
+        elif outcome != "blocked":
+            _print_line(self._shown, f"{line}; {left}" if left else line)
 
-    def _learn(self, stage: Stage, seconds: float) -> None:
-        for sort in _sorts(stage):
+
+class Left:
+    """How long the missing stages take: as long as finished ones of the same method, or else of the same kind."""
+
+    def __init__(self, root: Path, goals: Sequence[Stage]) -> None:
+        from catto.experiment.runner import seconds_of
+        from catto.experiment.stages import done, ordered
+
+        self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
+        stages = ordered(list(goals))
+        self._missing = {stage.key: stage for stage in stages}
+        for stage in stages:
+            if done(root, stage):
+                self.ended(stage, "done", seconds_of(root, stage) or 0.0)
+
+    def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
+        """Take a stage off the list, and learn from one that is done."""
+        self._missing.pop(stage.key, None)
+        for sort in _sorts(stage) if outcome == "done" else ():
             self._known[sort].append(seconds)
 
     def text(self, running: Stage | None = None, spent: float = 0.0) -> str:
-        """`about 3 min left`, `more than` where a kind of stage has not been seen yet; empty where that says little."""
-        guesses = {stage.key: self._guess(stage) for stage in self._missing.values()}
-        known = {key: seconds for key, seconds in guesses.items() if seconds is not None}
-        total = sum(known.values()) - (min(spent, known.get(running.key, 0.0)) if running is not None else 0.0)
-        if len(known) == len(guesses):
-            return f"about {duration(total)} left" if guesses else ""
-        return f"more than {duration(total)} left" if total >= LITTLE else ""
+        """Return `about 3 min left`; `more than` where no stage of a kind has finished yet; empty if that is little."""
+        total, unknown = 0.0, False
+        for stage in self._missing.values():
+            known = next((self._known[sort] for sort in _sorts(stage) if sort in self._known), None)
+            if known is None:
+                unknown = True
+            else:
+                already = spent if running is not None and running.key == stage.key else 0.0
+                total += max(0.0, fmean(known) - already)
+        if not self._missing or (unknown and total < LITTLE):
+            return ""
+        return f"{'more than' if unknown else 'about'} {duration(total)} left"
 
-    def _guess(self, stage: Stage) -> float | None:
-        return next((fmean(self._known[sort]) for sort in _sorts(stage) if sort in self._known), None)
 
-
-def _sorts(stage: Stage) -> tuple[str, ...]:
-    """What a stage is like, the closest first. Of a preference training's length a supervised one says nothing."""
+def _sorts(stage: Stage) -> tuple[str, str]:
+    """Return the sorts of stages that take as long, the closest first: one method, then one kind of training."""
     method = stage.method
     if stage.kind == "train" and method in METHODS:
         return f"train {method}", f"train {METHODS[method].stage}"
     return f"{stage.kind} {method or ''}", stage.kind
-
-
-class Pace:
-    """How long the running stage has left at its own pace, since it was first heard of: a resumed one begins midway."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def told(self, finished: int, total: int, note: str, now: float) -> str:
-        """The note with the time left, once ten seconds have shown the pace."""
-        self._first = self._first or (finished, now)
-        first, then = self._first
-        if now - then < QUIET or not first < finished < total:
-            return note
-        left = (now - then) * (total - finished) / (finished - first)
-        return ", ".join(part for part in (note, f"{duration(left)} left") if part)
-
-
-class Lines:
-    """One line as a stage starts and as it ends, and some between."""
-
-    def __init__(self, stream: TextIO, left: Left, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._left, self._clock = stream, left, clock
-        self._place, self._began, self._last, self._pace = "", 0.0, 0.0, Pace()
-
-    def started(self, stage: Stage, number: int, total: int) -> None:
-        """Say that a stage began."""
-        self._place, self._pace = f"[{number}/{total}] {stage.name}", Pace()
-        self._began = self._last = self._clock()
-        self._say(self._place)
-
-    def progress(self, finished: int, total: int, note: str) -> None:
-        """Say how far the stage is, if the last line is old enough."""
-        now = self._clock()
-        told = self._pace.told(finished, total, note, now)
-        if now - self._last >= max(QUIET, QUIET_SHARE * (now - self._began)):
-            self._last = now
-            self._say(f"{self._place}: {finished}/{total}{f', {told}' if told else ''}")
-
-    def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Say how a stage ended; those that something failed for are counted at the end of the run."""
-        self._left.ended(stage, outcome, seconds)
-        if outcome != "blocked":
-            left = self._left.text()
-            self._say(f"{_ending(stage, outcome, seconds)}{f'; {left}' if left else ''}")
-
-    def _say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
-
-
-def _ending(stage: Stage, outcome: str, seconds: float) -> str:
-    return f"{stage.name}: {outcome} in {duration(seconds)}"
-
-
-class Live:
-    """Two bars: the stages, and the running stage with its note. What failed stays above them."""
-
-    def __init__(self, bars: Progress, left: Left) -> None:
-        self._bars, self._left = bars, left
-        self._all: Any = bars.add_task("stages", total=None, note="")
-        self._one: Any = bars.add_task("", total=None, visible=False, note="")
-        self._stage: Stage | None = None
-        self._began, self._pace = 0.0, Pace()
-
-    def started(self, stage: Stage, number: int, total: int) -> None:
-        """Show a new stage."""
-        self._stage, self._began, self._pace = stage, time.monotonic(), Pace()
-        self._bars.update(self._all, total=total, completed=number - 1, note=self._left.text())
-        self._bars.remove_task(self._one)  # a task that was given a total cannot be made to forget it
-        self._one = self._bars.add_task(stage.name, total=None, note="")
-
-    def progress(self, finished: int, total: int, note: str) -> None:
-        """Move the running stage's bar."""
-        now = time.monotonic()
-        self._bars.update(self._one, total=total, completed=finished, note=self._pace.told(finished, total, note, now))
-        self._bars.update(self._all, note=self._left.text(self._stage, now - self._began))
-
-    def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Count the stage; where it failed, say so above the bars."""
-        self._left.ended(stage, outcome, seconds)
-        self._bars.advance(self._all)
-        self._bars.refresh()  # a short stage may end between two of the display's own refreshes
-        self._bars.update(self._one, visible=False)
-        if outcome == "failed":
-            self._bars.console.print(_ending(stage, outcome, seconds), markup=False)

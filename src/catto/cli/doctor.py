@@ -1,4 +1,4 @@
-"""`catto doctor`: what is installed, what is missing, and how to get it."""
+"""`catto doctor`: what is installed, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,51 @@ import importlib.util
 import os
 import platform
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from catto import __version__
-from catto.cli.console import print_json, print_table, say, table
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+from catto.cli.console import examples, print_json, print_table, say, table
 
 __all__ = ["diagnosis", "doctor"]
 
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  catto doctor
-
-  catto doctor --json
-"""
+EXAMPLES = examples(
+    "catto doctor",
+    "catto doctor --json",
+)
 
 EXTRAS = ("train", "vllm", "ray")
-# Only whether they are set is ever told.
+# Only whether they are set is ever printed.
 VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Show versions, devices and what is missing; exit code 1 where the base install itself is broken."""
-    found = diagnosis()
+    """Show versions, devices and what is missing; exit with code 1 if the base install itself is broken."""
+    state = diagnosis()
     if as_json:
-        print_json(found)
+        print_json(state)
     else:
-        _show(found)
-    if found["missing"].get("base"):
+        _show(state)
+    if "base" in state["missing"]:
         raise typer.Exit(1)
 
 
 def diagnosis() -> dict[str, Any]:
-    """Return versions, devices, which variables are set, and for each part what is missing and how to get it."""
+    """Return versions, devices, which variables are set, and for each part what is missing and how to install it."""
     packages = _packages()
-    missing = {part: [name for name, one in found.items() if not one["ok"]] for part, found in packages.items()}
+    wanting = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
+    missing = {part: names for part, names in wanting.items() if names}
+    commands = {part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing}
     return {
         "catto": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
-        "missing": {part: names for part, names in missing.items() if names},
-        "install": {part: _install(part) for part, names in missing.items() if names},
+        "missing": missing,
+        "install": commands,
         "devices": _devices(),
         "variables": {name: name in os.environ for name in VARIABLES},
     }
@@ -66,37 +62,27 @@ def _packages() -> dict[str, dict[str, dict[str, Any]]]:
 
     try:
         needed = [Requirement(text) for text in metadata.requires("catto") or []]
-    except metadata.PackageNotFoundError:  # a copy of the source that nobody installed
+    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
         return {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
-    others = [one for one in needed if one.name != "catto"]
-    return {part: {one.name: _state(one) for one in others if _belongs(one, part)} for part in ("base", *EXTRAS)}
-
-
-def _state(needed: Requirement) -> dict[str, Any]:
-    version = _version(needed.name)
-    ok = version is not None and needed.specifier.contains(version, prereleases=True)
-    return {"version": version, "needs": str(needed.specifier), "ok": ok}
-
-
-def _belongs(needed: Requirement, part: str) -> bool:
-    if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-        return part == "base"
-    return needed.marker.evaluate({"extra": part})
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _install(part: str) -> str:
-    return "pip install catto" if part == "base" else f"pip install 'catto[{part}]'"
+    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
+    for requirement in needed:
+        name, marker = requirement.name, requirement.marker
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = None
+        ok = version is not None and requirement.specifier.contains(version, prereleases=True)
+        if marker is None or marker.evaluate({"extra": ""}):
+            parts = ["base"]
+        else:
+            parts = [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
+        for part in parts if name != "catto" else ():  # an extra that includes another names catto itself
+            packages[part][name] = {"version": version, "needs": str(requirement.specifier), "ok": ok}
+    return packages
 
 
 def _devices() -> list[str]:
-    """Name the devices; accelerators only where torch is installed, which is not imported before."""
+    """Return the devices. Accelerators are known to torch alone, which is imported only here."""
     devices = [f"cpu: {os.cpu_count()} cores"]
     if importlib.util.find_spec("torch") is None:
         return devices
@@ -112,16 +98,17 @@ def _devices() -> list[str]:
     return devices
 
 
-def _show(found: dict[str, Any]) -> None:
-    say(f"catto {found['catto']}, Python {found['python']}, {found['platform']}")
+def _show(state: dict[str, Any]) -> None:
+    say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
     made = table("", "package", "part", "installed", "needed")
-    for part, packages in found["packages"].items():
-        for name, one in packages.items():
-            version = one["version"] or "missing"
-            made.add_row(name, part, version if one["ok"] or not one["version"] else f"{version} (!)", one["needs"])
+    for part, packages in state["packages"].items():
+        for name, package in packages.items():
+            version = package["version"] or "missing"
+            mark = "" if package["ok"] or not package["version"] else " (!)"
+            made.add_row(name, part, version + mark, package["needs"])
         made.add_section()
     print_table(made)
-    say("Devices: " + "; ".join(found["devices"]))
-    say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in found["variables"].items()))
-    for part, names in found["missing"].items():
-        say(f"{part} lacks {', '.join(names)}: {found['install'][part]}")
+    say("Devices: " + "; ".join(state["devices"]))
+    say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in state["variables"].items()))
+    for part, names in state["missing"].items():
+        say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")

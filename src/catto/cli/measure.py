@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from catto.cli.console import MOST_SEED, finite, print_json, progress, refuse, warn_few, writable_file
+from catto.cli.console import MOST_SEED, finite, print_json, refuse, warn_few, writable_file
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
@@ -264,6 +264,7 @@ def _check_figure(figure: Path | None) -> None:
 
 
 def _summaries(tables: list[GradedAnswers], settings: MeasureSettings) -> list[Summary]:
+    from catto.cli.display import progress
     from catto.measure import summarise
 
     with progress("measuring", sum(settings.steps(len(part)) for part in tables)) as tick:
@@ -271,6 +272,7 @@ def _summaries(tables: list[GradedAnswers], settings: MeasureSettings) -> list[S
 
 
 def _compared(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
+    from catto.cli.display import progress
     from catto.measure import compared, judged, paired
 
     first, second = paired(answers, other)
