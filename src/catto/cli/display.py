@@ -103,7 +103,9 @@ class Bar:
             self.print_line()
 
     def print_line(self) -> None:
-        """Print the numbers as a line, unless there is a bar."""
+        """Print the numbers as a line, unless there is a bar or nothing was to do."""
+        if self._task.total is None:
+            return
         parts = f"{self._task.completed:.0f}/{self._task.total:.0f}", self._task.fields["note"], time_left(self._task)
         _print_line(self._shown, f"{self._task.description}: {', '.join(filter(None, parts))}")
 
