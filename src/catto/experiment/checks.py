@@ -13,8 +13,8 @@ from catto.problems import DataError, did_you_mean
 from catto.recipe import Recipe
 from catto.recipe_file import blamed, load
 from catto.tasks import TASKS
-from catto.tasks.loading import find
 from catto.tasks.benchmarks import SEEDS
+from catto.tasks.loading import find
 from catto.tasks.witnesses import generate
 
 __all__ = ["check_places", "check_server", "open_recipe"]
