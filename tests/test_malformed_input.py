@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from catto.problems import MOST_DEPTH, DataError, parse_json, shortened
@@ -135,6 +135,55 @@ JSON = st.recursive(
 def test_sound_json_is_read_as_it_is(value: object) -> None:
     assert parse_json(json.dumps(value)) == value
     assert parse_json(json.dumps(value, ensure_ascii=False)) == value
+
+
+# Texts that are nearly JSON: tokens of every kind in any order, and white space where few put it.
+NUMBERS = ["1", "-0", "-0.0", "1.5e3", "1E400", "01", "1.", ".5", "+1", "NaN", "-Infinity", "9" * 30]
+STRINGS = ['"a"', '"b"', '": "', '"\\":"', '"\\u00e9"', '"\\ud800"', '"\\ud83d\\ude00"']
+TOKENS = st.sampled_from([*"{}[]:, \t\r\n-", *NUMBERS, *STRINGS, "true", "null", "nul", "\ufeff", "\x0b"])
+SPACE = st.sampled_from(["", " ", "\t", "\n", "\r\n"])
+KEYS = st.sampled_from(['"a"', '"b"', '"\\u0061"', '"a:"', '":"', '""'])
+VALUES = st.sampled_from(["1", "-0", "2.5", "1e400", "NaN", "null", '"x"', '": x"', '"\\":"', '" :"', '"a\\\\"'])
+OBJECTS = st.recursive(
+    VALUES,
+    lambda inner: (
+        st.lists(st.tuples(SPACE, KEYS, SPACE, SPACE, inner), max_size=3).map(
+            lambda pairs: "{" + ",".join(f"{a}{key}{b}:{c}{value}" for a, key, b, c, value in pairs) + "}"
+        )
+        | st.lists(inner, max_size=3).map(lambda items: "[" + ", ".join(items) + "]")
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=500)
+@example('{"a": 1, "a" : 2}')
+@example('{"a": {"b": 1, "b": 2}}')
+@example('[{"a":1},{"a":1,"\\u0061":2}]')
+@given(OBJECTS | st.lists(TOKENS, max_size=8).map("".join))
+def test_the_quick_parser_takes_what_the_strict_one_takes_and_gives_the_same(text: str) -> None:
+    """The strict one is Python's, asked for the pairs of every object; values are compared with their types."""
+
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    try:
+        expected = repr(json.loads(text, object_pairs_hook=distinct))
+        expected.encode()
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except (ValueError, AssertionError):
+        with pytest.raises(ValueError):
+            parse_json(text)
+    else:
+        assert repr(parse_json(text)) == expected
+
+
+def test_a_number_of_more_digits_than_python_reads_is_refused() -> None:
+    assert parse_json("9" * 4300) == int("9" * 4300)
+    for text in ("9" * 4301, '{"a": -' + "9" * 5000 + "}"):
+        with pytest.raises(ValueError, match="more digits than can be read"):
+            parse_json(text)
 
 
 def test_depth_is_counted_and_not_the_number_of_brackets() -> None:

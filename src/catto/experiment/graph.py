@@ -43,7 +43,7 @@ from catto.recipe import (
 from catto.records import Split, content_hash
 from catto.report import VERSION
 from catto.tasks.loading import LocalFiles, find
-from catto.teacher.responses import Kind
+from catto.teacher.pairing import Kind
 
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
 WHOLE, PIECES, PIECE = 2**28, 64, 2**20

@@ -38,7 +38,7 @@ from catto.recipe import (
     TeacherSettings,
 )
 from catto.records import Split, content_hash
-from catto.teacher.responses import Kind
+from catto.teacher.pairing import Kind
 
 # Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
 VERSION = 3
