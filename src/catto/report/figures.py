@@ -303,7 +303,8 @@ def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
     weights = [np.full(len(part), 1 / len(answers)) for part in parts]
     style: dict[str, Any] = {"stacked": True, "histtype": "stepfilled", "color": [BLUE, RED]}
     axes.hist(parts, np.linspace(0, 1, bins + 1).tolist(), weights=weights, label=["right", "wrong"], **style)
-    axes.yaxis.set_major_formatter(percent)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(percent)
 
 
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], threshold: Threshold | None = None) -> None:
@@ -374,8 +375,8 @@ KINDS = {
     "scatter": Kind(draw_scatter, ACCURACY, ECE, 3.6, share=False, columns=3),
     "seeds": Kind(draw_seeds, ECE),
     "world": Kind(draw_world, ECE),
-    "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.2),
-    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 1.9),
+    "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.6),
+    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3),
     "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 4.2),
     "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
     "learning-rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
