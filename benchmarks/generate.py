@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from catto.engines import Request
-from catto.engines.transformers import TransformersEngine, prompt_ids
+from catto.engines.transformers import TransformersEngine
+from catto.prompts import prompt_ids
 from catto.records import Message
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 128, 32, 49152

@@ -12,7 +12,7 @@ import torch
 
 from catto.engines import Context, Generation, Request
 from catto.engines.decoding import uniform
-from catto.engines.transformers import prompt_ids
+from catto.prompts import prompt_ids
 from catto.records import Message
 from tiny import tiny_tokenizer
 

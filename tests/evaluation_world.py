@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from catto.engines.transformers import TransformersEngine, prompt_ids
+from catto.engines.transformers import TransformersEngine
 from catto.predict.predictor import evaluate
-from catto.prompts import completion, messages
+from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model, tiny_tokenizer
 

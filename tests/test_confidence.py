@@ -258,7 +258,7 @@ def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
     predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
     evaluate(engine(), questions(3), out=predictions, **GREEDY)
     text = generate(engine(), questions(3), out=generations, **GREEDY)
-    monkeypatch.setattr("catto.predict.predictions.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.predict.predictor.VERSION", VERSION + 1)
     with pytest.raises(DataError, match="belongs to other settings"):
         evaluate(engine(), questions(3), out=predictions, **GREEDY)
     assert generate(engine(), questions(3), out=generations, **GREEDY) == text
@@ -288,7 +288,7 @@ def test_bad_arguments_are_refused() -> None:
         evaluate(engine(), questions(2), k=4)
     with pytest.raises(ValueError, match="k is 0"):
         evaluate(engine(), questions(2), k=0)
-    with pytest.raises(ValueError, match="'q0' stands more than once"):
+    with pytest.raises(ValueError, match="'q0' is there more than once"):
         evaluate(engine(), [*questions(1), *questions(1)])
     with pytest.raises(ValueError, match="no questions"):
         evaluate(engine(), [])

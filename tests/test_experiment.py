@@ -262,7 +262,7 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     train = "sft witnesses seed 0 lr 0.001"
 
     def parser(version: int) -> None:
-        for module in ("catto.answers", "catto.teacher.responses", "catto.predict.predictions"):
+        for module in ("catto.answers", "catto.teacher.responses", "catto.predict.predictor"):
             monkeypatch.setattr(f"{module}.VERSION", version)
 
     assert set(again(recipe, root).values()) == {"done"}

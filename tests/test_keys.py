@@ -266,8 +266,7 @@ def test_the_fingerprint_sees_every_wording(monkeypatch: pytest.MonkeyPatch, tas
 
 
 # What prompts and endings are made by; the rest of the module reads responses.
-RENDERING = ("WORDING", "DEFAULT", "_NLI", "_THINK_FORM", "messages", "_system", "_one_of", "_user", "_options")
-RENDERING += ("completion", "prompt_text", "fold_system")
+RENDERING = ("WORDING", "DEFAULT", "_NLI", "messages", "completion", "prompt_text", "fold_system")
 
 
 def literals() -> list[str]:

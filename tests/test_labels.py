@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from catto.labels import _TAIL, _search, check_labels, decoded, label_place, locate, opening, token_at
+from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
 from catto.prompts import completion, parse
 from tokenizer_kinds import FUSED, WORDS, byte_level, kinds, wrapped
 
@@ -95,7 +95,7 @@ def test_searching_the_tail_first_finds_the_same_token(name: str) -> None:
     text = decoded(tokenizer, ids)
     assert len(ids) > 50
     for position in range(len(text)):
-        assert token_at(tokenizer, ids, text, position) == _search(tokenizer, ids, text, position)
+        assert token_at(tokenizer, ids, text, position) == token_at(tokenizer, ids, text, position, len(ids))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -105,10 +105,10 @@ def test_the_first_token_of_the_tail_keeps_its_space(name: str) -> None:
     whole = encode(tokenizer, "the cat sat on the mat and the dog did not\n" * 12 + "<answer>\nB\n</answer>")
     for end in range(len(whole) - 16, len(whole)):
         ids = whole[:end]
-        text, tail = decoded(tokenizer, ids), len(decoded(tokenizer, ids[:-_TAIL]))
+        text, tail = decoded(tokenizer, ids), len(decoded(tokenizer, ids[:-TAIL]))
         assert 0 < tail < len(text) - 4
         for position in range(tail, tail + 4):
-            assert token_at(tokenizer, ids, text, position) == _search(tokenizer, ids, text, position)
+            assert token_at(tokenizer, ids, text, position) == token_at(tokenizer, ids, text, position, len(ids))
 
 
 def test_fused_tokens_keep_their_lead() -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from catto.engines import Generation
-from catto.engines.transformers import TransformersEngine, prompt_ids
+from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
 from catto.labels import check_labels, decoded, label_place, locate, opening
 from catto.measure import GradedAnswers, read_graded
 from catto.predict.label_reader import closed_ids
 from catto.predict.predictor import evaluate, is_correct
-from catto.prompts import completion, messages
+from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model
 from tokenizer_kinds import byte_level, kinds, metaspace
@@ -213,7 +213,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted_not_raised() -> N
     needed = len(prompt_ids(tokenizer, messages(question(("A", "B"), "0"))))
     small = tiny_model(0, vocab_size=600, max_position_embeddings=needed + 1)
     engine = Scripted(tokenizer, [ids])
-    engine.network, engine._positions = small, needed + 1
+    engine.network, engine.positions = small, needed + 1
     (one,) = evaluate(engine, [question(("A", "B"), "0")])
     assert (one.label, one.source, one.confidence, one.label_logprobs) == (None, "fallback", 0.0, None)
 

@@ -15,10 +15,10 @@ import torch
 
 from catto.engines import Request
 from catto.engines.decoding import evaluating, last_logits
-from catto.engines.server import Abilities, ServerEngine, ServerError, probe
-from catto.engines.transformers import prompt_ids
+from catto.engines.server import Abilities, ServerEngine, ServerError
 from catto.predict.label_reader import label_logprobs
 from catto.predict.predictor import evaluate
+from catto.prompts import prompt_ids
 from catto.records import Message, Prediction
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
@@ -125,7 +125,7 @@ def test_a_label_outside_the_best_candidates_leaves_the_logprobs_null() -> None:
 
 
 def test_without_continuation_there_is_no_fallback_answer() -> None:
-    told = pytest.warns(UserWarning, match="a begun message is not gone on with")
+    told = pytest.warns(UserWarning, match="cannot continue a partial message")
     with serving(lambda seen: served(seen, continues=False)) as remote, told:
         there = evaluate(remote, questions(4), max_tokens=CUT)
     assert {(one.source, one.label, one.confidence) for one in there} == {("fallback", None, 0.0)}
@@ -169,18 +169,18 @@ def test_a_server_without_logprobs_is_told_at_the_start() -> None:
 
 def test_the_probe_tells_what_a_server_can_do() -> None:
     with serving() as remote:
-        assert probe(remote) == Abilities(True, 20, True)
-        assert probe(remote).missing() == []
+        assert remote.probe() == Abilities(True, 20, True)
+        assert remote.probe().missing() == []
     with serving(lambda seen: served(seen, continues=False)) as remote:
-        assert probe(remote) == Abilities(True, 20, False)
+        assert remote.probe() == Abilities(True, 20, False)
     with serving(lambda seen: served(seen, logprobs=False)) as remote:
-        assert probe(remote) == Abilities(False, 0, True)
+        assert remote.probe() == Abilities(False, 0, True)
 
     def refuses(seen: Seen) -> Reply:
         return error(400, "unknown field") if "continue_final_message" in seen.body else served(seen)
 
     with serving(refuses) as remote:
-        assert probe(remote) == Abilities(True, 20, False)
+        assert remote.probe() == Abilities(True, 20, False)
 
 
 def test_the_probe_asks_for_single_tokens() -> None:
@@ -191,7 +191,7 @@ def test_the_probe_asks_for_single_tokens() -> None:
         return served(seen)
 
     with serving(respond) as remote:
-        probe(remote)
+        remote.probe()
     assert {body["max_tokens"] for body in bodies} == {1}
     assert json.dumps(bodies).count("continue_final_message") == 2
 

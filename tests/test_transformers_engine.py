@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from catto.engines import Request
-from catto.engines.transformers import TransformersEngine, pack, prompt_ids
+from catto.engines.transformers import TransformersEngine, pack
 from catto.problems import DataError
+from catto.prompts import prompt_ids
 from engine_cases import (
     BATCH_SIZES,
     TOKENIZER,

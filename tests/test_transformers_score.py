@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from catto.engines import TAU_GRID, Context
-from catto.engines.transformers import TransformersEngine, prompt_ids
+from catto.engines.transformers import TransformersEngine
+from catto.prompts import prompt_ids
 from engine_cases import (
     BATCH_SIZES,
     TOKENIZER,

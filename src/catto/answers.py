@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 # The version of the reading: raise it with every change after which some text is read differently.
@@ -37,7 +38,8 @@ _MARKER = re.compile(r"(?:[*•>]|#{1,6}|-(?! \d)|->|=>|→) |[✅✓✔☑👉�
 _TOKEN = r"<\|[^<>|]{1,40}\|>|<(?:eos|bos|pad|turn|endoftext|end_of_turn|start_of_turn)>|\[/?inst\]"
 _FIRST_TOKEN = re.compile(rf"{_TOKEN}|<s>(?!.*</s>)")
 _LAST_TOKEN = re.compile(rf"(?:{_TOKEN}|<br ?/?>|</([a-z]\w{{0,20}})>)$")
-_TORN = tuple("</answer"[:length] for length in range(2, 9))  # of the closing tag, where generation stopped in it
+# The beginnings of the closing tag, where generation stopped inside it.
+TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
 
 _IS = r" (?:is|would be|should be|must be|will be|has to be)"
 _IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed))?"
@@ -88,18 +90,10 @@ class Reading(NamedTuple):
     states: bool
 
 
-class _Labels(NamedTuple):
-    """Labels and option texts as they are compared: folded label -> labels, label -> bare option text."""
-
-    folded: dict[str, tuple[str, ...]]
-    texts: dict[str, str]
-    room: int
-
-
 def find_label(
     text: str, zone: Span, labels: Sequence[str], option_texts: Sequence[str] | None = None
 ) -> Reading | None:
-    """Read the label that text[zone] gives as a whole, or every line of it alike; None: no answer.
+    """Read the label that text[zone] gives as a whole, or that every line of it gives; None: no answer.
 
     `option_texts` in the order of `labels`. Time is linear in the zone's length.
 
@@ -112,8 +106,8 @@ def find_label(
         start = zone[0] + answer.index(alone)
         return Reading(alone, (start, start + len(alone)), False)
     known = _known(tuple(labels), tuple(option_texts or ()))
-    if found := _read(answer, zone[0], known):
-        return found
+    if reading := _read(answer, zone[0], known):
+        return reading
     lines: dict[str, Reading | None] = {}
     start = zone[0]
     for line in answer.split("\n"):
@@ -121,9 +115,7 @@ def find_label(
             lines[line] = _read(line, start, known)
         start += len(line) + 1
     readings = list(lines.values())
-    if len({reading and reading.label for reading in readings}) != 1:
-        return None
-    return readings[0]
+    return readings[0] if len({reading and reading.label for reading in readings}) == 1 else None
 
 
 def find_stated(
@@ -131,11 +123,13 @@ def find_stated(
 ) -> Reading | None:
     """Read prose: the whole zone by `find_label`, else its last line, where that line states the answer.
 
-    A last line that is only a label may be the end of a list, so it needs a lead such as "The answer is"; one that
-    begins in lower case may go on with the sentence of the line before.
+    A last line that is only a label may be the end of a list, so it needs a lead such as "The answer is". A last line
+    that begins in lower case may continue the sentence of the line before.
+
+    >>> find_stated("Dogs bark.\\nThe answer is B.", (0, 27), ("A", "B")).label
+    'B'
     """
-    whole = find_label(text, zone, labels, option_texts)
-    if whole is not None:
+    if whole := find_label(text, zone, labels, option_texts):
         return whole
     end = zone[0] + len(text[zone[0] : zone[1]].rstrip())
     start = max(text.rfind("\n", zone[0], end) + 1, zone[0])
@@ -145,173 +139,144 @@ def find_stated(
     return last if last is not None and last.states else None
 
 
+class _Labels(NamedTuple):
+    """Labels and option texts as they are compared: folded label -> labels, label -> bare option text."""
+
+    folded: dict[str, tuple[str, ...]]
+    texts: dict[str, str]
+    room: int
+
+
 @lru_cache(maxsize=4096)
 def _known(labels: tuple[str, ...], option_texts: tuple[str, ...]) -> _Labels:
     folded: dict[str, tuple[str, ...]] = {}
     for label in labels:
-        key = _Plain.of(label, 0).text
+        key = _normalised(label)[0]
         folded[key] = (*folded.get(key, ()), label)
-    texts = {label: _bare(text) for label, text in zip(labels, option_texts, strict=bool(option_texts))}
+    texts = {}
+    for label, text in zip(labels, option_texts, strict=bool(option_texts)):
+        plain = _normalised(text)[0]
+        texts[label] = plain[slice(*_peeled(plain, 0, len(plain)))]
     return _Labels(folded, texts, _ROOM + 2 * max(map(len, option_texts), default=0))
 
 
-def _bare(text: str) -> str:
-    plain = _Plain.of(text, 0)
-    return plain.text[slice(*_peeled(plain.text, 0, len(plain.text)))]
-
-
-class _Plain(NamedTuple):
-    """A normalised text, and where each of its characters begins and ends in the original."""
-
-    text: str
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-    @classmethod
-    def of(cls, text: str, offset: int) -> _Plain:
-        """Normalise: NFKC, fold case, drop invisible characters, make white space single spaces."""
-        if text.isascii() and text.isprintable() and "  " not in text:
-            return cls(text.lower(), range(offset, offset + len(text)), range(offset + 1, offset + len(text) + 1))
-        found: list[tuple[str, int, int]] = []
-        for begin, end in _clusters(text):
-            for char in unicodedata.normalize("NFKC", text[begin:end]).casefold():
-                if char.isspace():
-                    if found and found[-1][0] == " ":
-                        continue
-                    char = " "
-                if char == " " or not _invisible(char):
-                    found.append((char, offset + begin, offset + end))
-        return cls("".join(char for char, _, _ in found), [s for _, s, _ in found], [e for _, _, e in found])
-
-
-def _clusters(text: str) -> list[Span]:
-    """Each character with the combining marks after it, which NFKC may join to it."""
+def _normalised(text: str) -> tuple[str, Sequence[int], Sequence[int]]:
+    """NFKC, case folded, without invisible characters, white space single; where each character begins and ends."""
+    if text.isascii() and text.isprintable() and "  " not in text:
+        return text.lower(), range(len(text)), range(1, len(text) + 1)
+    # NFKC may join a character with the combining marks after it.
     begins = [place for place, char in enumerate(text) if place == 0 or not unicodedata.combining(char)]
-    return list(zip(begins, [*begins[1:], len(text)], strict=True))
-
-
-def _invisible(char: str) -> bool:
-    """Format and control characters, and variation selectors."""
-    return unicodedata.category(char) in ("Cf", "Cc") or "\ufe00" <= char <= "\ufe0f"
+    characters: list[tuple[str, int, int]] = []
+    for begin, end in pairwise([*begins, len(text)]):
+        for char in unicodedata.normalize("NFKC", text[begin:end]).casefold():
+            if char.isspace():
+                if not characters or characters[-1][0] != " ":
+                    characters.append((" ", begin, end))
+            elif unicodedata.category(char) not in ("Cf", "Cc") and not "\ufe00" <= char <= "\ufe0f":
+                characters.append((char, begin, end))
+    return "".join(char for char, _, _ in characters), [s for _, s, _ in characters], [e for _, _, e in characters]
 
 
 def _read(answer: str, offset: int, known: _Labels) -> Reading | None:
     """Match one answer, or one line of it, against the forms."""
-    if len(answer) > known.room:
-        return None
-    plain = _Plain.of(answer, offset)
-    return _Form(plain, answer, offset, known).read() if plain.text.strip() else None
+    reading = _Form(answer, known).read() if len(answer) <= known.room else None
+    return reading and reading._replace(span=(offset + reading.span[0], offset + reading.span[1]))
 
 
 class _Form:
-    """One text on its way from the outside in: text[i:j] is what has not been taken off."""
+    """An answer that is read from the outside in: text[i:j] is what has not been taken off."""
 
-    def __init__(self, plain: _Plain, answer: str, offset: int, known: _Labels) -> None:
-        self.plain, self.text, self.known = plain, plain.text, known
-        self.answer, self.offset = answer, offset
-        self.states = False
+    def __init__(self, answer: str, known: _Labels) -> None:
+        self.answer, self.known, self.states = answer, known, False
+        self.text, self.starts, self.ends = _normalised(answer)
 
     def read(self) -> Reading | None:
-        """The label, if the whole text is a form of it."""
-        i, j = 0, len(self.text)
-        led, article = 0, ""
+        """Return the label if the whole text is a form of it."""
+        i, j, leads, may_be_word = 0, len(self.text), 0, False
         for _ in range(_LAYERS):
             i, j = _trimmed(self.text, i, j)
-            if found := self._label(i, j):
-                return None if self._is_article(found, article) else found
+            if reading := self.label(i, j):
+                # A lower-case letter right after such a lead may be an English word: "It is a".
+                written = self.answer[slice(*reading.span)]
+                return None if may_be_word and written in ("a", "i") and written != reading.label else reading
             inner = _layer(self.text, i, j)
-            if inner is None and led < 2 and (lead := _LEAD.match(self.text, i, j)) and lead.end() > i:
-                if self._names_label(lead[0]):
+            if inner is not None:
+                may_be_word = False
+            elif leads < 2 and (lead := _LEAD.match(self.text, i, j)) and lead.end() > i:
+                if self.names_label(lead[0]):
                     return None
-                led += 1
+                leads += 1
                 self.states |= lead["states"] is not None or lead["chinese"] is not None
-                article = "" if self.states or lead["mark"] or lead["after"] else lead[0]
+                marked = lead["mark"] or lead["after"] or _NAMES_OPTION.search(lead[0])
+                may_be_word = not (self.states or marked)
                 inner = lead.end(), j
-            elif inner is not None:
-                article = ""
-            if inner is None:
+            else:
                 break
             i, j = inner
-        return self._with_more(i, j, led > 0)
+        return self.read_with_more(i, j, leads > 0)
 
-    def _is_article(self, found: Reading, lead: str) -> bool:
-        """Whether a lower-case letter right after such a lead may be an English word: "It is a"."""
-        written = self.answer[found.span[0] - self.offset : found.span[1] - self.offset]
-        return written in ("a", "i") and written != found.label and bool(lead) and not _NAMES_OPTION.search(lead)
-
-    def _label(self, i: int, j: int) -> Reading | None:
+    def label(self, i: int, j: int) -> Reading | None:
         """The label that text[i:j] is; labels that fold alike are told apart by the original's characters."""
         labels = self.known.folded.get(self.text[i:j], ()) if i < j else ()
         if not labels:
             return None
-        span = self.plain.starts[i], self.plain.ends[j - 1]
-        written = self.answer[span[0] - self.offset : span[1] - self.offset]
+        span = self.starts[i], self.ends[j - 1]
         if len(labels) > 1:
-            labels = tuple(label for label in labels if written == label)
+            labels = tuple(label for label in labels if self.answer[slice(*span)] == label)
         return Reading(labels[0], span, self.states) if labels else None
 
-    def _names_label(self, words: str) -> bool:
-        """Whether a label stands among words that are no label here; the pronoun in "I choose" does not count."""
+    def names_label(self, words: str) -> bool:
+        """Whether a label is among words that are no label here; the pronoun in "I choose" does not count."""
         return any(word in self.known.folded and word != "i" for word in re.findall(r"[\w'\u2019]+", words))
 
-    def _with_more(self, i: int, j: int, led: bool) -> Reading | None:
-        """A label with its option's text before or after it, with "is correct", or with an article before it."""
-        if led and (article := _ARTICLE.match(self.text, i, j)) and not self._names_label(article[0]):
-            found = self._label(article.end(), j)
-            if found is not None and len(found.label) > 1:
-                return found
-        if (correct := _CORRECT.search(self.text, i, j)) and not self._names_label(correct[0]):
-            j, self.states = correct.start(), True
-            i, j = _peeled(self.text, i, j)
-            if found := self._label(i, j):
-                return found
-        return self._label_first(i, j) or self._label_last(i, j)
-
-    def _label_first(self, i: int, j: int) -> Reading | None:
-        """ "(B) the dog", "**B**: the dog", "B - the dog", and "B)" alone."""
-        head = _first_pair(self.text, i, j)
-        if head is not None:
-            inner, end = head
-            inner = _peeled(self.text, *inner)
-            found = self._label(*inner) or self._label(inner[0], inner[1] - (self.text[inner[1] - 1 : inner[1]] == ")"))
-        else:
-            lengths = sorted((len(label) for label in self.known.folded), reverse=True)
-            ends = [i + n for n in dict.fromkeys(lengths) if i + n < j and not _within_word(self.text, i + n)]
-            found, end = next(((hit, end) for end in ends if (hit := self._label(i, end))), (None, i))
-        if found is None:
-            return None
-        if self.text[end:j] == ")" and head is None:
-            return found
-        between = _BETWEEN.match(self.text, end, j)
-        if between is None or between.end() == end:
-            return None
-        return found if self._is_own_text(found.label, between.end(), j) else None
-
-    def _label_last(self, i: int, j: int) -> Reading | None:
-        """ "the dog (B)": the option's text, then its label in brackets."""
-        start = max(self.text.rfind(mark, i, j) for mark in "([")
-        if start <= i or self.text[j - 1 : j] not in ")]":
-            return None
-        found = self._label(start + 1, j - 1)
-        return found if found is not None and self._is_own_text(found.label, i, start) else None
-
-    def _is_own_text(self, label: str, i: int, j: int) -> bool:
-        """Whether text[i:j] is the label's option text; an article too many does not matter, another's text does."""
-        own = self.known.texts.get(label)
-        said = self.text[slice(*_peeled(self.text, i, j))]
-        if not own or not said:
-            return False
-        if said == own:
-            return True
+    def is_own_text(self, label: str, i: int, j: int) -> bool:
+        """Whether text[i:j] is the label's option text. Articles do not matter; another option's text does."""
+        own, said = self.known.texts.get(label), self.text[slice(*_peeled(self.text, i, j))]
+        if not own or not said or said == own:
+            return bool(own and said)
         return said not in self.known.texts.values() and _ARTICLE.sub("", said, 1) == _ARTICLE.sub("", own, 1)
+
+    def read_with_more(self, i: int, j: int, led: bool) -> Reading | None:
+        """A label with an article, with "is correct", or with its option's text before or after it."""
+        text = self.text
+        if led and (article := _ARTICLE.match(text, i, j)) and not self.names_label(article[0]):
+            reading = self.label(article.end(), j)
+            if reading is not None and len(reading.label) > 1:
+                return reading
+        if (correct := _CORRECT.search(text, i, j)) and not self.names_label(correct[0]):
+            self.states = True
+            i, j = _peeled(text, i, correct.start())
+            if reading := self.label(i, j):
+                return reading
+        # "(B) the dog", "**B**: the dog", "B - the dog", and "B)" alone
+        if pair := _first_pair(text, i, j):
+            (inner_start, inner_end), end = pair[0], pair[1]
+            inner_start, inner_end = _peeled(text, inner_start, inner_end)
+            bracket = text[inner_end - 1 : inner_end] == ")"
+            reading = self.label(inner_start, inner_end) or self.label(inner_start, inner_end - bracket)
+        else:
+            # A word does not end before a letter, a digit or "_"; scripts without spaces have no such words.
+            lengths = sorted({len(label) for label in self.known.folded}, reverse=True)
+            ends = [i + n for n in lengths if i + n < j and not (text[i + n].isalnum() or text[i + n] == "_")]
+            reading, end = next(((hit, end) for end in ends if (hit := self.label(i, end))), (None, i))
+        if reading is not None:
+            if pair is None and text[end:j] == ")":
+                return reading
+            between = _BETWEEN.match(text, end, j)
+            if between is not None and between.end() > end and self.is_own_text(reading.label, between.end(), j):
+                return reading
+        # "the dog (B)"
+        start = max(text.rfind("(", i, j), text.rfind("[", i, j))
+        if start <= i or text[j - 1] not in ")]":
+            return None
+        reading = self.label(start + 1, j - 1)
+        return reading if reading is not None and self.is_own_text(reading.label, i, start) else None
 
 
 def _trimmed(text: str, i: int, j: int) -> Span:
-    while i < j and text[i] == " ":
-        i += 1
-    while i < j and text[j - 1] == " ":
-        j -= 1
-    return i, j
+    """text[i:j] without the spaces around it; a normalised text has at most one on either side."""
+    i += text.startswith(" ", i, j)
+    return i, j - text.endswith(" ", i, j)
 
 
 def _peeled(text: str, i: int, j: int) -> Span:
@@ -331,9 +296,8 @@ def _layer(text: str, i: int, j: int) -> Span | None:
         return None
     if text[j - 1] in _END_MARKS and text[j - 2 : j - 1] != "?" and not text.endswith("...", i, j):
         return i, j - 1
-    head = _first_pair(text, i, j)
-    if head is not None and head[1] == j:
-        return head[0]
+    if (pair := _first_pair(text, i, j)) and pair[1] == j:
+        return pair[0]
     if marker := _MARKER.match(text, i, j) or _FIRST_TOKEN.match(text, i, j):
         return marker.end(), j
     start = text.rfind("<" if text[j - 1] != "]" else "[", i, j)
@@ -342,7 +306,7 @@ def _layer(text: str, i: int, j: int) -> Span | None:
     last = _LAST_TOKEN.match(text, start, j)
     if last is not None and (last[1] is None or f"<{last[1]}>" not in text[i:j]):
         return i, last.start()
-    return (i, start) if text[start:j] in _TORN else None
+    return (i, start) if text[start:j] in TORN_CLOSING else None
 
 
 def _first_pair(text: str, i: int, j: int) -> tuple[Span, int] | None:
@@ -355,32 +319,17 @@ def _first_pair(text: str, i: int, j: int) -> tuple[Span, int] | None:
         close = text.find(f"</{element[1]}>", element.end(), j)
         return None if close < 0 else ((element.end(), close), close + len(element[1]) + 3)
     for opening, closing in _PAIRS:
-        if text.startswith(opening, i, j):
-            inside = i + len(opening)
-            close = _closing(text, inside, j, opening, closing)
-            if close < 0:
-                continue
-            fence = _FENCED.match(text, inside, close) if opening == "```" else None
-            return (fence.end() if fence else inside, close), close + len(closing)
+        if not text.startswith(opening, i, j):
+            continue
+        inside, depth = i + len(opening), 1
+        for mark in _marks(opening, closing).finditer(text, inside, j):
+            depth += 1 if mark[0] != closing else -1  # brackets nest, quotes do not
+            if depth == 0:
+                fence = _FENCED.match(text, inside, mark.start()) if opening == "```" else None
+                return (fence.end() if fence else inside, mark.start()), mark.end()
     return None
 
 
-def _closing(text: str, i: int, j: int, opening: str, closing: str) -> int:
-    """Where the pair that was opened before i closes; brackets nest."""
-    if opening == closing:
-        return text.find(closing, i, j)
-    depth = 1
-    while i < j:
-        if text.startswith(closing, i):
-            depth -= 1
-            if depth == 0:
-                return i
-        elif text.startswith(opening, i):
-            depth += 1
-        i += 1
-    return -1
-
-
-def _within_word(text: str, place: int) -> bool:
-    """Whether a word goes on at this place; scripts without spaces have no such words."""
-    return text[place].isalnum() or text[place] == "_"
+@lru_cache
+def _marks(opening: str, closing: str) -> re.Pattern[str]:
+    return re.compile(f"{re.escape(opening)}|{re.escape(closing)}")

@@ -1,6 +1,6 @@
-"""Question -> chat messages; generated text -> reasoning and label. One wording and one ending for every stage.
+"""Question -> chat messages -> token ids; generated text -> reasoning and label. Every stage uses one wording and form.
 
-The ending of every response that is trained on or asked for, each tag on its own line:
+A response that is trained on or asked for has this form, each tag on its own line:
 
     <think>
     reasoning
@@ -13,15 +13,16 @@ The ending of every response that is trained on or asked for, each tag on its ow
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
 
-from catto.answers import Reading, Span, find_label, find_stated
+from catto.answers import TORN_CLOSING, Span, find_label, find_stated
 from catto.records import Message, Option, Question, content_hash
 
 
 class Wording(NamedTuple):
-    """How a task is put: who answers, and what is asked of `{n}` choices. `brief` leaves the format unexplained."""
+    """A task's wording: who answers, and what to do with `{n}` choices. `brief` leaves the format unexplained."""
 
     role: str
     task: str
@@ -56,54 +57,70 @@ WORDING: dict[str, Wording] = {
     "witnesses": Wording("", "Which of {n}?", brief=True),
 }
 
-_THINK_FORM = "<think>\nyour reasoning\n</think>\n"
-
 
 def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ...]:
-    """Put a question as a system and a user message; without `reasoning` only the answer block is asked for."""
-    system = _system(question, reasoning)
-    return Message(role="system", content=system), Message(role="user", content=_user(question))
+    """Render a question as a system and a user message; without `reasoning` it asks for the answer block alone.
 
-
-def _system(question: Question, reasoning: bool) -> str:
-    wording = WORDING.get(question.task, DEFAULT)
-    task = wording.task.format(n=len(question.options))
+    >>> options = (Option(label="yes", text="yes"), Option(label="no", text="no"))
+    >>> fields = {"question": "Do cats purr?"}
+    >>> question = Question(id="1", task="mine", split="test", fields=fields, options=options, gold="yes")
+    >>> print(messages(question)[1].content)
+    Do cats purr?
+    <BLANKLINE>
+    Labels: yes, no
+    """
+    wording, labels = WORDING.get(question.task, DEFAULT), question.labels
+    task = wording.task.format(n=len(labels))
     if wording.brief:
-        return f"{task} Think, then answer." if reasoning else f"{task} Answer."
-    weigh = "Weigh each choice in turn before you decide." if reasoning else "Give the answer alone, without reasoning."
-    form = f"{_THINK_FORM if reasoning else ''}<answer>\n{_one_of(question.labels)}\n</answer>"
-    return f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
-
-
-def _one_of(labels: Sequence[str]) -> str:
-    return f"{', '.join(labels[:-1])} or {labels[-1]}"
-
-
-def _user(question: Question) -> str:
-    """The question's parts, then its options; options that are their own label (NLI's words) stand on one line."""
+        system = f"{task} Think, then answer." if reasoning else f"{task} Answer."
+    else:
+        form = completion("your reasoning" if reasoning else None, f"{', '.join(labels[:-1])} or {labels[-1]}")
+        weigh = "Weigh each choice in turn before you decide."
+        weigh = weigh if reasoning else "Give the answer alone, without reasoning."
+        system = f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
     if list(question.fields) == ["question"]:
         parts = [question.fields["question"]]
     else:
         parts = [f"{name.replace('_', ' ').capitalize()}: {text}" for name, text in question.fields.items()]
-    return "\n".join(parts) + "\n\n" + _options(question)
+    if all(option.text in ("", option.label) for option in question.options):  # NLI's words are their own labels
+        options = f"Labels: {', '.join(labels)}"
+    else:
+        lines = [f"{option.label}) {option.text}" for option in question.options]
+        options = ("\n\n" if any("\n" in line for line in lines) else "\n").join(lines)
+    user = "\n".join(parts) + "\n\n" + options
+    return Message(role="system", content=system), Message(role="user", content=user)
 
 
-def _options(question: Question) -> str:
-    if all(option.text in ("", option.label) for option in question.options):
-        return f"Labels: {', '.join(question.labels)}"
-    lines = [f"{option.label}) {option.text}" for option in question.options]
-    return ("\n\n" if any("\n" in line for line in lines) else "\n").join(lines)
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
-TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
+class Tag(NamedTuple):
+    """A tag in a text; `name` is `think`, `/think`, `answer` or `/answer`."""
+
+    name: str
+    start: int
+    end: int
+
+
+def find_tags(text: str) -> list[Tag]:
+    """Find all tags of a text, in order. Case and white space inside a tag do not matter.
+
+    >>> find_tags("<think>so</ Think>")
+    [Tag(name='think', start=0, end=7), Tag(name='/think', start=9, end=18)]
+    """
+    return [Tag((match[1] + match[2]).lower(), *match.span()) for match in _TAG.finditer(text)]
 
 
 def completion(reasoning: str | None, label: str | None) -> str:
-    """Render the one ending. Reasoning None: answer-first, no think block; label None: open after `<answer>\\n`.
+    r"""Render a response. Reasoning None: no think block; label None: the text ends after `<answer>\n`.
 
-    Tags inside the reasoning are taken out, so a rendered text has each tag once.
+    Tags inside the reasoning are removed, so a rendered text has each tag once.
+
+    >>> completion("so", "B")
+    '<think>\nso\n</think>\n<answer>\nB\n</answer>'
     """
-    think = "" if reasoning is None else f"<think>\n{TAG.sub('', reasoning).strip()}\n</think>\n"
+    think = "" if reasoning is None else f"<think>\n{_TAG.sub('', reasoning).strip()}\n</think>\n"
     return think + ("<answer>\n" if label is None else f"<answer>\n{label}\n</answer>")
 
 
@@ -111,10 +128,10 @@ Source = Literal["free", "plain"]
 
 
 class Parsed(NamedTuple):
-    """What a response says. `span`: where the label's characters stand in the text; None where there is no answer.
+    """What a response says. `span`: the label's characters in the text; None where there is no answer.
 
     `source`: `free` after `<answer>`, `plain` in a response without that tag. `opened`: where the answer's text begins,
-    tag and all.
+    its tag included.
     """
 
     reasoning: str | None
@@ -127,51 +144,49 @@ class Parsed(NamedTuple):
 def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None, *, cut: bool = False) -> Parsed:
     """Read reasoning and label of a response. `option_texts` in the order of `labels`.
 
-    The answer is what follows the last `<answer>`, up to `</answer>` or the end; `catto.answers` has its forms. Without
-    any `<answer>`, what follows the reasoning is read: the whole of it, or a last line that states the answer. A think
-    block that was never closed holds no answer. `cut`: the response ran into its limit of tokens, so a line that it
-    had not ended is not read. The reasoning is what stands between the think tags; either tag may be missing, and where
-    the block is empty the text between it and the answer is taken.
+    The answer is what follows the last `<answer>`, up to `</answer>` or the end; `catto.answers` lists its forms.
+    Without any `<answer>`, the text after the reasoning is read: the whole of it, or a last line that states the
+    answer. A think block that was never closed holds no answer. `cut`: the response ran into its token limit, so an
+    unfinished last line is not read. The reasoning is the text between the think tags; either tag may be missing, and
+    where the block is empty the text between it and the answer is used.
 
     >>> parse("<think>so</think><answer>(B)</answer>", ("A", "B")).label
     'B'
     """
-    tags = list(TAG.finditer(text))
-    opening = next((tag for tag in reversed(tags) if tag_name(tag) == "answer"), None)
-    if opening is None:
-        return _parse_plain(text, tags, labels, option_texts, cut)
-    closings = (tag.start() for tag in tags if tag.start() >= opening.end() and tag_name(tag) == "/answer")
-    end = next(closings, None)
-    reasoning = _reasoning(text[: opening.start()])
-    if end is None and cut and _is_torn(text[opening.end() :]):
-        return Parsed(reasoning)
-    found = find_label(text, (opening.end(), len(text) if end is None else end), labels, option_texts)
-    return _parsed(reasoning, found, "free", opening.start())
-
-
-def _parse_plain(
-    text: str, tags: Sequence[re.Match[str]], labels: Sequence[str], option_texts: Sequence[str] | None, cut: bool
-) -> Parsed:
-    thinks = [tag for tag in tags if tag[2].lower() == "think"]
-    if (thinks and tag_name(thinks[-1]) == "think") or (cut and _is_torn(text)):
+    tags = find_tags(text)
+    opening = next((tag for tag in reversed(tags) if tag.name == "answer"), None)
+    if opening is not None:
+        reasoning = _reasoning(text[: opening.start])
+        end = next((tag.start for tag in tags if tag.start >= opening.end and tag.name == "/answer"), None)
+        if end is None and cut and _is_torn(text[opening.end :]):
+            return Parsed(reasoning)
+        reading = find_label(text, (opening.end, len(text) if end is None else end), labels, option_texts)
+        return Parsed(reasoning, reading.label, reading.span, "free", opening.start) if reading else Parsed(reasoning)
+    thinks = [tag for tag in tags if tag.name.endswith("think")]
+    if (thinks and thinks[-1].name == "think") or (cut and _is_torn(text)):
         return Parsed(_reasoning(text))
-    start = thinks[-1].end() if thinks else 0
-    end = next((tag.start() for tag in tags if tag.start() >= start), len(text))  # `</answer>` that nothing opened
-    found = find_stated(text, (start, end), labels, option_texts)
-    if found is None:
+    start = thinks[-1].end if thinks else 0
+    end = next((tag.start for tag in tags if tag.start >= start), len(text))  # an unopened `</answer>`
+    reading = find_stated(text, (start, end), labels, option_texts)
+    if reading is None:
         return Parsed(_reasoning(text))
-    line = max(text.rfind("\n", start, found.span[0]), start)
-    return _parsed(_reasoning(text[:line]), found, "plain", line)
-
-
-def _parsed(reasoning: str | None, found: Reading | None, source: Source, opened: int) -> Parsed:
-    return Parsed(reasoning) if found is None else Parsed(reasoning, found.label, found.span, source, opened)
+    line = max(text.rfind("\n", start, reading.span[0]), start)
+    return Parsed(_reasoning(text[:line]), reading.label, reading.span, "plain", line)
 
 
 def _is_torn(text: str) -> bool:
     """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
     last = text.rpartition("\n")[2].strip()
-    return bool(last) and not any(last.endswith("</answer>"[:length]) for length in range(2, 9))
+    return bool(last) and not last.endswith(TORN_CLOSING)
+
+
+def _reasoning(head: str) -> str | None:
+    """The reasoning in the text before the answer."""
+    tags = find_tags(head)
+    start = next((tag.end for tag in tags if tag.name == "think"), 0)
+    end = next((tag for tag in reversed(tags) if tag.name == "/think" and tag.start >= start), None)
+    inside, after = (head[start:], "") if end is None else (head[start : end.start], head[end.end :])
+    return _TAG.sub("", inside).strip() or _TAG.sub("", after).strip() or None
 
 
 def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
@@ -179,23 +194,8 @@ def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
     return parse(text, question.labels, [option.text for option in question.options], cut=cut)
 
 
-def tag_name(tag: re.Match[str]) -> str:
-    """`think`, `/think`, `answer` or `/answer`."""
-    return (tag[1] + tag[2]).lower()
-
-
-def _reasoning(head: str) -> str | None:
-    """The reasoning in what stands before the answer."""
-    tags = list(TAG.finditer(head))
-    start = next((tag.end() for tag in tags if tag_name(tag) == "think"), 0)
-    end = next((tag for tag in reversed(tags) if tag_name(tag) == "/think" and tag.start() >= start), None)
-    inside = head[start : end.start()] if end is not None else head[start:]
-    after = head[end.end() :] if end is not None else ""
-    return TAG.sub("", inside).strip() or TAG.sub("", after).strip() or None
-
-
-class ChatTokenizer(Protocol):
-    """What is needed of a Transformers tokenizer."""
+class ChatTokenizer(Hashable, Protocol):
+    """The part of a Transformers tokenizer that renders prompts."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> object:
         """Render a conversation by the tokenizer's own template."""
@@ -209,22 +209,19 @@ _THINK_START = re.compile(r"<think>\s*(</think>\s*)?\Z")
 def prompt_text(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
     """Render the prompt up to the start of the assistant's turn. Encode it with add_special_tokens=False.
 
-    `enable_thinking` is left alone: on Qwen3 that gives the bare header of the turn. A think block that a template
-    opens there by itself is taken off: our responses write their own.
+    `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
+    there is removed, since responses write their own.
     """
-    turns = chat if system_supported(tokenizer) else fold_system(chat)
+    turns = chat if _has_system_role(tokenizer, _template_of(tokenizer)) else fold_system(chat)
     return _THINK_START.sub("", _rendered(turns, tokenizer))
 
 
-def system_supported(tokenizer: ChatTokenizer) -> bool:
-    """Whether the template has a system role: it neither refuses a system message nor drops its text."""
-    from jinja2 import TemplateError
-
-    probe = (Message(role="system", content="catto-system-probe"), Message(role="user", content="x"))
-    try:
-        return "catto-system-probe" in _rendered(probe, tokenizer)
-    except TemplateError:
-        return False
+def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
+    """Render a chat with the tokenizer's template, ready for the response, and tokenize it."""
+    ids = tuple(tokenizer(prompt_text(chat, tokenizer), add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ValueError("the chat template renders an empty prompt")
+    return ids
 
 
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
@@ -235,6 +232,22 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
     return (Message(role="user", content=f"{system.content}\n\n{user.content}"), *rest)
 
 
+def _template_of(tokenizer: ChatTokenizer) -> str:
+    return str(getattr(tokenizer, "chat_template", None))
+
+
+@lru_cache(maxsize=16)
+def _has_system_role(tokenizer: ChatTokenizer, template: str) -> bool:
+    """Whether the template neither refuses a system message nor drops its text; rendered once per template."""
+    from jinja2 import TemplateError
+
+    probe = (Message(role="system", content="catto-system-probe"), Message(role="user", content="x"))
+    try:
+        return "catto-system-probe" in _rendered(probe, tokenizer)
+    except TemplateError:
+        return False
+
+
 def _rendered(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
     turns = [message.model_dump() for message in chat]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
@@ -243,44 +256,29 @@ def _rendered(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
 def fingerprint() -> str:
     """Hash what this module renders for a fixed set of questions: another wording, form or tag gives another hash.
 
-    Every task of WORDING and one that is not there, with letters, lines and words as options, with and without
-    reasoning; the endings; and the prompt's text where a template has a system role and where it has none.
+    The set has every task of WORDING and one that is not there, with letters, lines and words as options, with and
+    without reasoning; the endings; and the prompt's text for templates with and without a system role.
     """
     rendered: list[object] = [completion(reasoning, label) for reasoning in ("r", None) for label in ("A", None)]
-    for question in _probes():
-        for reasoning in (True, False):
-            chat = messages(question, reasoning=reasoning)
-            rendered += [question.task, [message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
+    single, double = {"question": "q"}, {"premise": "p", "given_hypothesis": "h"}
+    forms = [(single, ("x", "y", "z", "w")), (double, ("x", "y\nz")), (single, ("", ""))]
+    for task in (*WORDING, "none of these"):
+        for fields, texts in forms:
+            options = tuple(Option(label=label, text=text) for label, text in zip("ABCD", texts, strict=False))
+            question = Question(id="probe", task=task, split="test", fields=fields, options=options, gold="A")
+            for reasoning in (True, False):
+                chat = messages(question, reasoning=reasoning)
+                rendered += [task, [message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
     rendered.append(prompt_text(chat, _Template(False)))
     return content_hash(rendered)
 
 
-def _probes() -> list[Question]:
-    """One question of every form that is rendered in its own way, of every task."""
-    one = {"question": "q"}
-    two = {"premise": "p", "given_hypothesis": "h"}
-    forms = [(one, ("x", "y", "z", "w")), (two, ("x", "y\nz")), (one, ("", ""))]
-    return [
-        Question(
-            id="probe",
-            task=task,
-            split="test",
-            fields=fields,
-            options=tuple(Option(label="ABCD"[n], text=text) for n, text in enumerate(texts)),
-            gold="A",
-        )
-        for task in (*WORDING, "none of these")
-        for fields, texts in forms
-    ]
+class _Template(NamedTuple):
+    """A chat template with or without a system role that opens a think block."""
 
-
-class _Template:
-    """A tokenizer's chat template, with or without a system role, that opens a think block of its own."""
-
-    def __init__(self, system: bool) -> None:
-        self.system = system
+    system: bool
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
-        """Join the turns; a system message is dropped where there is no such role."""
+        """Join the turns; a template without a system role drops the system message."""
         turns = [turn for turn in conversation if self.system or turn["role"] != "system"]
         return "".join(f"[{turn['role']}]{turn['content']}" for turn in turns) + "[assistant]<think>\n"

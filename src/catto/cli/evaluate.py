@@ -68,7 +68,7 @@ def evaluate(
     from catto.cli.display import Bar, bars
     from catto.engines.replies import ServerError
     from catto.predict import predictor
-    from catto.predict.predictions import check_settings
+    from catto.predict.predictor import check_settings
     from catto.tasks import load
 
     file = out / "predictions.jsonl"
@@ -102,7 +102,7 @@ def evaluate(
 
 def _check_engine(name: EngineName, model: str, base_url: str | None) -> None:
     """Refuse an engine that cannot be loaded before anything else is."""
-    from catto.engines.places import check_model
+    from catto.engines import check_model
     from catto.experiment.checks import check_server
 
     if (base_url is None) == (name == "server"):
@@ -141,7 +141,7 @@ def _show(path: Path) -> None:
     from catto.cli.measure import measure
     from catto.engines.replies import told
     from catto.files import read_manifest
-    from catto.predict.predictions import refusals_of
+    from catto.predict.predictor import refusals_of
 
     measure(path)
     counts, refused = read_manifest(path).counts, refusals_of(path)

@@ -61,7 +61,7 @@ def select(
     from catto.metrics.selection import candidates, within_questions
     from catto.metrics.selection import select as selected
     from catto.metrics.temperature import fit_tau as fitted
-    from catto.predict.predictions import refusals_of
+    from catto.predict.predictor import refusals_of
     from catto.records import Prediction
 
     if tau is not None and fit_tau is not None:

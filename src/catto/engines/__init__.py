@@ -1,41 +1,29 @@
 """Who generates text: one small protocol; Transformers, vLLM or an OpenAI-compatible server behind it.
 
-`generate` draws responses, one `Request` a response; `score` gives the log-probabilities of candidate tokens after a
-context. A request carries its own temperature and seed, so a response depends on (question, sample) alone and a run
-that was killed goes on with the same tokens.
+`generate` draws responses, one per `Request`; `score` gives the log-probabilities of candidate tokens after a context.
+A request carries its own temperature and seed, so a response depends on (question, sample) alone and a killed run
+resumes with the same tokens.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from catto.files import read_json
+from catto.problems import DataError
 from catto.records import Key as Key
 from catto.records import Message, Record, Refusal, Sampled
 
 # Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
-TAU_GRID: tuple[float, ...] = (
-    0.25,
-    0.35,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    1.0,
-    1.1,
-    1.25,
-    1.4,
-    1.6,
-    1.8,
-    2.0,
-    2.5,
-    3.0,
-    4.0,
-    5.0,
-)
+TAU_GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)
+
+
+Exchange = Literal["tokens", "text"]
 
 
 class Request(Sampled):
@@ -48,10 +36,11 @@ class Request(Sampled):
     seed: int = 0
     max_tokens: int = Field(default=512, gt=0)
     stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which is kept
+    keep_states: bool = False  # the next `score` is of this response: an engine may keep what makes it cheap
 
 
 class Generation(Sampled):
-    """One response as an engine gives it. What an engine cannot know stays None."""
+    """One response as an engine gives it. What an engine cannot know is None."""
 
     question: str
     sample: int
@@ -75,6 +64,7 @@ class Context(Record):
     messages: tuple[Message, ...]
     prefix: tuple[int, ...]  # token ids of the response up to the scored position
     candidates: tuple[int, ...]
+    response: Key | None = None  # the response that this is a context of, where the engine generated it just before
 
 
 class Scores(Record):
@@ -86,18 +76,66 @@ class Scores(Record):
 
 
 class Engine(Protocol):
-    """Generates responses and scores candidate tokens."""
+    """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
+
+    An engine that exchanges `tokens` has a tokenizer, its generations carry token ids, and `score` takes them. One that
+    exchanges `text` has neither: its labels are read from `Generation.tops`, and `score` raises NotImplementedError.
+    """
 
     name: str  # stored with every prediction: engine, dtype, versions
     model: str
+    exchanges: Exchange = "tokens"
+    batch_size: int = 16  # how many responses it generates at once
+    tokenizer: Any = None
+    positions: int | None = None  # most tokens of prompt and response together, where there is a limit
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield one generation for every request whose key is not in `done`, in any order, as they arrive.
 
-        A server may refuse single requests: then a refusal stands in the generation's place.
+        A server may refuse single requests: it yields a refusal in place of the generation.
         """
         ...
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order."""
         ...
+
+
+def stop_end(text: str, stops: Collection[str]) -> int | None:
+    """Find where the first stop text ends in `text`; None where it has none, so that text[:end] is the whole.
+
+    >>> stop_end("one</b> two</a>", ("</a>", "</b>"))
+    7
+    """
+    return min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
+
+
+_CONFIGS = ("config.json", "adapter_config.json")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+def is_hub_id(place: str) -> bool:
+    """Whether this can be a name on the hub: `owner/name`, or one of the few names without an owner.
+
+    >>> is_hub_id("Qwen/Qwen3-4B"), is_hub_id("../model")
+    (True, False)
+    """
+    return _HUB_ID.fullmatch(place) is not None
+
+
+def check_model(place: str | Path) -> None:
+    """Raise DataError for a place that no model can be loaded from. The hub is not asked whether it has an id."""
+    path = Path(place)
+    if not str(place).strip():
+        raise DataError("model", None, "expected a folder with a model or a hub id, got an empty name")
+    if path.is_dir():
+        config = next((path / name for name in _CONFIGS if (path / name).exists()), None)
+        if config is None:
+            raise DataError(path, None, f"not a model: neither {' nor '.join(_CONFIGS)} in this folder")
+        if not isinstance(read_json(config), dict):
+            raise DataError(config, None, "expected a JSON object")
+    elif path.exists():
+        hint = "; import it first: catto model import-gguf" if path.suffix == ".gguf" else ""
+        raise DataError(path, None, f"expected a folder with a model, got a file{hint}")
+    elif not is_hub_id(str(place)):
+        raise DataError(place, None, "no such folder, and not a hub id, which is owner/name")

@@ -1,11 +1,12 @@
-"""Draw tokens so that a response depends on its own request alone.
+"""Generate with a causal language model of Transformers, so that a response depends on its own request alone.
 
 Every token takes one uniform number, a hash of (seed, question, sample, position), and inverts the cumulative
-distribution at it. No random state is shared, so which other requests stand in the batch, how large the batch is and
-where a run was killed change nothing but float noise: a token can flip only where the number falls within about 1e-6 of
-a boundary between two tokens.
+distribution at it. No random state is shared, so the other requests of the batch, the batch size and the place where a
+run was killed change nothing but float noise: a token can flip only where the number falls within about 1e-6 of a
+boundary between two tokens.
 
-Run a causal language model of Transformers for its next-token logits: fp32, last position only, prompts shared.
+The head runs in fp32, on the last position only, and each prompt runs once for all of its samples. The hidden states
+that go into the head may be kept: with them the head alone gives the logits of any position again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from catto.engines import Generation, Request
-
-# ---- sampling
-
-
-Decode = Callable[[Sequence[int]], str]
+from catto.engines import Request, stop_end
 
 # A token adds at least one byte of text, except that a tokenizer may trim the first word of what it decodes and may
 # spread one character over four byte tokens; the tail that is searched for a stop text is longer by this many tokens.
 TAIL_MARGIN = 4
+# Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
+PAD = 0
 
 
 def uniform(seed: int, question: str, sample: int, position: int) -> float:
@@ -41,9 +39,12 @@ def uniform(seed: int, question: str, sample: int, position: int) -> float:
 
 
 def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
-    """Pick one token a row: the argmax (lowest id on ties) at temperature 0, else `inverse_cdf`.
+    """Pick one token per row: the argmax (lowest id on ties) at temperature 0, else `inverse_cdf`.
 
     logits: (B, V) fp32; temperatures: (B,) >= 0; uniforms: (B,) in [0, 1) -> (B,) token ids.
+
+    >>> draw(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), [0.0, 1.0], [0.9, 0.4]).tolist()
+    [1, 0]
     """
     tokens = logits.argmax(dim=-1)
     hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
@@ -72,125 +73,55 @@ def as_float64(logits: Tensor) -> Tensor:
     return (logits.cpu() if logits.device.type == "mps" else logits).to(torch.float64, copy=True)
 
 
-def stop_end(text: str, stops: Collection[str]) -> int | None:
-    """Find where the first stop text ends in `text`; None where none stands in it."""
-    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-    return min(ends, default=None)
-
-
 @dataclass
-class Row:
-    """One response while it is being generated. `ids` never holds the end-of-sequence token."""
+class Head:
+    """The output head while `evaluating`: `states` went into it last, (B, T, H); `instead` replaces its next input."""
 
-    request: Request
-    prompt_tokens: int
-    limit: int  # most tokens it may have
-    ids: list[int] = field(default_factory=list)
-    logprob: float = 0.0  # sum over `ids` at temperature 1
-    end: int | None = None  # where the stop text ends
-    finish_reason: str | None = None
-    started: float = 0.0
-    seconds: float = 0.0
-
-    def next_uniform(self) -> float:
-        """The number that decides this row's next token."""
-        return uniform(self.request.seed, self.request.question, self.request.sample, len(self.ids))
-
-    def take(self, token: int, logprob: float, eos: Collection[int], decode: Decode) -> None:
-        """Append a token, or finish at end of sequence, stop text or the limit."""
-        if token in eos:
-            return self._finish("stop")
-        self.ids.append(token)
-        self.logprob += logprob
-        self.end = self._find_stop(decode)
-        if self.end is not None:
-            return self._finish("stop")
-        return self._finish("length") if len(self.ids) == self.limit else None
-
-    def _find_stop(self, decode: Decode) -> int | None:
-        """Search the decoded tail first; decode everything only when it holds a stop text."""
-        stops = self.request.stop
-        if not stops:
-            return None
-        tail = max(len(stop.encode()) for stop in stops) + TAIL_MARGIN
-        if len(self.ids) > tail and stop_end(decode(self.ids[-tail:]), stops) is None:
-            return None
-        return stop_end(decode(self.ids), stops)
-
-    def _finish(self, reason: str) -> None:
-        self.finish_reason = reason
-        self.seconds = time.perf_counter() - self.started
-
-    def generation(self, decode: Decode, model: str) -> Generation:
-        """The finished response; its text ends after the stop text, its ids with the token that completed it."""
-        return Generation(
-            question=self.request.question,
-            sample=self.request.sample,
-            text=decode(self.ids)[: self.end],
-            token_ids=tuple(self.ids),
-            mean_logprob=self.logprob / len(self.ids) if self.ids else None,
-            prompt_tokens=self.prompt_tokens,
-            tokens=len(self.ids),
-            finish_reason=self.finish_reason,
-            model=model,
-            seconds=self.seconds,
-        )
-
-
-# ---- decoding
-
-
-# Any valid id does: a padded position is masked (left padding) or comes after everything that is read (right padding).
-PAD = 0
+    states: Tensor | None = None
+    instead: Tensor | None = None
 
 
 @contextmanager
-def evaluating(network: Any) -> Iterator[None]:
-    """Switch off dropout and gradients and run the head in fp32; put every module's mode back afterwards.
-
-    Autocast is off too, except inside a model that Accelerate trains in mixed precision: its forward enters autocast
-    itself, so its layers run as in training and its head in fp32.
-    """
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        with torch.inference_mode(), torch.autocast(network.device.type, enabled=False), fp32_head(network):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def fp32_head(network: Any) -> Iterator[None]:
-    """Compute the output head in fp32 whatever the model's precision.
+def evaluating(network: Any) -> Iterator[Head]:
+    """Switch off dropout and gradients and run the head in fp32; restore every module's mode afterwards.
 
     bf16 logits move a two-label confidence by up to 1.5 points. Only the head's matrix product is replaced: what the
-    model does to its logits afterwards (soft caps, scales) stays its own code and follows in fp32.
+    model does to its logits afterwards (soft caps, scales) is its own code, in fp32. Autocast is off too, except inside
+    a model that Accelerate trains in mixed precision: its forward enters autocast itself, so its layers run as in
+    training and its head in fp32.
     """
-    head: Any = network.get_output_embeddings()
-    product = head.forward
-    if head.weight.dtype != torch.float32:
-        if type(head) is not nn.Linear:
+    module: Any = network.get_output_embeddings()
+    product = module.forward
+    if module.weight.dtype != torch.float32:
+        if type(module) is not nn.Linear:
             raise ValueError(
-                f"the output head is a {type(head).__name__} in {head.weight.dtype}: load the model in float32"
+                f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
             )
-        weight, bias = head.weight.float(), None if head.bias is None else head.bias.float()
+        weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
         product = functools.partial(nn.functional.linear, weight=weight, bias=bias)
+    head = Head()
 
-    def forward(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):  # a model in training enters it in its own forward
-            return product(hidden.float())  # type: ignore[no-any-return]
+    def forward(states: Tensor) -> Tensor:
+        if head.instead is not None:
+            states, head.instead = head.instead.to(states.device), None
+        head.states = states
+        with torch.autocast(states.device.type, enabled=False):  # a model in training enters it in its own forward
+            return product(states.float())  # type: ignore[no-any-return]
 
-    attributes = vars(head)
+    modes = [(part, part.training) for part in network.modules()]
+    attributes = vars(module)
     before = attributes.get("forward")  # set where a library has wrapped it on this instance
+    network.eval()
     attributes["forward"] = forward
     try:
-        yield
+        with torch.inference_mode(), torch.autocast(network.device.type, enabled=False):
+            yield head
     finally:
         del attributes["forward"]
         if before is not None:
             attributes["forward"] = before
+        for part, training in modes:
+            part.training = training
 
 
 def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -202,14 +133,25 @@ def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     width = max(lengths)
     ids = torch.tensor([[*sequence, *[PAD] * (width - len(sequence))] for sequence in sequences], device=network.device)
     keep = torch.tensor(lengths, device=network.device).unsqueeze(-1) - 1
-    return finite(network(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, 0].float())
+    return _finite(network(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, 0])
 
 
-def finite(logits: Tensor) -> Tensor:
-    """Refuse logits with NaN or an infinite largest value."""
+def state_logits(network: Any, head: Head, states: Tensor) -> Tensor:
+    """Logits of kept hidden states, (B, H) -> (B, V) fp32, without running the tokens before them.
+
+    The network runs on a single token per row and its head takes `states` instead of what comes out, so that what the
+    architecture does to its logits is the model's own code.
+    """
+    head.instead = states.unsqueeze(1)
+    ids = torch.full((len(states), 1), PAD, device=network.device)
+    return _finite(network(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1])
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits in fp32; ValueError where one is NaN or the largest is infinite."""
     if not torch.isfinite(logits.amax(dim=-1)).all():
         raise ValueError("the model's logits are not finite (NaN or infinity)")
-    return logits
+    return logits.float()
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
@@ -226,14 +168,18 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
         self.keys, self.values = layer.keys, layer.values
-        self._room: tuple[Tensor, Tensor] | None = None
+        self._room: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append along the sequence and return everything: (B, heads, T, width) each."""
         past = self.keys.shape[-2]
         length = past + key_states.shape[-2]
-        if self._room is None or self._room[0].shape[-2] < length:
-            self._room = _with_room(self.keys, length), _with_room(self.values, length)
+        if not self._room or self._room[0].shape[-2] < length:
+            filled = (self.keys, self.values)
+            spare = length + max(32, length // 4)
+            self._room = [states.new_empty(*states.shape[:2], spare, states.shape[-1]) for states in filled]
+            for room, states in zip(self._room, filled, strict=True):
+                room[:, :, :past] = states
         keys, values = self._room
         keys[:, :, past:length] = key_states
         values[:, :, past:length] = value_states
@@ -241,38 +187,28 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select rows; the room goes with the rows that it was made for."""
+        """Select rows; the room belongs to the rows that it was made for."""
         super().reorder_cache(beam_idx)
-        self._room = None
-
-
-def _with_room(states: Tensor, length: int) -> Tensor:
-    """Copy states into a buffer that holds `length` tokens and about a quarter more."""
-    rows, heads, past, width = states.shape
-    room = states.new_empty(rows, heads, length + max(32, length // 4), width)
-    room[:, :, :past] = states
-    return room
+        self._room = []
 
 
 class Cached:
-    """A batch of sequences in a model's cache, with the logits of each one's next token: (B, V) fp32."""
+    """A batch of sequences in a model's cache, with each one's next-token logits (B, V) fp32 and state (B, H)."""
 
     logits: Tensor
+    states: Tensor
+    _cache: Any = None  # the model makes the kind that it needs
 
-    def __init__(self, network: Any, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, network: Any, head: Head, prompts: Sequence[Sequence[int]]) -> None:
         """Run the prompts, padded on the left; equal lengths need no mask, which is the faster path."""
-        self._network = network
-        self._cache: Any = None  # the model makes the kind that it needs
+        self._network, self._head = network, head
         width = max(len(prompt) for prompt in prompts)
         pads = [width - len(prompt) for prompt in prompts]
-        ids = [[*[PAD] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
         masks = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads], device=network.device)
         self._mask = masks if any(pads) else None
-        self._forward(torch.tensor(ids, device=network.device))
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Replace plain layers only: windowed, recurrent, quantized and shared ones keep their own ways."""
+        ids = [[*[PAD] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+        self.step(torch.tensor(ids, device=network.device))
+        # Plain layers only: windowed, recurrent, quantized and shared ones have their own ways.
         layers = self._cache.layers
         for place, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
@@ -283,49 +219,81 @@ class Cached:
         indices = torch.tensor(rows, device=self.logits.device)
         # index_select on every kind of layer; batch_select_indices is missing on linear-attention ones
         self._cache.reorder_cache(indices)
-        self.logits = self.logits[indices]
+        self.logits, self.states = self.logits[indices], self.states[indices]
         self._mask = self._mask[indices] if self._mask is not None else None
 
-    def step(self, tokens: Tensor) -> None:
-        """Append one token to every row: (B,) ids."""
+    def step(self, ids: Tensor) -> None:
+        """Append tokens to every row: (B, T) ids. Positions count real tokens, so padding does not move a prompt."""
+        padding = {}
         if self._mask is not None:
-            self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=-1)
-        self._forward(tokens.unsqueeze(-1))
-
-    def _forward(self, ids: Tensor) -> None:
-        padding = {} if self._mask is None else {"attention_mask": self._mask, "position_ids": self._positions(ids)}
+            if self._cache is not None:
+                self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
+            positions = (self._mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+            padding = {"attention_mask": self._mask, "position_ids": positions}
         out = self._network(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **padding)
+        assert self._head.states is not None
         self._cache = out.past_key_values
-        self.logits = finite(out.logits[:, -1].float())
-
-    def _positions(self, ids: Tensor) -> Tensor:
-        """Count real tokens only, so that padding does not move a prompt: (B, T)."""
-        assert self._mask is not None
-        return (self._mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+        self.logits, self.states = _finite(out.logits[:, -1]), self._head.states[:, -1]
 
 
-def decode_rows(network: Any, prompts: dict[tuple[int, ...], list[Row]], eos: Collection[int], decode: Decode) -> None:
-    """Generate until every row has finished. Each prompt is run once, its cache repeated for its rows."""
-    live = [row for rows in prompts.values() for row in rows]
-    for row in live:
-        row.started = time.perf_counter()
-    cached = Cached(network, list(prompts))
-    cached.select([place for place, rows in enumerate(prompts.values()) for _ in rows])
-    while live:
-        tokens = _next_tokens(cached.logits, live, eos, decode)
-        left = [place for place, row in enumerate(live) if row.finish_reason is None]
-        if left and len(left) < len(live):
-            cached.select(left)
-            tokens = tokens[left]
-        live = [live[place] for place in left]
-        if live:
-            cached.step(tokens)
+@dataclass
+class Row:
+    """One response while it is generated. `ids` never holds the end-of-sequence token."""
+
+    request: Request
+    prompt: tuple[int, ...]
+    limit: int  # most tokens it may have
+    ids: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, where the request asks
+    logprob: float = 0.0  # sum over `ids` at temperature 1
+    end: int | None = None  # where the stop text ends
+    finish_reason: str | None = None
+    seconds: float = 0.0
 
 
-def _next_tokens(logits: Tensor, rows: Sequence[Row], eos: Collection[int], decode: Decode) -> Tensor:
-    """Draw every row's next token and let the row take it: (B, V) -> (B,)."""
-    tokens = draw(logits, [row.request.temperature for row in rows], [row.next_uniform() for row in rows])
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-    for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-        row.take(token, logprob, eos, decode)
-    return tokens
+def decode_rows(
+    network: Any, rows: Sequence[Row], eos: Collection[int], decode: Callable[[Sequence[int]], str]
+) -> None:
+    """Generate until every row has finished: at end of sequence, a stop text or its limit.
+
+    Each prompt runs once and its cache is repeated for its rows. A row that has finished leaves the batch.
+    """
+    started = time.perf_counter()
+    live = list(rows)
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+    with evaluating(network) as head:
+        cached = Cached(network, head, list(places))
+        cached.select([places[row.prompt] for row in live])
+        while True:
+            logits, requests = cached.logits, [row.request for row in live]
+            uniforms = [
+                uniform(r.seed, r.question, r.sample, len(row.ids)) for r, row in zip(requests, live, strict=True)
+            ]
+            tokens = draw(logits, [request.temperature for request in requests], uniforms)
+            logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+            for row, token, logprob, state in zip(live, tokens.tolist(), logprobs.tolist(), cached.states, strict=True):
+                stops = row.request.stop
+                if row.request.keep_states:
+                    row.states.append(state)
+                if token in eos:
+                    row.finish_reason = "stop"
+                else:
+                    row.ids.append(token)
+                    row.logprob += logprob
+                    # The decoded tail is searched first; everything is decoded only where it holds a stop text.
+                    tail = max((len(stop.encode()) for stop in stops), default=0) + TAIL_MARGIN
+                    if stops and (len(row.ids) <= tail or stop_end(decode(row.ids[-tail:]), stops) is not None):
+                        row.end = stop_end(decode(row.ids), stops)
+                    if row.end is not None:
+                        row.finish_reason = "stop"
+                    elif len(row.ids) == row.limit:
+                        row.finish_reason = "length"
+                row.seconds = time.perf_counter() - started
+            left = [place for place, row in enumerate(live) if row.finish_reason is None]
+            if not left:
+                return
+            if len(left) < len(live):
+                cached.select(left)
+                tokens = tokens[left]
+                live = [live[place] for place in left]
+            cached.step(tokens.unsqueeze(-1))

@@ -1,6 +1,7 @@
-"""Requests that a server refuses for good: why, told without secrets, and how many of them are too many.
+"""What a server replies: the fields of a chat completion that are read, and requests that it refuses for good.
 
-What is read of a chat-completion reply; anything that does not fit is an unusable reply.
+A reply that does not fit the models below is unusable. A refusal is reported in one line without secrets, and a run of
+which too much is refused is stopped.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from catto.engines import Key
+from catto.engines import Key, stop_end
 from catto.records import Refusal
-
-# ---- refusals
-
 
 MOST_REFUSED = 0.2
 # A share is judged from so many questions on.
@@ -31,7 +29,7 @@ class ServerError(RuntimeError):
 
 
 class RefusalCap:
-    """Stop a run of which too much is refused: it is the settings' fault then, and not that of single requests.
+    """Stop a run of which too much is refused: then the settings are at fault, and not single requests.
 
     Questions are counted, not requests: the samples of one filtered question are all refused. `most` is the largest
     share of refused questions, judged from 20 on; 1 is no limit. A run whose first 20 requests are all refused is
@@ -57,41 +55,46 @@ class RefusalCap:
         if self.most >= 1:
             return
         if not self._some and self._requests >= ENOUGH:
-            raise self._stop(f"all of the first {self._requests} requests were refused", refusal)
+            raise self._error(f"all of the first {self._requests} requests were refused", refusal)
         if len(self._asked) >= ENOUGH and len(self._refused) > self.most * len(self._asked):
             share = f"{len(self._refused)} of {len(self._asked)} questions were refused, max_refused is {self.most:g}"
-            raise self._stop(share, refusal)
+            raise self._error(share, refusal)
 
     @staticmethod
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
         """Raise ServerError where everything was refused, however few requests there were."""
         if not answered and (last := next(iter(refusals), None)) is not None:
-            raise RefusalCap._stop("every request was refused", last)
+            raise RefusalCap._error("every request was refused", last)
 
     @staticmethod
-    def _stop(what: str, last: Refusal) -> ServerError:
+    def _error(what: str, last: Refusal) -> ServerError:
         return ServerError(f"{what}, such as question {last.question} sample {last.sample}: {last.refused}")
 
 
 def told(refusals: Iterable[Refusal]) -> str:
-    """Count the refusals by reason, the commonest first: `2 x 400 in try 1: flagged`."""
+    """Count the refusals by reason, the commonest first.
+
+    >>> told([Refusal(refused="400 in try 1: flagged", question="q", sample=n) for n in range(2)])
+    '2 x 400 in try 1: flagged'
+    """
     reasons = Counter(refusal.refused for refusal in refusals)
-    return "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common(3)) + (
-        "; ..." if len(reasons) > 3 else ""
-    )
+    shown = [f"{count:,} x {reason}" for reason, count in reasons.most_common(3)]
+    return "; ".join(shown + ["..."] * (len(reasons) > 3))
 
 
 def one_line(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ()) -> str:
-    """Put a server's message on one line, without secrets and without what it quotes of the prompt."""
+    """Put a server's message on one line, without secrets and without what it quotes of the prompt.
+
+    Every stretch of at least 20 characters that is also in the prompt is replaced; linear in both.
+
+    >>> one_line("bad key: k-77", ["k-77"])
+    'bad key: [key]'
+    """
     line = " ".join(text.replace("\\n", " ").replace('\\"', '"').split())
-    for secret in secrets:
-        line = line.replace(secret, "[key]") if secret else line
-    return _unquoted(line, [" ".join(part.split()) for part in prompt])[:LONGEST_REASON]
-
-
-def _unquoted(line: str, texts: Iterable[str]) -> str:
-    """Replace every stretch of at least QUOTED characters that also stands in a text; linear in both."""
-    grams = {text[i : i + QUOTED] for text in texts for i in range(len(text) - QUOTED + 1)}
+    for secret in filter(None, secrets):
+        line = line.replace(secret, "[key]")
+    parts = [" ".join(part.split()) for part in prompt]
+    grams = {part[i : i + QUOTED] for part in parts for i in range(len(part) - QUOTED + 1)}
     kept: list[str] = []
     end = 0  # where the last quotation ends
     for place, character in enumerate(line):
@@ -101,13 +104,7 @@ def _unquoted(line: str, texts: Iterable[str]) -> str:
             end = place + QUOTED
         if place >= end:
             kept.append(character)
-    return "".join(kept)
-
-
-# ---- replies
-
-
-Tops = tuple[tuple[str, dict[str, float]], ...]
+    return "".join(kept)[:LONGEST_REASON]
 
 
 class Usage(BaseModel):
@@ -135,14 +132,6 @@ class ReplyMessage(BaseModel):
         """The text; a refusal is a text too."""
         return self.content if self.content is not None else self.refusal or ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing at all.
-
-        A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
-        """
-        return self.content is None and self.refusal is None and self.reasoned is None
-
 
 class TopToken(BaseModel):
     """One candidate token."""
@@ -160,12 +149,11 @@ class Token(TopToken):
     @classmethod
     def _possible(cls, value: Any) -> Any:
         """Leave out candidates that cannot be drawn: servers write minus infinity or null for them."""
-        return [one for one in value or () if not _impossible(one)] if isinstance(value, list | None) else value
-
-
-def _impossible(candidate: Any) -> bool:
-    value = candidate.get("logprob", 0.0) if isinstance(candidate, dict) else 0.0
-    return value is None or (isinstance(value, float) and not isfinite(value))
+        if not isinstance(value, list | None):
+            return value
+        logprobs = [top.get("logprob", 0.0) if isinstance(top, dict) else 0.0 for top in value or ()]
+        impossible = [logprob is None or (isinstance(logprob, float) and not isfinite(logprob)) for logprob in logprobs]
+        return [top for top, never in zip(value or (), impossible, strict=True) if not never]
 
 
 class Logprobs(BaseModel):
@@ -190,26 +178,22 @@ class Reply(BaseModel):
     usage: Usage | None = None
 
 
+Tops = tuple[tuple[str, dict[str, float]], ...]
+
+
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | None, float | None]:
     """The text up to and with the first stop text, its tokens' candidates, and their mean log-probability."""
     text = choice.message.text
-    ends = [text.index(end) + len(end) for end in stop if end in text]
-    text = text[: min(ends)] if ends else text
-    tokens = _tokens_of(choice, len(text))
-    if not tokens:
-        return text, None, None
-    # The token that was drawn need not be among the best.
-    tops = tuple((t.token, {t.token: t.logprob, **{top.token: top.logprob for top in t.top_logprobs}}) for t in tokens)
-    return text, tops, sum(token.logprob for token in tokens) / len(tokens)
-
-
-def _tokens_of(choice: Choice, length: int) -> tuple[Token, ...]:
-    """The tokens that begin inside the first `length` characters."""
-    tokens = (choice.logprobs.content if choice.logprobs is not None else None) or ()
-    kept, begin = [], 0
-    for token in tokens:
-        if begin >= length:
+    text = text[: stop_end(text, stop)]
+    kept: list[Token] = []
+    begin = 0
+    for token in (choice.logprobs.content if choice.logprobs is not None else None) or ():
+        if begin >= len(text):
             break
         kept.append(token)
         begin += len(token.token)
-    return tuple(kept)
+    if not kept:
+        return text, None, None
+    # The token that was drawn need not be among the best.
+    tops = tuple((t.token, {t.token: t.logprob, **{top.token: top.logprob for top in t.top_logprobs}}) for t in kept)
+    return text, tops, sum(token.logprob for token in kept) / len(kept)

@@ -1,13 +1,7 @@
-"""An asynchronous producer as a plain iterator.
-
-Any OpenAI-compatible server as an engine: vLLM, SGLang, DeepSeek, OpenAI, ...
+"""Any OpenAI-compatible server as an engine: vLLM, SGLang, DeepSeek, OpenAI, ...
 
 Every response is a request of its own, with its own temperature and seed, so no server needs to know `n`.
 `stop` is applied here, to the finished text: servers drop the stop text, and some look for it in the reasoning too.
-
-What a server can do besides answering: log-probabilities, and going on with a message that was begun.
-
-`n` is never asked for: every response is a request of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import copy
 import math
 import os
 import queue
@@ -24,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -31,81 +27,27 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import openai
 from pydantic import ValidationError
 
-from catto.engines import Context, Generation, Key, Request, Scores
+from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
 from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line
 from catto.files import first_problem
 from catto.records import Message, Refusal
-
-# ---- arrivals
-
-
-T = TypeVar("T")
-Put = Callable[[T], None]
-
-
-class _End:
-    """The producer is done; `error` is what it raised."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
-    """Run `produce(put)` on an event loop in a thread of its own and yield what it puts, then raise what it raised.
-
-    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
-    is dropped cancels the producer.
-    """
-    arrived: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
-    started: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-    thread = threading.Thread(target=_drive, args=(produce, arrived, started), daemon=True)
-    thread.start()
-    cancel = started.get()
-    try:
-        while not isinstance(item := arrived.get(), _End):
-            yield item
-        if item.error is not None:
-            raise item.error
-    finally:
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            cancel()
-        thread.join()
-
-
-def _drive(
-    produce: Callable[[Put[T]], Awaitable[None]],
-    arrived: queue.SimpleQueue[T | _End],
-    started: queue.SimpleQueue[Callable[[], object]],
-) -> None:
-    async def main() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        started.put(lambda: loop.call_soon_threadsafe(task.cancel))
-        await produce(arrived.put)
-
-    try:
-        asyncio.run(main())
-        arrived.put(_End(None))
-    except BaseException as error:  # handed over to the caller's thread
-        arrived.put(_End(error))
-
-
-# ---- server
-
 
 try:  # what the client speaks through: httpx2 from openai 3 on
     import httpx2 as httpx
 except ImportError:  # pragma: no cover
     import httpx  # type: ignore[import-not-found,no-redef]
 
-
 # A key-less local server gets this in place of a key: the client insists on one.
 NO_KEY = "none"
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
-# Until the server has shown itself, connections are tried again for so many seconds: a dead address is told within 5.
+# Until the server has replied once, connections are retried for so many seconds: a dead address is reported within 5.
 STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MOST_BYTES = 256 * 2**20
+MOST_TOPS = 20
+PROBE_RETRIES = 2
+# What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
+CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
 
 AGAIN = {408, 409, 425, 429}
 # The whole server is at fault, or the account, and not the one request.
@@ -113,6 +55,30 @@ OF_ALL = {401, 402, 407, 429, 502, 503, 504}
 _FILTERED = re.compile(r"moderat|flagged|content.?(filter|polic|manag)|safety", re.IGNORECASE)
 _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
+
+T = TypeVar("T")
+Put = Callable[[T], None]
+
+
+class Abilities(NamedTuple):
+    """Whether a server gives log-probabilities, of how many candidates a token, and whether it continues a message."""
+
+    logprobs: bool
+    tops: int
+    continues: bool
+
+    def missing(self) -> list[str]:
+        """What is missing, a sentence each.
+
+        >>> Abilities(True, 20, False).missing()
+        ['the server cannot continue a partial message, so unanswered responses stay unanswered']
+        """
+        lines = {
+            "no log-probabilities: the confidence cannot be read": not self.logprobs,
+            f"top_logprobs gives {self.tops} candidates: other labels may be unknown": self.logprobs and self.tops < 2,
+            "the server cannot continue a partial message, so unanswered responses stay unanswered": not self.continues,
+        }
+        return [line for line, is_missing in lines.items() if is_missing]
 
 
 class _FaultError(Exception):
@@ -123,7 +89,7 @@ class _FaultError(Exception):
         self.reason, self.again, self.of_all, self.wait = reason, again, of_all, wait
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """The generating half of the `Engine` protocol over HTTP.
 
     `timeout` is the longest wait for a byte, `deadline` for a whole reply, its retries included. At most `max_retries`
@@ -131,6 +97,8 @@ class ServerEngine:
     `top_logprobs` (at most 20) asks for the best candidates of every token. A user and password in `base_url` are sent
     as basic authentication and shown nowhere.
     """
+
+    exchanges: Exchange = "text"
 
     def __init__(
         self,
@@ -145,50 +113,44 @@ class ServerEngine:
         top_logprobs: int = 0,
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        if not 0 <= top_logprobs <= 20:
-            raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to 20")
+        if not 0 <= top_logprobs <= MOST_TOPS:
+            raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         self.name = f"server openai-{openai.__version__}"
-        self.model = model
-        self.base_url, self._login = parted(base_url)
+        self.model, self.batch_size = model, concurrency
+        self.base_url, self._login = split_login(base_url)
         self.api_key_env = api_key_env
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.deadline = deadline
-        self.max_retries = max_retries
-        self.top_logprobs = top_logprobs
-        self.extra_body = dict(extra_body or {})
-        self.retries = 0
+        self.timeout, self.deadline = timeout, deadline
+        self.max_retries, self.retries = max_retries, 0
+        self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
         self._warned = self._reached = False
         self._in_a_row = 0  # requests that ran out of retries with no reply between them
-
-    def twin(self, *, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
-        """The same server with other settings."""
-        made = ServerEngine(
-            self.base_url,
-            self.model,
-            api_key_env=self.api_key_env,
-            concurrency=self.concurrency,
-            timeout=self.timeout,
-            deadline=self.deadline,
-            max_retries=max_retries,
-            top_logprobs=top_logprobs,
-            extra_body={**self.extra_body, **extra_body},
-        )
-        made._login = self._login
-        return made
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
 
         A request that cannot be answered, but does not speak against the others, yields a `Refusal`. A fault of the
-        server or of the settings, or 20 requests in a row that run out of retries, stops the asking; what is in flight
+        server or of the settings, or 20 requests in a row that run out of retries, stops the run; what is in flight
         is still awaited and yielded, then a `ServerError` is raised.
         """
         todo = (request for request in requests if request.key not in done)
-        arriving: Iterator[Generation | Refusal] = arrivals(lambda put: self._ask_all(todo, put))
-        for outcome in arriving:
+        failures: list[ServerError] = []
+
+        async def work(client: openai.AsyncOpenAI, put: Put[Generation | Refusal]) -> None:
+            while not failures and (request := next(todo, None)) is not None:
+                try:
+                    put(await self._ask(client, request))
+                except ServerError as error:
+                    failures.append(error)
+
+        async def ask_all(put: Put[Generation | Refusal]) -> None:
+            async with self._client() as client:
+                await asyncio.gather(*(work(client, put) for _ in range(self.batch_size)))
+            if failures:
+                raise failures[0] from None
+
+        for outcome in arrivals(ask_all):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
@@ -198,26 +160,55 @@ class ServerEngine:
         """Refuse: chat servers take texts, not token ids."""
         raise NotImplementedError("a server cannot score token ids; use a local engine")
 
-    async def _ask_all(self, todo: Iterator[Request], put: Put[Generation | Refusal]) -> None:
-        failures: list[ServerError] = []
-        async with self._client() as client:
-            await asyncio.gather(*(self._work(client, todo, put, failures) for _ in range(self.concurrency)))
-        if failures:
-            raise failures[0] from None
+    def probe(self) -> Abilities:
+        """Find out by a few one-token requests what the server can do. One that cannot answer raises ServerError.
 
-    async def _work(
-        self,
-        client: openai.AsyncOpenAI,
-        todo: Iterator[Request],
-        put: Put[Generation | Refusal],
-        failures: list[ServerError],
-    ) -> None:
-        """Take requests from the shared iterator until it is empty or someone failed."""
-        while not failures and (request := next(todo, None)) is not None:
-            try:
-                put(await self._ask(client, request))
-            except ServerError as error:
-                failures.append(error)
+        Whether it continues a final message shows in the prompt's length: twice the text then costs twice the tokens,
+        while a server that ignores the wish adds the end of a turn and a new one.
+        """
+
+        def ask(text: str, top_logprobs: int, **extra_body: Any) -> Generation | Refusal:
+            chat = [Message(role="user", content="Count.")]
+            chat += [Message(role="assistant", content=text)] if text else []
+            request = Request(question="probe", messages=tuple(chat), max_tokens=1)
+            twin = self._twin(top_logprobs, min(self.max_retries, PROBE_RETRIES), extra_body)
+            return next(iter(twin.generate([request])))
+
+        plain = ask("", 0)
+        if isinstance(plain, Refusal):
+            raise ServerError(f"{self.place}: a first request was refused: {plain.refused}")
+        known = ask("", self.top_logprobs or MOST_TOPS)
+        tops = (known.tops if isinstance(known, Generation) else None) or ()
+        longer = [ask(" ".join(["one"] * words), 0, **CONTINUE) for words in (4, 8)]
+        bare, *lengths = [reply.prompt_tokens if isinstance(reply, Generation) else None for reply in (plain, *longer)]
+        if bare is None or lengths[0] is None or lengths[1] is None:
+            continues = False
+        else:
+            continues = lengths[0] - bare <= lengths[1] - lengths[0] + 1
+        return Abilities(bool(tops), max((len(candidates) for _, candidates in tops), default=0), continues)
+
+    def next_tokens(self, begun: Sequence[tuple[tuple[Message, ...], str]]) -> list[dict[str, float] | Refusal]:
+        """Best next tokens after each (chat, begun answer), text -> log-probability; empty where there are none."""
+        twin = self._twin(self.top_logprobs or MOST_TOPS, self.max_retries, CONTINUE)
+        requests = [
+            Request(question=str(place), messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
+            for place, (chat, text) in enumerate(begun)
+        ]
+        outcomes = {int(outcome.question): outcome for outcome in twin.generate(requests)}
+        self.retries += twin.retries
+        ordered = [outcomes[place] for place in range(len(begun))]
+        return [
+            reply if isinstance(reply, Refusal) else dict(reply.tops[0][1]) if reply.tops else {} for reply in ordered
+        ]
+
+    def _twin(self, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
+        """The same server with other settings and counters of its own."""
+        twin = copy.copy(self)
+        twin.top_logprobs, twin.max_retries = top_logprobs, max_retries
+        twin.extra_body = {**self.extra_body, **extra_body}
+        twin.retries = twin._in_a_row = 0
+        twin._warned = twin._reached = False
+        return twin
 
     def _client(self) -> openai.AsyncOpenAI:
         key = self._key() or NO_KEY
@@ -265,9 +256,20 @@ class ServerEngine:
 
     async def _post(self, client: openai.AsyncOpenAI, request: Request, tries: int) -> Reply:
         """Post once; whatever goes wrong is a `_FaultError`."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [message.model_dump() for message in request.messages],
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "max_tokens": request.max_tokens,
+        }
+        if self.top_logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.extra_body:
+            body["extra_body"] = self.extra_body
         try:
             api = client.chat.completions.with_streaming_response
-            async with api.create(**self._body(request)) as raw:
+            async with api.create(**body) as raw:
                 self._reached = True
                 content = bytearray()
                 async for block in raw.iter_bytes():
@@ -284,18 +286,6 @@ class ServerEngine:
         except openai.OpenAIError as error:
             raise _FaultError(str(error), again=False, of_all=True) from None
         return _usable(bytes(content), tries)
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [message.model_dump() for message in request.messages],
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "max_tokens": request.max_tokens,
-        }
-        if self.top_logprobs:
-            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        return body | ({"extra_body": self.extra_body} if self.extra_body else {})
 
     def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
         choice = reply.choices[0]
@@ -373,11 +363,46 @@ class ServerEngine:
         return _FaultError(f"the connection broke in try {tries}: {why}", again=True)
 
 
-def parted(base_url: str) -> tuple[str, tuple[str, str] | None]:
+def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
+    """Run `produce(put)` on an event loop in a thread of its own and yield what it puts, then raise what it raised.
+
+    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
+    is dropped cancels the producer.
+    """
+    arrived: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
+    cancel: Future[Callable[[], object]] = Future()
+    ended: Future[None] = Future()
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        await produce(arrived.put)
+
+    def drive() -> None:
+        try:
+            ended.set_result(asyncio.run(main()))
+        except BaseException as error:  # raised in the caller's thread
+            ended.set_exception(error)
+        arrived.put(ended)
+
+    thread = threading.Thread(target=drive, daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := arrived.get(), Future):
+            yield item
+        item.result()
+    finally:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            cancel.result()()
+        thread.join()
+
+
+def split_login(base_url: str) -> tuple[str, tuple[str, str] | None]:
     """The address without user and password, and those; what is no HTTP address is a ValueError that shows nothing.
 
     Example:
-        >>> parted("http://me:secret@localhost:8000/v1")
+        >>> split_login("http://me:secret@localhost:8000/v1")
         ('http://localhost:8000/v1', ('me', 'secret'))
     """
     with contextlib.suppress(ValueError):
@@ -403,7 +428,8 @@ def _usable(content: bytes, tries: int) -> Reply:
     choice = reply.choices[0]
     if choice.finish_reason == "content_filter" and not choice.message.text:
         raise _FaultError("the reply was withheld: finish_reason content_filter", again=False)
-    if choice.message.is_empty:
+    # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
+    if choice.message.content is None and choice.message.refusal is None and choice.message.reasoned is None:
         raise _FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
     return reply
 
@@ -438,85 +464,3 @@ def wished_wait(headers: Mapping[str, str]) -> float | None:
 def back_off(retry: int) -> float:
     """Seconds before retry 1, 2, ...: doubling from half a second to eight, less up to a quarter at random."""
     return float(min(FIRST_DELAY * 2 ** (retry - 1), LONGEST_DELAY)) * (1 - 0.25 * random.random())
-
-
-# ---- probing
-
-
-# What vLLM and SGLang call it; other servers refuse it or ignore it, which `probe` finds out.
-CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
-MOST_TOPS = 20
-PROBE_RETRIES = 2
-
-
-class Abilities(NamedTuple):
-    """Whether log-probabilities come, for how many candidates a token, and whether a begun message is gone on with."""
-
-    logprobs: bool
-    tops: int
-    continues: bool
-
-    def missing(self) -> list[str]:
-        """What is missing, a sentence each."""
-        lines = {
-            "no log-probabilities: the confidence cannot be read": not self.logprobs,
-            f"top_logprobs gives {self.tops} candidates: other labels may be unknown": self.logprobs and self.tops < 2,
-            "a begun message is not gone on with: responses without an answer stay without": not self.continues,
-        }
-        return [line for line, is_missing in lines.items() if is_missing]
-
-
-def probe(engine: ServerEngine) -> Abilities:
-    """Ask the server a few tokens to see what it can do. A server that cannot answer at all raises ServerError."""
-    plain = _asked(_twin(engine, 0), "")
-    if isinstance(plain, Refusal):
-        raise ServerError(f"{engine.place}: a first request was refused: {plain.refused}")
-    known = _asked(_twin(engine, engine.top_logprobs or MOST_TOPS), "")
-    tops = known.tops if isinstance(known, Generation) else None
-    most = max((len(candidates) for _, candidates in tops), default=0) if tops else 0
-    return Abilities(bool(tops), most, _continues(engine, plain.prompt_tokens))
-
-
-def _continues(engine: ServerEngine, bare: int | None) -> bool:
-    """Whether a final message is gone on with, told by the prompt's length.
-
-    Twice the text costs twice the tokens then; a server that ignores the wish adds the end of a turn and a new one.
-    """
-    found = [_asked(_twin(engine, 0, CONTINUE), " ".join(["one"] * n)) for n in (4, 8)]
-    lengths = [one.prompt_tokens if isinstance(one, Generation) else None for one in found]
-    if bare is None or lengths[0] is None or lengths[1] is None:
-        return False
-    return lengths[0] - bare <= lengths[1] - lengths[0] + 1
-
-
-def _asked(engine: ServerEngine, begun: str) -> Generation | Refusal:
-    chat = [Message(role="user", content="Count."), *([Message(role="assistant", content=begun)] if begun else [])]
-    return next(iter(engine.generate([Request(question="probe", messages=tuple(chat), max_tokens=1)])))
-
-
-def _twin(engine: ServerEngine, top_logprobs: int, extra: Mapping[str, Any] | None = None) -> ServerEngine:
-    """The same server with other settings; what a probe asks in vain is not asked for long."""
-    retries = min(engine.max_retries, PROBE_RETRIES)
-    return engine.twin(top_logprobs=top_logprobs, max_retries=retries, extra_body=extra or {})
-
-
-def next_tokens(
-    engine: ServerEngine, begun: Sequence[tuple[tuple[Message, ...], str]]
-) -> list[dict[str, float] | Refusal]:
-    """Best next tokens after each (chat, begun answer), text -> log-probability; empty where the server gave none."""
-    twin = engine.twin(
-        top_logprobs=engine.top_logprobs or MOST_TOPS, max_retries=engine.max_retries, extra_body=CONTINUE
-    )
-    requests = [
-        Request(question=str(place), messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
-        for place, (chat, text) in enumerate(begun)
-    ]
-    found = {int(one.question): one for one in twin.generate(requests)}
-    engine.retries += twin.retries
-    return [_candidates(found[place]) for place in range(len(begun))]
-
-
-def _candidates(outcome: Generation | Refusal) -> dict[str, float] | Refusal:
-    if isinstance(outcome, Refusal):
-        return outcome
-    return dict(outcome.tops[0][1]) if outcome.tops else {}

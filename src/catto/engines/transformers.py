@@ -1,13 +1,14 @@
 """Generate and score with a model of Transformers in this process.
 
-Any causal language model that takes `logits_to_keep` will do, also one in the middle of training: its weights, mode and
-configuration are left as they were. Prompts of equal messages are computed once a batch; logits and sampling are fp32
-and float64 (see `decoding` and `sampling`), and no more than one batch's next-token logits exist at a time.
+Any causal language model that takes `logits_to_keep` works, also one in the middle of training: its weights, mode and
+configuration stay as they were. Equal prompts of a batch run once; logits and sampling are fp32 and float64 (see
+`decoding`), and no more than one batch's next-token logits exist at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +16,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from catto.engines import TAU_GRID, Context, Generation, Key, Request, Scores
-from catto.engines.decoding import Row, as_float64, decode_rows, evaluating, last_logits
-from catto.engines.places import check_model
+from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_model
+from catto.engines.decoding import Row, as_float64, decode_rows, evaluating, last_logits, state_logits
+from catto.labels import decoded
 from catto.problems import DataError
-from catto.prompts import prompt_text
-from catto.records import Message
+from catto.prompts import prompt_ids
 
-Batch = dict[tuple[int, ...], list[Row]]
+Batch = dict[tuple[int, ...], list[Row]]  # the rows of each prompt
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """The `Engine` protocol on a loaded model and its tokenizer.
 
     `batch_size` is the number of responses (or contexts) that run at once. A generation's `token_ids` are the generated
@@ -40,9 +40,13 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.model = model_name or model.config.name_or_path or type(model).__name__
-        self.name = engine_name(model.dtype)
-        self._eos = end_tokens(model, tokenizer)
-        self._positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        precision, version = str(model.dtype).removeprefix("torch."), torch.__version__.partition("+")[0]
+        self.name = f"transformers {transformers.__version__} {precision} torch {version}"
+        self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+        self._eos = frozenset(int(token) for token in ends if token is not None)
+        self._kept: dict[Key, tuple[Row, Tensor]] = {}  # of requests with `keep_states`: until the next call
 
     @classmethod
     def load(
@@ -58,114 +62,123 @@ class TransformersEngine:
 
         An adapter stays unmerged: merged into bf16 weights, a small update would be rounded away.
         """
-        place = torch.device(device) if device is not None else default_device()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        place = torch.device(device) if device is not None else accelerator or torch.device("cpu")
+        base: str | Path = path
+        if adapter is None and (Path(path) / "adapter_config.json").exists():
+            from peft import PeftConfig
+
+            adapter, base = path, PeftConfig.from_pretrained(str(path)).base_model_name_or_path or ""
+            if not base:
+                config = Path(path) / "adapter_config.json"
+                raise DataError(config, None, "base_model_name_or_path: expected the base model")
         wide = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        base, lora = (path, adapter) if adapter is not None else _split_adapter(path)
         model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
-        if lora is not None:
+        if adapter is not None:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, str(lora))
-        source = lora if lora is not None and (Path(lora) / "tokenizer_config.json").exists() else base
-        tokenizer = _pretrained(transformers.AutoTokenizer, source)
-        return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(lora or base))
+            model = PeftModel.from_pretrained(model, str(adapter))
+        own_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").exists()
+        tokenizer = _pretrained(transformers.AutoTokenizer, adapter if adapter and own_tokenizer else base)
+        return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(adapter or base))
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
-        The batches follow from the full list of requests: one that is partly done is computed whole, so that a run that
-        was killed goes on with the same batch shapes and so the same tokens, to the bit.
+        The batches follow from the full list of requests: one that is partly done is computed whole, so that a killed
+        run resumes with the same batch shapes and so the same tokens, to the bit.
         """
-        return self._generations(self._batches(requests), frozenset(done))
+        self._kept = {}
+        groups: Batch = {}
+        seen: set[Key] = set()
+        prompts = {chat: prompt_ids(self.tokenizer, chat) for chat in {request.messages for request in requests}}
+        for request in requests:
+            if request.key in seen:
+                raise ValueError(f"question {request.question} sample {request.sample} is requested twice")
+            seen.add(request.key)
+            if "" in request.stop:
+                raise ValueError(f"question {request.question}: a stop text is empty")
+            prompt, limit = prompts[request.messages], request.max_tokens
+            self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
+            limit = limit if self.positions is None else min(limit, self.positions - len(prompt))
+            groups.setdefault(prompt, []).append(Row(request, prompt, limit))
+        return self._generations(pack(groups, self.batch_size), frozenset(done))
 
     def _generations(self, batches: list[Batch], done: frozenset[Key]) -> Iterator[Generation]:
+        decode = partial(decoded, self.tokenizer)
         for batch in batches:
             rows = [row for group in batch.values() for row in group]
             missing = [row for row in rows if row.request.key not in done]
-            if missing:
-                self._run(batch)
-                yield from (row.generation(self._decode, self.model) for row in missing)
-
-    def _run(self, batch: Batch) -> None:
-        with evaluating(self.network):
-            decode_rows(self.network, batch, self._eos, self._decode)
-
-    def _batches(self, requests: Sequence[Request]) -> list[Batch]:
-        """Pack requests by prompt, longest first; a prompt's requests stay together up to `batch_size`."""
-        _check(requests)
-        groups: dict[tuple[int, ...], list[Row]] = {}
-        prompts = self._prompts([request.messages for request in requests])
-        for request in requests:
-            ids = prompts[request.messages]
-            groups.setdefault(ids, []).append(Row(request, len(ids), self._limit(request, len(ids))))
-        return pack(groups, self.batch_size)
-
-    def _limit(self, request: Request, prompt_tokens: int) -> int:
-        """Most tokens the response may have: `max_tokens`, less where the model's positions end."""
-        self._check_length(prompt_tokens + 1, f"question {request.question}: prompt and response")
-        return (
-            request.max_tokens if self._positions is None else min(request.max_tokens, self._positions - prompt_tokens)
-        )
-
-    def _check_length(self, tokens: int, what: str) -> None:
-        if self._positions is not None and tokens > self._positions:
-            raise ValueError(f"{what} need {tokens} tokens, the model has {self._positions} positions")
+            if not missing:
+                continue
+            decode_rows(self.network, rows, self._eos, decode)
+            for row in missing:
+                if row.request.keep_states:  # a large model's states of several batches are better off its device
+                    self._kept[row.request.key] = row, torch.stack(row.states).cpu()
+                    row.states = []
+                yield Generation(
+                    question=row.request.question,
+                    sample=row.request.sample,
+                    text=decode(row.ids)[: row.end],
+                    token_ids=tuple(row.ids),
+                    mean_logprob=row.logprob / len(row.ids) if row.ids else None,
+                    prompt_tokens=len(row.prompt),
+                    tokens=len(row.ids),
+                    finish_reason=row.finish_reason,
+                    model=self.model,
+                    seconds=row.seconds,
+                )
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
-        """Score the candidates of every context, in order; contexts of like length share a forward."""
-        prompts = self._prompts([context.messages for context in contexts])
-        sequences = [(*prompts[context.messages], *context.prefix) for context in contexts]
-        for place, sequence in enumerate(sequences):
-            self._check_length(len(sequence), f"context {place}: prompt and prefix")
-        order = sorted(range(len(contexts)), key=lambda place: -len(sequences[place]))
+        """Score the candidates of every context, in order.
+
+        A context inside a response whose states were kept needs the head alone; the others run whole, and those of like
+        length share a forward.
+        """
+        states: dict[int, Tensor] = {}
+        sequences: dict[int, tuple[int, ...]] = {}
+        prompts = {row.request.messages: row.prompt for row, _ in self._kept.values()}
+        for place, context in enumerate(contexts):
+            row, kept = self._kept.get(context.response, (None, None)) if context.response else (None, None)
+            length = len(context.prefix)
+            if row is not None and kept is not None and length < len(kept) and (*row.ids[:length],) == context.prefix:
+                states[place] = kept[length]
+                continue
+            if context.messages not in prompts:
+                prompts[context.messages] = prompt_ids(self.tokenizer, context.messages)
+            sequences[place] = (*prompts[context.messages], *context.prefix)
+            self._check_length(len(sequences[place]), f"context {place}: prompt and prefix")
+        self._kept = {}
         scores: dict[int, Scores] = {}
-        for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
-            with evaluating(self.network):
-                logits = as_float64(last_logits(self.network, [sequences[place] for place in places]))
-                found = candidate_scores(logits, [contexts[place].candidates for place in places])
-            scores.update(zip(places, found, strict=True))
+        longest_first = sorted(sequences, key=lambda place: -len(sequences[place]))
+        with evaluating(self.network) as head:
+            for group in (list(states), longest_first):
+                for start in range(0, len(group), self.batch_size):
+                    places = group[start : start + self.batch_size]
+                    if group is longest_first:
+                        logits = last_logits(self.network, [sequences[place] for place in places])
+                    else:
+                        logits = state_logits(self.network, head, torch.stack([states[place] for place in places]))
+                    batch = candidate_scores(as_float64(logits), [contexts[place].candidates for place in places])
+                    scores.update(zip(places, batch, strict=True))
         return [scores[place] for place in range(len(contexts))]
 
-    def _prompts(self, chats: Sequence[tuple[Message, ...]]) -> dict[tuple[Message, ...], tuple[int, ...]]:
-        """Tokenize every different chat once."""
-        return {chat: prompt_ids(self.tokenizer, chat) for chat in dict.fromkeys(chats)}
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
-
-
-def engine_name(dtype: torch.dtype) -> str:
-    """What stands in the `engine` field of a prediction: `transformers 5.22.2 float32 torch 2.13.0`."""
-    precision = str(dtype).removeprefix("torch.")
-    return f"transformers {transformers.__version__} {precision} torch {torch.__version__.partition('+')[0]}"
-
-
-def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a response: the generation config's and the tokenizer's."""
-    config = getattr(model, "generation_config", None)
-    ids = getattr(config, "eos_token_id", None)
-    listed = ids if isinstance(ids, list) else [ids]
-    return frozenset(int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None)
-
-
-def default_device() -> torch.device:
-    """The accelerator where there is one, else the CPU."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    def _check_length(self, tokens: int, what: str) -> None:
+        if self.positions is not None and tokens > self.positions:
+            raise ValueError(f"{what} need {tokens} tokens, the model has {self.positions} positions")
 
 
 def pack(groups: Batch, batch_size: int) -> list[Batch]:
     """Cut groups of rows, longest prompt first, into batches of `batch_size` rows at most; only larger groups split."""
     batches: list[Batch] = []
     room = 0
-    for ids, rows in sorted(groups.items(), key=lambda group: -len(group[0])):
+    for prompt, rows in sorted(groups.items(), key=lambda group: -len(group[0])):
         for start in range(0, len(rows), batch_size):
             chunk = rows[start : start + batch_size]
             if len(chunk) > room:
                 batches.append({})
                 room = batch_size
-            batches[-1][ids] = chunk
+            batches[-1][prompt] = chunk
             room -= len(chunk)
     return batches
 
@@ -184,38 +197,8 @@ def candidate_scores(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
     ]
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Render a chat with the tokenizer's template, ready for the response, and tokenize it."""
-    ids = tuple(tokenizer(prompt_text(messages, tokenizer), add_special_tokens=False)["input_ids"])
-    if not ids:
-        raise ValueError("the chat template renders an empty prompt")
-    return ids
-
-
-def _check(requests: Sequence[Request]) -> None:
-    seen: set[Key] = set()
-    for request in requests:
-        if request.key in seen:
-            raise ValueError(f"question {request.question} sample {request.sample} is requested twice")
-        seen.add(request.key)
-        if "" in request.stop:
-            raise ValueError(f"question {request.question}: a stop text is empty")
-
-
-def _split_adapter(path: str | Path) -> tuple[str | Path, str | Path | None]:
-    """Take a folder with `adapter_config.json` apart into its base model and itself."""
-    if not (Path(path) / "adapter_config.json").exists():
-        return path, None
-    from peft import PeftConfig
-
-    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-    if not base:
-        raise DataError(Path(path) / "adapter_config.json", None, "base_model_name_or_path: expected the base model")
-    return str(base), path
-
-
 def _pretrained(kind: Any, path: str | Path, **options: Any) -> Any:
-    """`from_pretrained` without remote code; what it cannot find is told in one line."""
+    """`from_pretrained` without remote code; a failure is one line."""
     check_model(path)
     try:
         return kind.from_pretrained(str(path), trust_remote_code=False, **options)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from catto.engines import Context, Generation, Key, Request, Scores
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, stop_end
 from catto.labels import decoded
-from catto.prompts import prompt_text
+from catto.prompts import prompt_ids
 from catto.records import Message
 
 Fields = Mapping[str, Any]
@@ -20,11 +20,11 @@ Fields = Mapping[str, Any]
 MOST_CANDIDATES = 128
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """The `Engine` protocol on a model that vLLM loads. `options` go to `vllm.LLM` (tensor_parallel_size, dtype, ...).
 
-    vLLM batches by itself; `batch_size` only says how many responses are asked for at once. It gives no log-sum-exp of
-    the logits, so that its predictions cannot be rescaled to another tau from the file.
+    vLLM batches by itself; `batch_size` only limits how many responses are requested at once. It gives no log-sum-exp
+    of the logits, so its predictions cannot be rescaled to another tau from the file.
     """
 
     def __init__(self, model: str, *, batch_size: int = 256, **options: Any) -> None:
@@ -35,10 +35,11 @@ class VLLMEngine:
 
         self._vllm = vllm
         self._llm = vllm.LLM(model=model, logprobs_mode="raw_logprobs", **options)
+        config = self._llm.llm_engine.model_config
         self.model = model
-        self.tokenizer: Any = self._llm.get_tokenizer()
-        self.positions = int(self._llm.llm_engine.model_config.max_model_len)
-        self.name = f"vllm {vllm.__version__} {self._llm.llm_engine.model_config.dtype}".replace("torch.", "")
+        self.tokenizer = self._llm.get_tokenizer()
+        self.positions = int(config.max_model_len)
+        self.name = f"vllm {vllm.__version__} {config.dtype}".replace("torch.", "")
         self.batch_size = batch_size
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
@@ -59,8 +60,7 @@ class VLLMEngine:
 
 def prompt_fields(tokenizer: Any, chat: Sequence[Message], prefix: Sequence[int] = ()) -> dict[str, list[int]]:
     """A prompt as token ids: the chat by its template, then the response so far."""
-    ids = tokenizer(prompt_text(chat, tokenizer), add_special_tokens=False)["input_ids"]
-    return {"prompt_token_ids": [*ids, *prefix]}
+    return {"prompt_token_ids": [*prompt_ids(tokenizer, chat), *prefix]}
 
 
 def generate_fields(request: Request) -> dict[str, Any]:
@@ -81,53 +81,42 @@ def score_fields(context: Context) -> dict[str, Any]:
     tokens = list(dict.fromkeys(context.candidates))
     if not 0 < len(tokens) <= MOST_CANDIDATES:
         raise ValueError(f"{len(tokens)} candidates, vLLM scores 1 to {MOST_CANDIDATES}")
-    return {
-        "temperature": 0.0,
-        "max_tokens": 1,
-        "logprob_token_ids": tokens,
-        "allowed_token_ids": tokens,
-        "detokenize": False,
-    }
+    limits = {"logprob_token_ids": tokens, "allowed_token_ids": tokens}
+    return {"temperature": 0.0, "max_tokens": 1, "detokenize": False, **limits}
 
 
 def as_fields(output: Any) -> dict[str, Any]:
-    """What is read of a vLLM `RequestOutput`, as plain values."""
-    return {
-        "prompt_token_ids": list(output.prompt_token_ids or ()),
-        "outputs": [
-            {
-                "token_ids": list(one.token_ids),
-                "finish_reason": one.finish_reason,
-                "logprobs": [{token: entry.logprob for token, entry in place.items()} for place in one.logprobs or ()],
-            }
-            for one in output.outputs
-        ],
-    }
+    """The fields of a vLLM `RequestOutput` that are read, as plain values."""
+    outputs = [
+        {
+            "token_ids": list(response.token_ids),
+            "finish_reason": response.finish_reason,
+            "logprobs": [{token: entry.logprob for token, entry in place.items()} for place in response.logprobs or ()],
+        }
+        for response in output.outputs
+    ]
+    return {"prompt_token_ids": list(output.prompt_token_ids or ()), "outputs": outputs}
 
 
 def read_generation(request: Request, output: Fields, tokenizer: Any, model: str) -> Generation:
-    """Read a finished response: end-of-sequence token off, text decoded here and cut after the stop text."""
-    found = output["outputs"][0]
-    ids = list(found["token_ids"])
+    """Read a finished response: end-of-sequence token removed, text decoded here and cut after the stop text."""
+    response = output["outputs"][0]
+    ids = list(response["token_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
-    logprobs = [place[token] for token, place in zip(ids, found["logprobs"], strict=False)]
+    text = decoded(tokenizer, ids)
+    logprobs = [place[token] for token, place in zip(ids, response["logprobs"], strict=False)]
     return Generation(
         question=request.question,
         sample=request.sample,
-        text=_cut(decoded(tokenizer, ids), request.stop),
+        text=text[: stop_end(text, request.stop)],
         token_ids=tuple(ids),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
         prompt_tokens=len(output["prompt_token_ids"]),
         tokens=len(ids),
-        finish_reason=found["finish_reason"],
+        finish_reason=response["finish_reason"],
         model=model,
     )
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    ends = [text.index(end) + len(end) for end in stop if end in text]
-    return text[: min(ends)] if ends else text
 
 
 def read_scores(context: Context, output: Fields) -> Scores:

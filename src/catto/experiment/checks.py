@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from catto.engines.places import check_model, is_hub_id
+from catto.engines import check_model, is_hub_id
 from catto.experiment.steps import task_of
 from catto.problems import DataError, did_you_mean
 from catto.recipe import Recipe

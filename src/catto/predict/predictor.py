@@ -1,46 +1,58 @@
-"""Questions -> predictions: generate, find the label in the generated tokens, read its probability there.
+"""Questions -> predictions: generate, find the label in the response, read its probability there.
 
 The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
-it was written. `source` is `free` after `<answer>`, `plain` where a response without that tag states its answer. Where
-there is no answer the response is closed and the most probable label taken there: `source` is `fallback`.
+it was written. `source` is `free` after `<answer>`, `plain` where a response without that tag states its answer. A
+response without an answer is closed and the most probable label taken there: `source` is `fallback`.
+
+Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
+whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
+from catto.answers import VERSION
 from catto.engines import Engine, Generation, Key, Request
 from catto.engines.replies import MOST_REFUSED, RefusalCap, told
+from catto.files import Journal, library_versions, manifest_path, read_manifest, read_records, read_refusals
 from catto.labels import check_labels
 from catto.metrics.temperature import confidence_at
-from catto.predict.label_reader import Answer, TokenReader
-from catto.predict.predictions import ChunkFile, R, Run, parted
+from catto.predict.label_reader import Answer, Case, Reader, read_tokens, server_reader
+from catto.problems import DataError
 from catto.prompts import messages
-from catto.records import Prediction, Question, Refusal, content_hash
+from catto.records import Manifest, Prediction, Question, Refusal, content_hash
 
 __all__ = [
     "Answer",
     "Progress",
     "check_questions",
+    "check_settings",
     "confidence_at",
     "evaluate",
     "evaluate_model",
     "generate",
     "is_correct",
     "read",
+    "refusals_of",
+    "refused_path",
     "request_seed",
 ]
 
+R = TypeVar("R", Generation, Prediction)
 Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
 Unparsed = Literal["fallback", "wrong"]
 STOP = ("</answer>",)
 # So many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_A_CHUNK = 4
-UNWRITTEN = "the request was refused when it was generated"
-Asked = tuple[Question, int]  # a question and the number of a sample
+OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
 
 
 def evaluate(
@@ -57,23 +69,21 @@ def evaluate(
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
 ) -> list[Prediction]:
-    """Answer every question k times; the predictions come in the order of the questions, then of the samples.
+    """Answer every question k times; the predictions are in the order of the questions, then of the samples.
 
     `temperature` is one number for all k samples, or k numbers. `out` is the file of predictions, its manifest beside
-    it. It grows as `<name>.part.jsonl` by whole chunks, cut by the questions alone: a run that was killed goes on and
-    ends with the same file; a finished one is only read.
+    it. It grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
 
-    A request that a server refuses for good has no prediction; it stands in `<name>.refused.jsonl` with the reason, and
-    `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
+    A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason,
+    and `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
     """
-    asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
 
-    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Prediction | Refusal]]:
-        reader = _reader(engine, asked, run)
-        for chunk in keys:
-            yield _read(reader, chunk, _generate(engine, chunk, run, cap), run, cap)
+    def predictor(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Prediction | Refusal]]:
+        reader = job.reader()
+        return lambda keys: job.read(reader, job.generate(keys, cap, keep_states=True), cap)
 
-    return _grown(chunks, Prediction, asked, run, out, progress and _right(progress), max_refused, retry_refused)
+    return job.collect(Prediction, predictor, out, progress and _right(progress), max_refused, retry_refused)
 
 
 def generate(
@@ -91,17 +101,14 @@ def generate(
     max_refused: float = MOST_REFUSED,
 ) -> list[Generation]:
     """Generate what `evaluate` with the same arguments reads: the expensive half of it, resumable in the same way."""
-    asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
 
-    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Generation | Refusal]]:
-        _check_labels(engine, asked)
-        return (_generate(engine, chunk, run, cap) for chunk in keys)
+    def generator(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Generation | Refusal]]:
+        job.check_labels()
+        return lambda keys: job.generate(keys, cap)
 
-    def count(done: list[Generation], total: int) -> None:
-        if progress is not None:
-            progress(len(done), total)
-
-    return _grown(chunks, Generation, asked, run, out, count, max_refused, retry_refused)
+    counting = None if progress is None else lambda done, total: progress(len(done), total)
+    return job.collect(Generation, generator, out, counting, max_refused, retry_refused)
 
 
 def read(
@@ -119,23 +126,23 @@ def read(
 ) -> list[Prediction]:
     """Read the labels of `generate`'s generations and score them with the model that wrote them; nothing is generated.
 
-    `read(engine, questions, generate(engine, questions, **how), **how)` is `evaluate(engine, questions, **how)`. What
-    has no generation was refused and has no prediction.
+    `read(engine, questions, generate(engine, questions, **how), **how)` is `evaluate(engine, questions, **how)` up to
+    float noise: `evaluate` scores with what the engine kept while it generated. What has no generation was refused and
+    has no prediction.
     """
-    asked, run = _prepared(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
     written = {generation.key: generation for generation in generations}
-    if foreign := written.keys() - {(question.id, sample) for question in asked for sample in range(run.k)}:
+    if foreign := written.keys() - set(job.keys):
         raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
 
-    def chunks(keys: Iterable[Sequence[Asked]], cap: RefusalCap) -> Iterator[list[Prediction | Refusal]]:
-        reader = _reader(engine, asked, run)
-        for chunk in keys:
-            text = [
-                written.get((one.id, n)) or Refusal(refused=UNWRITTEN, question=one.id, sample=n) for one, n in chunk
-            ]
-            yield _read(reader, chunk, text, run, cap)
+    def refused(key: Key) -> Refusal:
+        return Refusal(refused="the request was refused when it was generated", question=key[0], sample=key[1])
 
-    return _grown(chunks, Prediction, asked, run, out, progress and _right(progress), 1.0, False)
+    def predictor(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Prediction | Refusal]]:
+        reader = job.reader()
+        return lambda keys: job.read(reader, [written.get(key) or refused(key) for key in keys], cap)
+
+    return job.collect(Prediction, predictor, out, progress and _right(progress), 1.0, False)
 
 
 def evaluate_model(
@@ -153,7 +160,11 @@ def is_correct(prediction: Prediction, unparsed: Unparsed = "fallback") -> bool:
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:
-    """The seed of one response, 31 bits, by hash: servers would draw k equal samples from one seed."""
+    """The seed of one response, 31 bits, by hash: servers would draw k equal samples from one seed.
+
+    >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
+    True
+    """
     return int(content_hash([seed, question, sample]), 16) >> 33
 
 
@@ -169,183 +180,246 @@ def check_questions(questions: list[Question], k: int, temperature: float | Sequ
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
-            raise ValueError(f"question id {question.id!r} stands more than once")
+            raise ValueError(f"question id {question.id!r} is there more than once")
         seen.add(question.id)
     if not seen:
         raise ValueError("no questions to evaluate")
     return each
 
 
-def _prepared(
-    engine: Engine,
-    questions: Iterable[Question],
-    k: int,
-    temperature: float | Sequence[float],
-    seed: int,
-    max_tokens: int,
-    reasoning: bool,
-) -> tuple[list[Question], Run]:
-    """The questions as a list and the run; what cannot be asked is refused."""
-    asked = list(questions)
-    each = check_questions(asked, k, temperature)
-    return asked, Run(engine.name, engine.model, each, seed, max_tokens, reasoning, _chunk(engine, k))
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded."""
+    if manifest_path(path).exists():
+        notes = read_manifest(path).notes
+        for name, value in settings.items():
+            if name in notes and notes[name] != value:
+                raise DataError(path, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
 
 
-def _chunk(engine: Engine, k: int) -> int:
-    """Questions a chunk: a few of the engine's batches."""
-    width: int = getattr(engine, "batch_size", 0) or getattr(engine, "concurrency", 16)
-    return max(1, BATCHES_A_CHUNK * width // k)
+def refused_path(path: Path) -> Path:
+    """The file of refusals: `predictions.jsonl` -> `predictions.refused.jsonl`."""
+    return path.with_name(path.name.removesuffix(".jsonl") + ".refused.jsonl")
 
 
-def _cut(questions: list[Question], run: Run, skip: int) -> Iterator[list[Asked]]:
-    """The chunks of questions with their samples, without the first `skip` chunks."""
-    for start in range(skip * run.chunk, len(questions), run.chunk):
-        yield [(question, n) for question in questions[start : start + run.chunk] for n in range(run.k)]
-
-
-def _grown(
-    chunks: Callable[[Iterable[Sequence[Asked]], RefusalCap], Iterator[list[R | Refusal]]],
-    kind: type[R],
-    asked: list[Question],
-    run: Run,
-    out: Path | None,
-    progress: Callable[[list[R], int], None] | None,
-    max_refused: float,
-    retry_refused: bool,
-) -> list[R]:
-    """All records: from the file as far as it has them, the others from `chunks`, which are appended to it.
-
-    `progress` gets the records so far and how many there will be: refused requests are taken off the total.
-    """
-    done: list[R | Refusal] = []
-
-    def grow(some: Iterable[Sequence[R | Refusal]]) -> None:
-        for chunk in some:
-            done.extend(chunk)
-            records, refused = parted(done)
-            if progress is not None and records:
-                progress(records, len(asked) * run.k - len(refused))
-
-    if out is None:
-        grow(chunks(_cut(asked, run, 0), RefusalCap(max_refused)))
-        return _ended(done, warn=True)
-    with ChunkFile(out, kind, asked, run) as file:
-        done.extend(file.stored())
-        records, refused = parted(done)
-        cap = RefusalCap(max_refused, [(one.question, one.sample) for one in records], [one.key for one in refused])
-        if len(done) < len(asked) * run.k:
-            grow(file.append(chunk) for chunk in chunks(_cut(asked, run, file.whole_chunks()), cap))
-        ended = _ended(done)
-        file.finish(done)
-        if retry_refused and refused:
-            keys = {one.key for one in refused}
-            once = [(question, n) for question in asked for n in range(run.k) if (question.id, n) in keys]
-            again = {(one.question, one.sample): one for one in next(chunks([once], RefusalCap(1.0)))}
-            done = [again.get((one.question, one.sample), one) for one in done]
-            ended = _ended(done)
-            file.amend(done)
-    return ended
-
-
-def _ended(outcomes: Sequence[R | Refusal], warn: bool = False) -> list[R]:
-    """The records among the outcomes, of which there must be one."""
-    records, refused = parted(outcomes)
-    RefusalCap.check_some(len(records), refused)
-    if warn and refused:
-        warnings.warn(f"{len(refused)} of {len(outcomes)} requests were refused: {told(refused)}", stacklevel=4)
-    return records
+def refusals_of(path: Path) -> list[Refusal]:
+    """The refused requests of a finished file of predictions."""
+    return read_refusals(refused_path(path))
 
 
 def _right(progress: Progress) -> Callable[[list[Prediction], int], None]:
     return lambda done, total: progress(len(done), total, sum(map(is_correct, done)))
 
 
-class _Reader(Protocol):
-    def answers(self, pairs: Sequence[tuple[Question, Generation]]) -> Sequence[Answer | Refusal]: ...
+@dataclass(frozen=True)
+class Run:
+    """What determines generations besides the questions. `chunk`: questions that are generated and scored together."""
+
+    engine: str
+    model: str
+    temperatures: tuple[float, ...]  # one a sample
+    seed: int
+    max_tokens: int
+    reasoning: bool
+    chunk: int
 
 
-def _reader(engine: Engine, questions: Sequence[Question], run: Run) -> _Reader:
-    """Read token ids where the engine has a tokenizer, a server's replies where not; bad labels are refused here."""
-    tokenizer = getattr(engine, "tokenizer", None)
-    if tokenizer is None:
+class _Job:
+    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        questions: Iterable[Question],
+        k: int,
+        temperature: float | Sequence[float],
+        seed: int,
+        max_tokens: int,
+        reasoning: bool,
+    ) -> None:
+        listed = list(questions)
+        each = check_questions(listed, k, temperature)
+        chunk = max(1, BATCHES_A_CHUNK * engine.batch_size // k)
+        self.engine, self.k = engine, k
+        self.run = Run(engine.name, engine.model, each, seed, max_tokens, reasoning, chunk)
+        self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
+        self.keys = [(question.id, sample) for question in listed for sample in range(k)]
+
+    def check_labels(self) -> None:
+        """Raise ValueError unless the engine's tokens tell the labels of every question apart."""
+        if self.engine.exchanges == "tokens":
+            for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
+                check_labels(self.engine.tokenizer, labels)
+
+    def reader(self) -> Reader:
+        """What reads the labels of this engine's responses."""
+        self.check_labels()
+        if self.engine.exchanges == "tokens":
+            return partial(read_tokens, self.engine)
         from catto.engines.server import ServerEngine
-        from catto.predict.label_reader import ServerReader
 
-        assert isinstance(engine, ServerEngine)
-        return ServerReader(engine, run.reasoning)
-    _check_labels(engine, questions)
-    return TokenReader(engine, run.reasoning)
+        assert isinstance(self.engine, ServerEngine)
+        return server_reader(self.engine)
+
+    def generate(
+        self, keys: Sequence[Key], cap: RefusalCap, *, keep_states: bool = False
+    ) -> list[Generation | Refusal]:
+        """What the engine gives for these keys, in their order."""
+        requests = [
+            Request(
+                question=question,
+                sample=sample,
+                messages=self.cases[question][1],
+                temperature=self.run.temperatures[sample],
+                seed=request_seed(self.run.seed, question, sample),
+                max_tokens=self.run.max_tokens,
+                stop=STOP,
+                keep_states=keep_states,
+            )
+            for question, sample in keys
+        ]
+        outcomes: dict[Key, Generation | Refusal] = {}
+        for outcome in self.engine.generate(requests):
+            outcomes[outcome.key] = outcome
+            if isinstance(outcome, Refusal):
+                cap.refused(outcome)
+            else:
+                cap.answered(outcome.key)
+        if missing := next((key for key in keys if key not in outcomes), None):
+            raise RuntimeError("{}: question {} sample {} never came".format(self.engine.name, *missing))
+        return [outcomes[key] for key in keys]
+
+    def read(
+        self, reader: Reader, outcomes: Sequence[Generation | Refusal], cap: RefusalCap
+    ) -> list[Prediction | Refusal]:
+        """The predictions of a chunk; a refusal stays in its place."""
+        cases = [Case(*self.cases[one.question], one) for one in outcomes if isinstance(one, Generation)]
+        predictions: dict[Key, Prediction | Refusal] = {}
+        for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
+            if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
+                cap.refused(answer)
+                predictions[answer.key] = answer
+                continue
+            predictions[generation.key] = Prediction(
+                question=question.id,
+                task=question.task,
+                split=question.split,
+                gold=question.gold,
+                sample=generation.sample,
+                text=generation.text,
+                **answer._asdict(),
+                mean_logprob=generation.mean_logprob,
+                tokens=generation.tokens,
+                temperature=self.run.temperatures[generation.sample],
+                seed=self.run.seed,
+                engine=self.run.engine,
+                model=generation.model,
+            )
+        return [one if isinstance(one, Refusal) else predictions[one.key] for one in outcomes]
+
+    def collect(
+        self,
+        kind: type[R],
+        maker: Callable[[RefusalCap], Callable[[Sequence[Key]], list[R | Refusal]]],
+        out: Path | None,
+        progress: Callable[[list[R], int], None] | None,
+        max_refused: float,
+        retry_refused: bool,
+    ) -> list[R]:
+        """All records: from the file as far as it has them, the others from `maker`'s function, chunk by chunk.
+
+        `progress` gets the records so far and how many there will be: refused requests are taken off the total.
+        """
+        journal: Journal[R] | None = None
+        if out is not None:
+            manifest = self._manifest(kind, {})
+            journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
+            if journal.finished():
+                records, refused = self._published(out, kind)
+                journal.remove()
+                if not (retry_refused and refused):
+                    return records
+                journal.reopen(refusals=True)
+        with journal or nullcontext():
+            done: dict[Key, R | Refusal] = {}
+            width = self.run.chunk * self.k
+            if journal is not None:
+                if len(journal.places) < len(self.keys):
+                    journal.cut(len(journal.places) // width * width)
+                done = {outcome.key: outcome for outcome in journal.outcomes()}
+            refused_before: list[Key] = [key for key, outcome in done.items() if isinstance(outcome, Refusal)]
+            chunks = [self.keys[start : start + width] for start in range(len(done), len(self.keys), width)]
+            make = maker(RefusalCap(max_refused, done.keys() - {*refused_before}, refused_before)) if chunks else None
+            if retry_refused and refused_before:
+                chunks.append(refused_before)
+            for chunk in chunks:
+                if chunk is refused_before or make is None:
+                    make = maker(RefusalCap(1.0))
+                outcomes = make(chunk)
+                outcomes = outcomes if journal is None else journal.append(*outcomes, sync=True)
+                done |= {outcome.key: outcome for outcome in outcomes}
+                records, refused = _parted(done.values())
+                if progress is not None and records:
+                    progress(records, len(self.keys) - len(refused))
+            records, refused = _parted(done.values())
+            RefusalCap.check_some(len(records), refused)
+            if journal is not None:
+                journal.publish(self._manifest(kind, self._counts(records, refused, kind)))
+            elif refused:
+                warning = f"{len(refused)} of {len(done)} requests were refused: {told(refused)}"
+                warnings.warn(warning, stacklevel=3)
+        return records
+
+    def _published(self, out: Path, kind: type[R]) -> tuple[list[R], list[Refusal]]:
+        """Records and refusals of the finished file; DataError where a row is not the expected one."""
+        records = list(read_records(out, kind))
+        stored = {record.key for record in records}  # a record replaces an older refusal
+        refused = {refusal.key: refusal for refusal in refusals_of(out) if refusal.key not in stored}
+        expected = [key for key in self.keys if key not in refused]
+        for row, (record, (question, sample)) in enumerate(zip(records, expected, strict=False), 1):
+            if record.key != (question, sample):
+                raise DataError(out, row, f"expected question {question} sample {sample}")
+        if len(records) != len(expected):
+            raise DataError(out, None, f"{len(records)} {_plural(kind)}, expected {len(expected)}")
+        return records, list(refused.values())
+
+    def _counts(self, records: list[R], refused: list[Refusal], kind: type[R]) -> dict[str, int]:
+        counts = {_plural(kind): len(records), "questions": len(self.cases), "refused": len(refused)}
+        counts["other_model"] = sum(record.model != self.run.model for record in records)
+        predictions = [record for record in records if isinstance(record, Prediction)]
+        if predictions:
+            counts["correct"] = sum(map(is_correct, predictions))
+            counts["plain"] = sum(prediction.source == "plain" for prediction in predictions)
+            counts["fallback"] = sum(prediction.source == "fallback" for prediction in predictions)
+            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
+        return counts
+
+    def _manifest(self, kind: type[R], counts: dict[str, int]) -> Manifest:
+        """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
+        digest = hashlib.sha256()
+        for question, chat in self.cases.values():
+            digest.update(question.model_dump_json().encode())
+            digest.update(repr(chat).encode())
+        settings = asdict(self.run)
+        notes = {**settings, "k": self.k}
+        if len(set(self.run.temperatures)) == 1:
+            notes["temperature"] = self.run.temperatures[0]
+        if kind is Prediction:
+            notes["parser"] = VERSION
+        return Manifest(
+            kind=_plural(kind),
+            counts=counts,
+            recipe_hash=content_hash([settings, digest.hexdigest(), VERSION if kind is Prediction else None]),
+            seed=self.run.seed,
+            versions=library_versions("transformers", "torch", "vllm", "openai"),
+            notes=notes,
+        )
 
 
-def _check_labels(engine: Engine, questions: Sequence[Question]) -> None:
-    tokenizer = getattr(engine, "tokenizer", None)
-    if tokenizer is not None:
-        for labels in dict.fromkeys(question.labels for question in questions):
-            check_labels(tokenizer, labels)
+def _plural(kind: type[Generation] | type[Prediction]) -> str:
+    return f"{kind.__name__.lower()}s"
 
 
-def _generate(engine: Engine, asked: Sequence[Asked], run: Run, cap: RefusalCap) -> list[Generation | Refusal]:
-    """What the engine gives for a chunk of (question, sample), in the order in which they are given."""
-    requests = [_request(question, sample, run) for question, sample in asked]
-    found: dict[Key, Generation | Refusal] = {}
-    for outcome in engine.generate(requests):
-        found[outcome.key] = outcome
-        if isinstance(outcome, Refusal):
-            cap.refused(outcome)
-        else:
-            cap.answered(outcome.key)
-    missing = [request for request in requests if request.key not in found]
-    if missing:
-        raise RuntimeError(f"{engine.name}: question {missing[0].question} sample {missing[0].sample} never came")
-    return [found[request.key] for request in requests]
-
-
-def _read(
-    reader: _Reader, asked: Sequence[Asked], outcomes: Sequence[Generation | Refusal], run: Run, cap: RefusalCap
-) -> list[Prediction | Refusal]:
-    """The predictions of a chunk; refusals stay where they are."""
-    pairs = [(one[0], out) for one, out in zip(asked, outcomes, strict=True) if isinstance(out, Generation)]
-    answers = iter(reader.answers(pairs))
-    return [
-        outcome if isinstance(outcome, Refusal) else _prediction(question, outcome, next(answers), run, cap)
-        for (question, _), outcome in zip(asked, outcomes, strict=True)
-    ]
-
-
-def _request(question: Question, sample: int, run: Run) -> Request:
-    return Request(
-        question=question.id,
-        sample=sample,
-        messages=messages(question, reasoning=run.reasoning),
-        temperature=run.temperatures[sample],
-        seed=request_seed(run.seed, question.id, sample),
-        max_tokens=run.max_tokens,
-        stop=STOP,
-    )
-
-
-def _prediction(
-    question: Question, generation: Generation, answer: Answer | Refusal, run: Run, cap: RefusalCap
-) -> Prediction | Refusal:
-    if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
-        cap.refused(answer)
-        return answer
-    return Prediction(
-        question=question.id,
-        task=question.task,
-        split=question.split,
-        gold=question.gold,
-        sample=generation.sample,
-        text=generation.text,
-        label=answer.label,
-        source=answer.source,
-        confidence=answer.confidence,
-        label_logprobs=answer.label_logprobs,
-        logsumexp=answer.logsumexp,
-        mean_logprob=generation.mean_logprob,
-        tokens=generation.tokens,
-        temperature=run.temperatures[generation.sample],
-        seed=run.seed,
-        engine=run.engine,
-        model=generation.model,
-    )
+def _parted(outcomes: Iterable[R | Refusal]) -> tuple[list[R], list[Refusal]]:
+    """Records and refusals, each in order."""
+    listed = list(outcomes)
+    return [one for one in listed if not isinstance(one, Refusal)], [one for one in listed if isinstance(one, Refusal)]

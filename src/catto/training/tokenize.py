@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.engines.transformers import prompt_ids
 from catto.labels import label_place, locate
 from catto.prompts import completion as rendered
-from catto.prompts import prompt_text
+from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
 from catto.training.batches import Row
 
