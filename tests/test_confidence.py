@@ -15,8 +15,9 @@ from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
 from catto.labels import decoded, opening
+from catto.metrics.temperature import confidence_at
 from catto.predict.label_reader import Closed, close, closed_ids
-from catto.predict.predictor import confidence_at, evaluate, evaluate_model, generate, is_correct
+from catto.predict.predictor import evaluate, evaluate_model, generate, is_correct
 from catto.problems import DataError
 from catto.prompts import completion, parse, parse_answer
 from catto.records import Prediction, Question

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +9,7 @@ from typing import Any
 import pytest
 
 from catto.engines import Context, Request
-from catto.engines.vllm import (
-    as_fields,
-    generate_fields,
-    prompt_fields,
-    read_generation,
-    read_scores,
-    score_fields,
-)
+from catto.engines.vllm import generate_fields, prompt_fields, read_generation, read_scores, score_fields
 from catto.records import Message
 from needs import needs
 from tiny import tiny_tokenizer
@@ -26,14 +18,21 @@ CHAT = (Message(role="user", content="the question"),)
 REQUEST = Request(question="q", sample=2, messages=CHAT, temperature=0.7, seed=9, max_tokens=33, stop=("</answer>",))
 
 
-def recorded(ids: list[int], logprobs: list[float], reason: str = "stop") -> dict[str, Any]:
-    """A reply in the form that `as_fields` gives, through JSON as a recording would be."""
-    places = [{token: logprob} for token, logprob in zip(ids, logprobs, strict=True)]
-    output = {"token_ids": ids, "finish_reason": reason, "logprobs": places}
-    fields: dict[str, Any] = json.loads(json.dumps({"prompt_token_ids": [1, 2, 3], "outputs": [output]}))
-    found = fields["outputs"][0]
-    found["logprobs"] = [{int(token): value for token, value in place.items()} for place in found["logprobs"]]
-    return fields
+def place(logprobs: dict[int, float]) -> dict[int, Any]:
+    """One position of vLLM's `logprobs`."""
+    return {token: SimpleNamespace(logprob=value, rank=1, decoded_token="A") for token, value in logprobs.items()}
+
+
+def recorded(ids: list[int], logprobs: list[float], reason: str = "stop") -> Any:
+    """A reply with the fields of vLLM's `RequestOutput`."""
+    places = [place({token: logprob}) for token, logprob in zip(ids, logprobs, strict=True)]
+    response = SimpleNamespace(token_ids=tuple(ids), finish_reason=reason, logprobs=places, text="")
+    return SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[response])
+
+
+def scored(*places: dict[int, float]) -> Any:
+    """A reply of one scored position."""
+    return SimpleNamespace(prompt_token_ids=[], outputs=[SimpleNamespace(logprobs=[place(one) for one in places])])
 
 
 def test_a_request_keeps_the_stop_text_and_asks_for_the_drawn_tokens_logprob() -> None:
@@ -85,25 +84,22 @@ def test_text_after_the_stop_text_is_cut_and_its_token_kept() -> None:
     assert found.token_ids == tuple(ids)
 
 
+def test_a_reply_without_prompt_ids_and_logprobs_is_read() -> None:
+    response = SimpleNamespace(token_ids=(4,), finish_reason="length", logprobs=None)
+    found = read_generation(REQUEST, SimpleNamespace(prompt_token_ids=None, outputs=[response]), tiny_tokenizer(), "m")
+    assert (found.token_ids, found.prompt_tokens, found.mean_logprob) == ((4,), 0, None)
+    assert found.finish_reason == "length"
+
+
 def test_scores_come_in_the_order_of_the_candidates() -> None:
     context = Context(messages=CHAT, prefix=(), candidates=(9, 8))
-    reply = {"prompt_token_ids": [], "outputs": [{"logprobs": [{8: -1.5, 9: -0.25, 77: -3.0}]}]}
-    assert read_scores(context, reply).logprobs == (-0.25, -1.5)
-    assert read_scores(context, reply).logsumexp is None
+    scores = read_scores(context, scored({8: -1.5, 9: -0.25, 77: -3.0}))
+    assert scores.logprobs == (-0.25, -1.5)
+    assert scores.logsumexp is None
     with pytest.raises(ValueError, match="no log-probability for token 8"):
-        read_scores(context, {"outputs": [{"logprobs": [{9: -0.25}]}]})
+        read_scores(context, scored({9: -0.25}))
     with pytest.raises(ValueError, match="no log-probabilities"):
-        read_scores(context, {"outputs": [{"logprobs": []}]})
-
-
-def test_vllms_objects_become_plain_values() -> None:
-    entry = SimpleNamespace(logprob=-0.1, rank=1, decoded_token="A")
-    one = SimpleNamespace(token_ids=(4,), finish_reason="length", logprobs=[{4: entry}], text="A")
-    output = SimpleNamespace(prompt_token_ids=[1], outputs=[one])
-    assert as_fields(output) == {
-        "prompt_token_ids": [1],
-        "outputs": [{"token_ids": [4], "finish_reason": "length", "logprobs": [{4: -0.1}]}],
-    }
+        read_scores(context, scored())
 
 
 @needs("vllm")

@@ -46,7 +46,7 @@ class TransformersEngine(Engine):
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
         self._eos = frozenset(int(token) for token in ends if token is not None)
-        self._kept: dict[Key, tuple[Row, Tensor]] = {}  # of requests with `keep_states`: until the next call
+        self._kept: dict[Key | None, tuple[Row, Tensor]] = {}  # of requests with `keep_states`: until the next call
 
     @classmethod
     def load(
@@ -139,9 +139,9 @@ class TransformersEngine(Engine):
         sequences: dict[int, tuple[int, ...]] = {}
         prompts = {row.request.messages: row.prompt for row, _ in self._kept.values()}
         for place, context in enumerate(contexts):
-            row, kept = self._kept.get(context.response, (None, None)) if context.response else (None, None)
+            row, kept = self._kept.get(context.response, (None, ()))
             length = len(context.prefix)
-            if row is not None and kept is not None and length < len(kept) and (*row.ids[:length],) == context.prefix:
+            if row is not None and length < len(kept) and tuple(row.ids[:length]) == context.prefix:
                 states[place] = kept[length]
                 continue
             if context.messages not in prompts:

@@ -7,7 +7,7 @@ No reasoning parser is used, so that token ids, text and log-probabilities line 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from catto.engines import Context, Engine, Generation, Key, Request, Scores, stop_end
@@ -15,7 +15,6 @@ from catto.labels import decoded
 from catto.prompts import prompt_ids
 from catto.records import Message
 
-Fields = Mapping[str, Any]
 # vLLM 0.32 takes so many `logprob_token_ids`.
 MOST_CANDIDATES = 128
 
@@ -48,14 +47,14 @@ class VLLMEngine(Engine):
         prompts = [prompt_fields(self.tokenizer, request.messages) for request in todo]
         params = [self._vllm.SamplingParams(**generate_fields(request)) for request in todo]
         for request, output in zip(todo, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
-            yield read_generation(request, as_fields(output), self.tokenizer, self.model)
+            yield read_generation(request, output, self.tokenizer, self.model)
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order."""
         prompts = [prompt_fields(self.tokenizer, context.messages, context.prefix) for context in contexts]
         params = [self._vllm.SamplingParams(**score_fields(context)) for context in contexts]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        return [read_scores(context, as_fields(output)) for context, output in zip(contexts, outputs, strict=True)]
+        return [read_scores(context, output) for context, output in zip(contexts, outputs, strict=True)]
 
 
 def prompt_fields(tokenizer: Any, chat: Sequence[Message], prefix: Sequence[int] = ()) -> dict[str, list[int]]:
@@ -85,46 +84,32 @@ def score_fields(context: Context) -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": 1, "detokenize": False, **limits}
 
 
-def as_fields(output: Any) -> dict[str, Any]:
-    """The fields of a vLLM `RequestOutput` that are read, as plain values."""
-    outputs = [
-        {
-            "token_ids": list(response.token_ids),
-            "finish_reason": response.finish_reason,
-            "logprobs": [{token: entry.logprob for token, entry in place.items()} for place in response.logprobs or ()],
-        }
-        for response in output.outputs
-    ]
-    return {"prompt_token_ids": list(output.prompt_token_ids or ()), "outputs": outputs}
-
-
-def read_generation(request: Request, output: Fields, tokenizer: Any, model: str) -> Generation:
-    """Read a finished response: end-of-sequence token removed, text decoded here and cut after the stop text."""
-    response = output["outputs"][0]
-    ids = list(response["token_ids"])
+def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -> Generation:
+    """Read a vLLM `RequestOutput`: end-of-sequence token removed, text decoded here and cut after the stop text."""
+    response = output.outputs[0]
+    ids = list(response.token_ids)
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     text = decoded(tokenizer, ids)
-    logprobs = [place[token] for token, place in zip(ids, response["logprobs"], strict=False)]
+    logprobs = [place[token].logprob for token, place in zip(ids, response.logprobs or (), strict=False)]
     return Generation(
         question=request.question,
         sample=request.sample,
         text=text[: stop_end(text, request.stop)],
         token_ids=tuple(ids),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
-        prompt_tokens=len(output["prompt_token_ids"]),
+        prompt_tokens=len(output.prompt_token_ids or ()),
         tokens=len(ids),
-        finish_reason=response["finish_reason"],
+        finish_reason=response.finish_reason,
         model=model,
     )
 
 
-def read_scores(context: Context, output: Fields) -> Scores:
+def read_scores(context: Context, output: Any) -> Scores:
     """Read the candidates' log-probabilities at the one position that was drawn."""
-    places = output["outputs"][0]["logprobs"]
+    places = output.outputs[0].logprobs
     if not places:
         raise ValueError("vLLM returned no log-probabilities for a scored context")
-    missing = [token for token in context.candidates if token not in places[0]]
-    if missing:
+    if missing := [token for token in context.candidates if token not in places[0]]:
         raise ValueError(f"vLLM returned no log-probability for token {missing[0]}: logprob_token_ids was not honoured")
-    return Scores(logprobs=tuple(float(places[0][token]) for token in context.candidates))
+    return Scores(logprobs=tuple(float(places[0][token].logprob) for token in context.candidates))

@@ -12,39 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from catto.answers import VERSION
 from catto.engines import Engine, Generation, Key, Request
 from catto.engines.replies import MOST_REFUSED, RefusalCap, told
 from catto.files import Journal, library_versions, manifest_path, read_manifest, read_records, read_refusals
 from catto.labels import check_labels
-from catto.metrics.temperature import confidence_at
-from catto.predict.label_reader import Answer, Case, Reader, read_tokens, server_reader
+from catto.predict.label_reader import Case, Reader, read_tokens, server_reader
 from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
-
-__all__ = [
-    "Answer",
-    "Progress",
-    "check_questions",
-    "check_settings",
-    "confidence_at",
-    "evaluate",
-    "evaluate_model",
-    "generate",
-    "is_correct",
-    "read",
-    "refusals_of",
-    "refused_path",
-    "request_seed",
-]
 
 R = TypeVar("R", Generation, Prediction)
 Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
@@ -55,29 +39,36 @@ BATCHES_A_CHUNK = 4
 OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
 
 
+class Settings(TypedDict, total=False):
+    """How questions are asked: `temperature` is one number for all k samples, or k numbers; 0 is greedy."""
+
+    k: int  # 1
+    temperature: float | Sequence[float]  # 0.0
+    seed: int  # 0
+    max_tokens: int  # 512
+    reasoning: bool  # True
+
+
 def evaluate(
     engine: Engine,
     questions: Iterable[Question],
     *,
-    k: int = 1,
-    temperature: float | Sequence[float] = 0.0,
-    seed: int = 0,
-    max_tokens: int = 512,
-    reasoning: bool = True,
     out: Path | None = None,
     progress: Progress | None = None,
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
+    **settings: Unpack[Settings],
 ) -> list[Prediction]:
     """Answer every question k times; the predictions are in the order of the questions, then of the samples.
 
-    `temperature` is one number for all k samples, or k numbers. `out` is the file of predictions, its manifest beside
+    settings: k, temperature, seed, max_tokens and reasoning, by default one greedy response of at most 512 tokens with
+    reasoning (see `Settings`). `out` is the file of predictions, its manifest beside
     it. It grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
 
     A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason,
     and `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
     """
-    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    job = _Job(engine, questions, **settings)
 
     def predictor(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Prediction | Refusal]]:
         reader = job.reader()
@@ -90,18 +81,14 @@ def generate(
     engine: Engine,
     questions: Iterable[Question],
     *,
-    k: int = 1,
-    temperature: float | Sequence[float] = 0.0,
-    seed: int = 0,
-    max_tokens: int = 512,
-    reasoning: bool = True,
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
+    **settings: Unpack[Settings],
 ) -> list[Generation]:
-    """Generate what `evaluate` with the same arguments reads: the expensive half of it, resumable in the same way."""
-    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way."""
+    job = _Job(engine, questions, **settings)
 
     def generator(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Generation | Refusal]]:
         job.check_labels()
@@ -116,21 +103,17 @@ def read(
     questions: Iterable[Question],
     generations: Iterable[Generation],
     *,
-    k: int = 1,
-    temperature: float | Sequence[float] = 0.0,
-    seed: int = 0,
-    max_tokens: int = 512,
-    reasoning: bool = True,
     out: Path | None = None,
     progress: Progress | None = None,
+    **settings: Unpack[Settings],
 ) -> list[Prediction]:
     """Read the labels of `generate`'s generations and score them with the model that wrote them; nothing is generated.
 
-    `read(engine, questions, generate(engine, questions, **how), **how)` is `evaluate(engine, questions, **how)` up to
-    float noise: `evaluate` scores with what the engine kept while it generated. What has no generation was refused and
-    has no prediction.
+    `read(engine, questions, generate(engine, questions, **settings), **settings)` is `evaluate(engine, questions,
+    **settings)` up to float noise: `evaluate` scores with what the engine kept while it generated. What has no
+    generation was refused and has no prediction.
     """
-    job = _Job(engine, questions, k, temperature, seed, max_tokens, reasoning)
+    job = _Job(engine, questions, **settings)
     written = {generation.key: generation for generation in generations}
     if foreign := written.keys() - set(job.keys):
         raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
@@ -230,11 +213,11 @@ class _Job:
         self,
         engine: Engine,
         questions: Iterable[Question],
-        k: int,
-        temperature: float | Sequence[float],
-        seed: int,
-        max_tokens: int,
-        reasoning: bool,
+        k: int = 1,
+        temperature: float | Sequence[float] = 0.0,
+        seed: int = 0,
+        max_tokens: int = 512,
+        reasoning: bool = True,
     ) -> None:
         listed = list(questions)
         each = check_questions(listed, k, temperature)
@@ -331,10 +314,9 @@ class _Job:
         """
         journal: Journal[R] | None = None
         if out is not None:
-            manifest = self._manifest(kind, {})
-            journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
+            journal = Journal(out, kind, self.manifest(kind), self.keys, refused=refused_path(out), other=OTHER_RUN)
             if journal.finished():
-                records, refused = self._published(out, kind)
+                records, refused = self.published(out, kind)
                 journal.remove()
                 if not (retry_refused and refused):
                     return records
@@ -363,13 +345,13 @@ class _Job:
             records, refused = _parted(done.values())
             RefusalCap.check_some(len(records), refused)
             if journal is not None:
-                journal.publish(self._manifest(kind, self._counts(records, refused, kind)))
+                journal.publish(self.manifest(kind, records, refused))
             elif refused:
-                warning = f"{len(refused)} of {len(done)} requests were refused: {told(refused)}"
-                warnings.warn(warning, stacklevel=3)
+                why = told(refused)
+                warnings.warn(f"{len(refused)} of {len(done)} requests were refused: {why}", stacklevel=3)
         return records
 
-    def _published(self, out: Path, kind: type[R]) -> tuple[list[R], list[Refusal]]:
+    def published(self, out: Path, kind: type[R]) -> tuple[list[R], list[Refusal]]:
         """Records and refusals of the finished file; DataError where a row is not the expected one."""
         records = list(read_records(out, kind))
         stored = {record.key for record in records}  # a record replaces an older refusal
@@ -382,33 +364,31 @@ class _Job:
             raise DataError(out, None, f"{len(records)} {_plural(kind)}, expected {len(expected)}")
         return records, list(refused.values())
 
-    def _counts(self, records: list[R], refused: list[Refusal], kind: type[R]) -> dict[str, int]:
-        counts = {_plural(kind): len(records), "questions": len(self.cases), "refused": len(refused)}
-        counts["other_model"] = sum(record.model != self.run.model for record in records)
-        predictions = [record for record in records if isinstance(record, Prediction)]
-        if predictions:
-            counts["correct"] = sum(map(is_correct, predictions))
-            counts["plain"] = sum(prediction.source == "plain" for prediction in predictions)
-            counts["fallback"] = sum(prediction.source == "fallback" for prediction in predictions)
-            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
-        return counts
-
-    def _manifest(self, kind: type[R], counts: dict[str, int]) -> Manifest:
+    def manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
         """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
         digest = hashlib.sha256()
         for question, chat in self.cases.values():
             digest.update(question.model_dump_json().encode())
             digest.update(repr(chat).encode())
-        settings = asdict(self.run)
+        settings, parser = asdict(self.run), VERSION if kind is Prediction else None
         notes = {**settings, "k": self.k}
         if len(set(self.run.temperatures)) == 1:
             notes["temperature"] = self.run.temperatures[0]
-        if kind is Prediction:
-            notes["parser"] = VERSION
+        if parser is not None:
+            notes["parser"] = parser
+        counts: dict[str, int] = {}
+        if records:
+            counts = {_plural(kind): len(records), "questions": len(self.cases), "refused": len(refused)}
+            counts["other_model"] = sum(record.model != self.run.model for record in records)
+        if predictions := [record for record in records if isinstance(record, Prediction)]:
+            sources = Counter(prediction.source for prediction in predictions)
+            counts |= {"correct": sum(map(is_correct, predictions)), "plain": sources["plain"]}
+            counts["fallback"] = sources["fallback"]
+            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
         return Manifest(
             kind=_plural(kind),
             counts=counts,
-            recipe_hash=content_hash([settings, digest.hexdigest(), VERSION if kind is Prediction else None]),
+            recipe_hash=content_hash([settings, digest.hexdigest(), parser]),
             seed=self.run.seed,
             versions=library_versions("transformers", "torch", "vllm", "openai"),
             notes=notes,
