@@ -23,7 +23,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 from catto.answers import VERSION
 from catto.engines import Engine, Generation, Key, Request
 from catto.engines.replies import MOST_REFUSED, RefusalCap, told
-from catto.files import Journal, library_versions, manifest_path, read_manifest, read_records, read_refusals
+from catto.files import library_versions, manifest_path, read_manifest, read_records
+from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
 from catto.predict.label_reader import Case, Reader, read_tokens, server_reader
 from catto.problems import DataError

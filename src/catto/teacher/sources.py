@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from catto.engines import Generation, Key, Request
-from catto.engines import is_hub_id
+from catto.engines import Generation, Key, Request, is_hub_id
 from catto.files import SUFFIXES, kind, read_hub, read_rows
 from catto.problems import DataError
 from catto.prompts import completion, messages, parse_answer
