@@ -566,7 +566,7 @@ def test_catto_eval_counts_replies_under_another_model_name(tmp_path: Path, monk
     options = ["other", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval")]
     with serve(answering) as server:
         shown = invoked(command, *options, "--base-url", server.url)
-    assert "4 replies came under another model name than was asked for." in shown.output
+    assert "4 replies came under another model name than the one asked for." in shown.output
 
 
 def test_catto_select_leaves_questions_with_refused_samples_out(tmp_path: Path) -> None:
