@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from catto import files
 from catto.answers import VERSION
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
@@ -270,6 +273,21 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
     assert [row.label for row in read_records(tmp_path / "outcome.jsonl", SftRow)][:4] == ["A", "B", "B", "C"]
     assert told.unparsed == 0
     assert (tmp_path / "generations.jsonl").read_bytes() == kept
+
+
+def test_generations_and_responses_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, names = files.opened, list[str]()
+
+    def counted(path: Path, **options: bool) -> AbstractContextManager[IO[bytes]]:
+        names.append(path.name)
+        return opened(path, **options)
+
+    monkeypatch.setattr(files, "opened", counted)
+    _, first = run(tmp_path, "ABBB", "BBBA")
+    assert (names.count("generations.jsonl"), names.count("responses.jsonl")) == (1, 0)
+    names.clear()
+    assert run(tmp_path, "ABBB", "BBBA")[1] == first
+    assert (names.count("generations.jsonl"), names.count("responses.jsonl")) == (0, 1)
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:

@@ -66,13 +66,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'catto' has no attribute {name!r}")
     module, there = _HOME[name]
     try:
-        found = getattr(import_module(f"catto.{module}"), there)
+        value = getattr(import_module(f"catto.{module}"), there)
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "catto":
             raise
         raise ImportError(f'catto.{name} needs {error.name}: pip install "catto[train]" ({error})') from error
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -171,7 +171,10 @@ class Seal(NamedTuple):
 
 
 def sealed(folder: Path, leave: frozenset[str] = frozenset()) -> dict[str, Seal]:
-    """Seal every file below a folder, by its path from there; `leave` names files at the top that may change later."""
+    """Seal every file below a folder, by its path from there; `leave` names files at the top that may change later.
+
+    `damage` then finds what has changed.
+    """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: Seal(path.stat().st_size, _sha256(path)) for name, path in files.items() if name not in leave}
 
@@ -289,7 +292,16 @@ def _object(path: Path, row: int, line: str) -> dict[str, Any]:
 
 
 def read_records(path: Path, kind: type[R]) -> Iterator[R]:
-    """Yield the records of a file, each validated; the error names file, row and field."""
+    """Yield the records of a file, each validated; the error names file, row and field.
+
+    >>> import tempfile
+    >>> from catto.records import Message
+    >>> path = Path(tempfile.mkdtemp()) / "messages.jsonl"
+    >>> write_records(path, [Message(role="user", content="Hello")])
+    1
+    >>> [message.content for message in read_records(path, Message)]
+    ['Hello']
+    """
     for row, line in read_lines(path):
         try:  # a line that is exactly what we write for its record holds no repeated key: it needs no slow parser
             record = kind.model_validate_json(line)

@@ -229,7 +229,7 @@ class Journal(Generic[S]):
         manifest_path(self.part).unlink(missing_ok=True)
 
     def reopen(self, *, refusals: bool) -> None:
-        """Turn a published file back into a journal, with its refusals or without them, so that they are asked again.
+        """Turn a published file back into a journal, with its refusals, or without them to ask them again.
 
         On a journal that is not published yet it only drops the refusals.
         """

@@ -1,7 +1,6 @@
-"""What the stages pass to each other: one JSON object a line, a manifest beside the file.
+"""The records that stages pass to each other: one JSON object a line, a manifest beside the file.
 
-A stage reads records and writes records; it never reaches into another stage. Reading validates: a bad row is one
-`DataError` that names the file, the row and the field.
+`catto.files` reads and writes them. Reading validates: a bad row is one `DataError` that names file, row and field.
 """
 
 from __future__ import annotations
@@ -51,7 +50,12 @@ class Option(Record):
 
 
 class Question(Record):
-    """A multiple-choice question. `fields` are its text parts by name (`question`, or `premise` and `hypothesis`)."""
+    """A multiple-choice question. `fields` are its text parts by name (`question`, or `premise` and `hypothesis`).
+
+    >>> options = (Option(label="A", text="red"), Option(label="B", text="blue"))
+    >>> Question(id="1", task="t", split="test", fields={"question": "Which?"}, options=options, gold="B").labels
+    ('A', 'B')
+    """
 
     id: str
     task: str
@@ -63,7 +67,7 @@ class Question(Record):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels in the order in which the options stand."""
+        """The labels in the order of the options."""
         return tuple(option.label for option in self.options)
 
     @model_validator(mode="after")
@@ -99,7 +103,7 @@ class Response(Sampled):
 class Refusal(Sampled):
     """A request that got no usable reply and is left out: one line of why, without key or prompt.
 
-    `refused` stands first, so that a line of a file tells by its beginning what it is.
+    `refused` is the first field, so that the beginning of a line shows what it is.
     """
 
     refused: str
@@ -166,7 +170,7 @@ class Prediction(Sampled):
 
 
 class Manifest(Record):
-    """What stands beside a file of records: what it is, how it came to be, how many."""
+    """Describes the file of records that it is beside: what they are, how they were made, how many."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str
@@ -198,6 +202,10 @@ def checked_name(name: str, what: str, plus: bool = False) -> str:
 
 
 def content_hash(value: object, length: int = 16) -> str:
-    """A stable hex digest of any JSON value, independent of key order."""
+    """A stable hex digest of any JSON value, independent of key order.
+
+    >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
+    True
+    """
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:length]

@@ -1,7 +1,7 @@
 """Ask the teacher for every response and keep each as it arrives; then read the responses and write the rows.
 
 Asking costs money and time, reading costs nothing. So generations are kept as they came, in `generations.jsonl`, and
-another parser or another choice of pairs reads that file again. While a run goes on they are in a `Journal`: a run that
+another parser or another choice of pairs reads that file again. While a run lasts they are in a `Journal`: a run that
 was killed asks only for what is missing.
 """
 
@@ -54,6 +54,13 @@ def teach(
     """Ask for n responses to every training question and write the rows made of them, all in `out`.
 
     `ask`, then `write_rows`. `progress(done, total)` counts responses.
+
+    >>> import tempfile
+    >>> from catto.tasks import load
+    >>> settings = TeacherSettings(source="witnesses", n=4)
+    >>> summary = teach(load("witnesses", "train", limit=5), None, settings, Path(tempfile.mkdtemp()))
+    >>> summary.responses, summary.rows["outcome"]
+    (20, 20)
     """
     training = training_questions(questions)
     ask(training, source, settings, out, progress, retry_refused=retry_refused)
@@ -258,7 +265,7 @@ def training_questions(questions: Iterable[Question]) -> list[Question]:
 
 
 def draw(settings: TeacherSettings, question: str, sample: int) -> tuple[float, int]:
-    """Temperature, uniform in the settings' range, and seed (31 bits) of a sample; by hash, in whatever order asked."""
+    """Temperature, uniform in the settings' range, and seed (31 bits) of a sample, by hash: in any order."""
     digest = content_hash([settings.seed, question, sample], 64)
     low, high = settings.temperature
     return round(low + (high - low) * int(digest[:13], 16) / 16**13, 4), int(digest[13:21], 16) >> 1
