@@ -15,7 +15,7 @@ import pytest
 
 from catto.cli.display import Bar, Left, RunDisplay, bars, duration, progress
 from catto.experiment.graph import Graph
-from catto.experiment.stages import KindSettings, Stage, ordered
+from catto.experiment.stages import Stage, StageSettings, ordered
 from catto.methods import METHODS
 from catto.recipe_file import load, shipped
 from command import run
@@ -338,7 +338,7 @@ def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> N
 
 def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:
     dpo = trainings("dpo", 3)
-    left = Left(tmp_path, [*dpo, Stage("report", "report", KindSettings())])
+    left = Left(tmp_path, [*dpo, Stage("report", "report", StageSettings())])
     left.ended(dpo[0], "done", 4.0)
     assert left.text() == ""  # more than 8 s says nothing
     left.ended(dpo[1], "done", 60.0)

@@ -15,8 +15,8 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import (
     DONE,
     TOLD,
-    KindSettings,
     Stage,
+    StageSettings,
     check,
     done,
     finish,
@@ -183,9 +183,9 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
 
 def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_with_it(tmp_path: Path) -> None:
     """A choice holds a name alone; what reads it depends on the model of that name."""
-    train = Stage("train", "sft", KindSettings())
-    choice = Stage("chosen", "chosen sft", KindSettings(), {"model 0 seed 0": train})
-    text = Stage("generated", "generated test sft", KindSettings(), {"model": choice})
+    train = Stage("train", "sft", StageSettings())
+    choice = Stage("chosen", "chosen sft", StageSettings(), {"model 0 seed 0": train})
+    text = Stage("generated", "generated test sft", StageSettings(), {"model": choice})
 
     def made(stage: Stage, name: str, value: str) -> None:
         write(part(tmp_path, stage) / name, {"model": value})
@@ -203,7 +203,7 @@ def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_wit
 
 def test_a_stage_is_made_of_its_twins_files_only_where_those_are_whole(tmp_path: Path) -> None:
     """A flipped bit leaves the size as it was: the bytes are compared."""
-    twin, stage = Stage("questions", "questions a", KindSettings()), Stage("questions", "questions b", KindSettings())
+    twin, stage = Stage("questions", "questions a", StageSettings()), Stage("questions", "questions b", StageSettings())
     write(part(tmp_path, twin) / "train.json", 1)
     finish(tmp_path, twin, {"seconds": 1.0, "versions": {}})
     with changed(place(tmp_path, twin) / "train.json", b"3"):

@@ -24,9 +24,9 @@ from catto.recipe import (
     ModelSettings,
     OutcomeSettings,
     Recipe,
-    StageSettings,
     TaskSettings,
     TeacherSettings,
+    TrainerSettings,
 )
 from catto.recipe_file import load
 
@@ -187,9 +187,9 @@ def test_every_setting_is_in_the_keys_of_what_it_determines(tmp_path: Path) -> N
         (TaskSettings, "tasks.snli"),
         (ModelSettings, "model"),
         (TeacherSettings, "teacher"),
-        (StageSettings, "sft"),
-        (StageSettings, "preference"),
-        (StageSettings, "rcft"),
+        (TrainerSettings, "sft"),
+        (TrainerSettings, "preference"),
+        (TrainerSettings, "rcft"),
         (OutcomeSettings, "outcome"),
         (EvaluationSettings, "evaluation"),
         (Recipe, ""),

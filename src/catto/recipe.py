@@ -67,8 +67,6 @@ Seed = Annotated[int, Field(ge=0)]
 REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"})
 # How rows are picked from responses.
 PICKING = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
-# `sampling: validation` chooses among these temperatures, on so many validation questions at most.
-SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
 
 
 class ResponseFields(Settings):
@@ -196,7 +194,7 @@ class TaskSettings(Settings):
         return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
-class StageSettings(Settings):
+class TrainerSettings(Settings):
     """How a kind of training runs. None: the value in METHODS, the paper's. `trl` goes to the trainer as it is."""
 
     learning_rates: tuple[Rate, ...] | None = Field(default=None, min_length=1)
@@ -253,9 +251,9 @@ class Recipe(Settings):
     context: int = Field(default=2048, ge=16)
     prefix_sharing: bool = True
     teacher: TeacherSettings
-    sft: StageSettings = StageSettings()
-    preference: StageSettings = StageSettings(checkpoint_steps=100)
-    rcft: StageSettings = StageSettings()
+    sft: TrainerSettings = TrainerSettings()
+    preference: TrainerSettings = TrainerSettings(checkpoint_steps=100)
+    rcft: TrainerSettings = TrainerSettings()
     outcome: OutcomeSettings = OutcomeSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 

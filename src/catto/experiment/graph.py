@@ -12,34 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from catto import answers, prompts
-from catto.experiment.stages import (
-    IN_STAGES,
-    CellPlan,
-    ChoiceSettings,
-    Generating,
-    KindSettings,
-    PredictionSettings,
-    QuestionSettings,
-    ReportSettings,
-    ResponseSettings,
-    RowSettings,
-    Stage,
-    TextSettings,
-    TrainSettings,
-)
+from catto.experiment import stages
+from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened
 from catto.methods import METHODS, Budget, method
 from catto.problems import DataError
-from catto.recipe import (
-    SAMPLING,
-    SAMPLING_QUESTIONS,
-    OutcomeSettings,
-    Recipe,
-    StageSettings,
-    TaskSettings,
-    TeacherSettings,
-)
+from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.records import Split, content_hash
 from catto.report import VERSION
 from catto.tasks.loading import LocalFiles, find
@@ -48,6 +27,8 @@ from catto.teacher.pairing import Kind
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
 WHOLE, PIECES, PIECE = 2**28, 64, 2**20
 GREEDY = (0.0,)
+# `sampling: validation` chooses among these temperatures, on at most so many validation questions.
+SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
 
 
 def contents(place: str | None) -> str | None:
@@ -87,15 +68,20 @@ def _hash(files: Iterable[Path]) -> str | None:
 
 
 class Graph:
-    """All stages of a recipe. Equal stages are one by their key."""
+    """All stages of a recipe. Equal stages are one by their key.
+
+    >>> from catto.recipe_file import load
+    >>> [stage.name for stage in stages.ordered([Graph(load("quickstart")).responses("witnesses")])]
+    ['questions witnesses', 'responses witnesses']
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._tasks = {name: _task_contents(name, block) for name, block in recipe.tasks.items()}
         self._model = contents(recipe.model.path)
         self._teacher = contents(recipe.teacher.responses or recipe.teacher.model)
-        self._generating = Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
-        self._chosen: dict[tuple[str, int, str, Budget], Stage[ChoiceSettings]] = {}  # many stages need the same
+        self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
+        self._chosen: dict[tuple[str, int, str, Budget], Stage[stages.ChoiceSettings]] = {}  # many stages need the same
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -113,23 +99,23 @@ class Graph:
         needs = {"questions": self.questions(task)}
         return Stage("responses", f"responses {task}", self._asked(self.recipe.teacher, "train"), needs)
 
-    def teacher(self, task: str) -> Stage[RowSettings]:
+    def teacher(self, task: str) -> Stage:
         """The rows made of the teacher's responses."""
         return self._rows(f"teacher {task}", self.responses(task), ("sft", "preferences", "outcome"))
 
-    def traces(self, task: str, seed: int) -> Stage[RowSettings]:
+    def traces(self, task: str, seed: int) -> Stage:
         """One teacher response to every validation question: what SFT is monitored on."""
         name = f"traces {task} seed {seed}"
         settings = self._asked(self.recipe.teacher.model_copy(update={"n": 1}), "validation")
         needs = {"questions": self.questions(task, "validation", seed)}
         return self._rows(name, Stage("responses", f"responses {name}", settings, needs))
 
-    def reasoning(self, task: str, seed: int, start: str, budget: Budget) -> Stage[RowSettings]:
+    def reasoning(self, task: str, seed: int, start: str, budget: Budget) -> Stage:
         """One sampled response of a start model to every validation question: what training is monitored on."""
         name, model = f"reasoning {_titled(start, budget)} {task} seed {seed}", self.chosen(task, seed, start, budget)
         return self._sampled(name, model, self.questions(task, "validation", seed), seed)
 
-    def stream(self, task: str, seed: int) -> Stage[RowSettings]:
+    def stream(self, task: str, seed: int) -> Stage:
         """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
         name, model = f"stream sft {task} seed {seed}", self.chosen(task, seed, "sft", "matched")
         return self._sampled(name, model, self.questions(task), seed, self.recipe.outcome)
@@ -145,7 +131,8 @@ class Graph:
         questions: Stage[QuestionSettings],
         seed: int,
         outcome: OutcomeSettings | None = None,
-    ) -> Stage[RowSettings]:
+    ) -> Stage:
+        """Rows of one sampled response a question: the model is asked as a teacher would be."""
         generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
             n=1,
@@ -155,23 +142,20 @@ class Graph:
             seed=seed,
             concurrency=generating.evaluation.batch_size,
         )
-        split, prompts_print = questions.settings.split, generating.prompts
-        settings = ResponseSettings(teacher, split, prompts_print, generating=generating, outcome=outcome)
-        return self._rows(name, Stage("sampled", f"sampled {name}", settings, {"model": model, "questions": questions}))
+        split, needs = questions.settings.split, {"model": model, "questions": questions}
+        settings = ResponseSettings(teacher, split, generating.prompts, generating=generating, outcome=outcome)
+        return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs))
 
-    @staticmethod
-    def _rows(
-        name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)
-    ) -> Stage[RowSettings]:
+    def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
         needs = {"responses": responses, "questions": responses.needs["questions"]}
-        return Stage("rows", name, RowSettings(responses.settings, kinds, answers.VERSION), needs)
+        return Stage("rows", name, stages.RowSettings(responses.settings, kinds, answers.VERSION), needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def trained(self, task: str, seed: int, name: str, budget: Budget, rate: float) -> Stage[TrainSettings]:
+    def trained(self, task: str, seed: int, name: str, budget: Budget, rate: float) -> Stage[stages.TrainSettings]:
         """A trained model."""
         recipe, row = self.recipe, METHODS[name]
-        block: StageSettings = getattr(recipe, row.stage)
+        block: TrainerSettings = getattr(recipe, row.stage)
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":
@@ -185,7 +169,7 @@ class Graph:
             needs["stream"] = self.stream(task, seed)
         # A recipe's `epochs` is for the full effort of a method; the small budget keeps its own.
         epochs = effort.epochs if effort.pairs is not None else block.epochs or effort.epochs
-        settings = TrainSettings(
+        settings = stages.TrainSettings(
             name=name,
             method=row,
             block=block,
@@ -202,17 +186,17 @@ class Graph:
             outcome=recipe.outcome if row.calibration in ("outcome", "replay") else None,
             answering=self._generating if rcft else None,
             parser=answers.VERSION if rcft else None,
-            others=recipe.model_dump(mode="json", exclude={*IN_STAGES, "name", "evaluation"}),
+            others=recipe.model_dump(mode="json", exclude={*stages.IN_STAGES, "name", "evaluation"}),
         )
         return Stage("train", f"{_titled(name, budget)} {task} seed {seed} lr {rate:g}", settings, needs)
 
     def rates(self, name: str) -> tuple[float, ...]:
         """The learning rates among which one is chosen; out of distribution the first is taken."""
-        block: StageSettings = getattr(self.recipe, METHODS[name].stage)
+        block: TrainerSettings = getattr(self.recipe, METHODS[name].stage)
         rates = block.learning_rates or METHODS[name].learning_rates
         return rates[:1] if self.recipe.train_on is not None else rates
 
-    def chosen(self, task: str, seed: int, name: str, budget: Budget) -> Stage[ChoiceSettings]:
+    def chosen(self, task: str, seed: int, name: str, budget: Budget) -> Stage[stages.ChoiceSettings]:
         """The model of the learning rate with the lowest validation ECE, of this seed or on average over seeds."""
         place = task, seed, name, budget
         if place not in self._chosen:
@@ -226,7 +210,7 @@ class Graph:
                     if len(rates) > 1:
                         needs[f"validation {number} seed {each}"] = self._validated(title, task, each, model)
             # No `bins` here: they are the report's, and training starts from what is chosen.
-            settings = ChoiceSettings(rates, seeds, seed)
+            settings = stages.ChoiceSettings(rates, seeds, seed)
             self._chosen[place] = Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
         return self._chosen[place]
 
@@ -240,37 +224,37 @@ class Graph:
         temperatures: tuple[float, ...] | int,
         temperature: Stage | None = None,
         limit: int | None = None,
-    ) -> Stage[PredictionSettings]:
+    ) -> Stage:
         """Responses to held-out questions, generated and then read.
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
         split, seed = questions.settings.split, questions.settings.seed
-        settings = TextSettings(split, seed, self._generating, temperatures, limit)
+        settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": questions}
         others = {} if temperature is None else {"temperature": temperature}
         needs["generated"] = Stage("generated", f"generated {name}", settings, needs | others)
         title = name if temperatures == GREEDY else f"read {name}"
-        return Stage("predicted", title, PredictionSettings(settings, answers.VERSION), needs)
+        return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
 
-    def _validated(self, title: str, task: str, seed: int, model: Stage) -> Stage[PredictionSettings]:
+    def _validated(self, title: str, task: str, seed: int, model: Stage) -> Stage:
         name = f"validation {title} {task} seed {seed}"
         return self._predicted(name, model, self.questions(task, "validation", seed), GREEDY)
 
-    def tested(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage[PredictionSettings]:
+    def tested(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
         """Greedy predictions on the test questions."""
         full, model = f"test {_titled(name, budget)} {task} seed {seed}", self.chosen(trained_on, seed, name, budget)
         return self._predicted(full, model, self.questions(task, "test", seed), GREEDY)
 
-    def tau(self, task: str, seed: int, name: str, budget: Budget) -> Stage[KindSettings]:
+    def tau(self, task: str, seed: int, name: str, budget: Budget) -> Stage:
         """The temperature of a model's label token, fitted on its greedy validation predictions."""
         title, model = _titled(name, budget), self.chosen(task, seed, name, budget)
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
             validation = {"validation": self._validated(title, task, seed, model.needs[f"model 0 seed {seed}"])}
-        return Stage("tau", f"tau {title} {task} seed {seed}", KindSettings(), {"model": model, **validation})
+        return Stage("tau", f"tau {title} {task} seed {seed}", stages.StageSettings(), {"model": model, **validation})
 
-    def scaled(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage[KindSettings]:
+    def scaled(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
         """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
         start, full = method(name).start, f"scaled {_titled(name, budget)} {task} seed {seed}"
         tau = self.tau(trained_on, seed, start, budget)
@@ -279,19 +263,18 @@ class Graph:
             predicted = self._predicted(full, model, self.questions(task, "test", seed), 1, tau)
         else:
             predicted = self.tested(task, trained_on, seed, start, budget)
-        return Stage("scaled", full, KindSettings(), {"predicted": predicted, "tau": tau})
+        return Stage("scaled", full, stages.StageSettings(), {"predicted": predicted, "tau": tau})
 
-    def sampling(self, task: str, seed: int, name: str, budget: Budget) -> Stage[KindSettings]:
+    def sampling(self, task: str, seed: int, name: str, budget: Budget) -> Stage:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
         full = f"sampling {_titled(name, budget)} {task} seed {seed}"
         each = tuple(temperature for temperature in SAMPLING for _ in range(max(self.recipe.evaluation.k)))
         model, held_out = self.chosen(task, seed, name, budget), self.questions(task, "validation", seed)
         predicted = self._predicted(full, model, held_out, each, limit=SAMPLING_QUESTIONS)
-        return Stage(
-            "sampling", full, KindSettings(), {"predicted": predicted, "tau": self.tau(task, seed, name, budget)}
-        )
+        needs = {"predicted": predicted, "tau": self.tau(task, seed, name, budget)}
+        return Stage("sampling", full, stages.StageSettings(), needs)
 
-    def candidates(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage[KindSettings]:
+    def candidates(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
         """max(k) samples a test question, with their confidence at tau, by which they are ranked."""
         full = f"candidates {_titled(name, budget)} {task} seed {seed}"
         tau = self.tau(trained_on, seed, name, budget)
@@ -299,11 +282,11 @@ class Graph:
         temperature = tau if fitted else self.sampling(trained_on, seed, name, budget)
         model, held_out = self.chosen(trained_on, seed, name, budget), self.questions(task, "test", seed)
         predicted = self._predicted(full, model, held_out, max(self.recipe.evaluation.k), temperature)
-        return Stage("scaled", full, KindSettings(), {"predicted": predicted, "tau": tau})
+        return Stage("scaled", full, stages.StageSettings(), {"predicted": predicted, "tau": tau})
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
-    def cells(self) -> list[CellPlan]:
+    def cells(self) -> list[stages.CellPlan]:
         """Every cell of the tables."""
         recipe, train_on = self.recipe, self.recipe.train_on
         tasks = [(task, train_on or task) for task in recipe.tasks if task != train_on]
@@ -318,7 +301,7 @@ class Graph:
                         place = task, source, seed, name, budget
                         scaling = row.stage == "scaling"
                         cells.append(
-                            CellPlan(
+                            stages.CellPlan(
                                 task=task,
                                 trained_on=source,
                                 method=name,
@@ -332,12 +315,15 @@ class Graph:
                         )
         return cells
 
-    def report(self) -> Stage[ReportSettings]:
+    def report(self) -> Stage[stages.ReportSettings]:
         """The report of everything."""
         cells = tuple(self.cells())
-        stages = [(cell.predictions, cell.candidates, cell.chosen, cell.questions) for cell in cells]
-        needs = {stage.name: stage for group in stages for stage in group if stage is not None}
-        return Stage("report", "report", ReportSettings(VERSION, self.recipe, cells), needs)
+        needs: dict[str, Stage] = {}
+        for cell in cells:
+            for stage in (cell.predictions, cell.candidates, cell.chosen, cell.questions):
+                if stage is not None:
+                    needs[stage.name] = stage
+        return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
 
 
 def _titled(name: str, budget: Budget) -> str:

@@ -11,21 +11,10 @@ from statistics import fmean
 from typing import Any
 
 from catto.engines import Generation
-from catto.experiment.stages import (
-    CellPlan,
-    ChoiceSettings,
-    KindSettings,
-    PredictionSettings,
-    ReportSettings,
-    Stage,
-    TextSettings,
-    Work,
-    chosen,
-    place,
-    read,
-)
+from catto.experiment import stages
+from catto.experiment.stages import Stage, Work, chosen, place
 from catto.experiment.steps import engine_of, read_questions
-from catto.files import library_versions, read_records, write_records
+from catto.files import library_versions, read_json, read_records, write_records
 from catto.metrics.catalogue import ece
 from catto.metrics.selection import choose_sampling
 from catto.metrics.temperature import fit_tau, rescaled
@@ -39,7 +28,7 @@ TEMPERATURE, TEMPERATURES, TAU = "temperature.json", "temperatures.json", "tau.j
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "scikit-learn")
 
 
-def run_generated(work: Work[TextSettings]) -> None:
+def run_generated(work: Work[stages.TextSettings]) -> None:
     """Generate responses to the questions of a split: text and token ids, unread."""
     settings = work.settings
     temperatures: Sequence[float]
@@ -57,7 +46,7 @@ def run_generated(work: Work[TextSettings]) -> None:
     )
 
 
-def run_predicted(work: Work[PredictionSettings]) -> None:
+def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     """Read generated responses: their labels and, by the model that wrote them, how probable those are."""
     text = work.settings.text
     predictor.read(
@@ -70,11 +59,11 @@ def run_predicted(work: Work[PredictionSettings]) -> None:
     )
 
 
-def _questions(work: Work, text: TextSettings) -> list[Question]:
+def _questions(work: Work, text: stages.TextSettings) -> list[Question]:
     return read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
 
 
-def _options(text: TextSettings, temperatures: Sequence[float]) -> dict[str, Any]:
+def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> dict[str, Any]:
     """Return what generating and reading must agree on."""
     options = {"seed": text.seed, "k": len(temperatures), "temperature": temperatures}
     return {**options, "max_tokens": text.generating.evaluation.max_tokens, "reasoning": text.generating.reasoning}
@@ -84,7 +73,7 @@ def _predictions(folder: Path) -> list[Prediction]:
     return list(read_records(folder / PREDICTIONS, Prediction))
 
 
-def run_chosen(work: Work[ChoiceSettings]) -> None:
+def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     """Take the learning rate of the lowest validation ECE (20 bins); a single one is not measured."""
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
@@ -105,7 +94,7 @@ def run_chosen(work: Work[ChoiceSettings]) -> None:
     work.write("choice.json", choice)
 
 
-def run_tau(work: Work[KindSettings]) -> None:
+def run_tau(work: Work) -> None:
     """Fit the temperature of the label token on the chosen model's greedy validation predictions."""
     needs = work.stage.needs
     validation = needs["validation"] if "validation" in needs else chosen(work.root, needs["model"], "validation")
@@ -113,13 +102,13 @@ def run_tau(work: Work[KindSettings]) -> None:
     work.write(TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
 
 
-def run_sampling(work: Work[KindSettings]) -> None:
+def run_sampling(work: Work) -> None:
     """Choose the temperature at which candidates are sampled, by Confidence@k on validation questions."""
     tau = work.read("tau", TEMPERATURE)["temperature"]
     work.write(TEMPERATURE, asdict(choose_sampling(_predictions(work.input("predicted")), tau)))
 
 
-def run_scaled(work: Work[KindSettings]) -> None:
+def run_scaled(work: Work) -> None:
     """Rescale the confidence of predictions by tau: greedy answers, or samples, which are ranked by it."""
     tau = work.read("tau", TEMPERATURE)["temperature"]
     predictions = _predictions(work.input("predicted"))
@@ -131,7 +120,7 @@ def run_scaled(work: Work[KindSettings]) -> None:
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def run_report(work: Work[ReportSettings]) -> None:
+def run_report(work: Work[stages.ReportSettings]) -> None:
     """Collect every cell's files and how its model was trained; build tables, figures and the page of them."""
     from catto.report.build import build
     from catto.report.measuring import steps
@@ -154,11 +143,11 @@ def run_report(work: Work[ReportSettings]) -> None:
     build(results, work.root, work.out, lambda: work.progress(next(counted), total, "measuring"))
 
 
-def _cell(root: Path, plan: CellPlan) -> Cell:
+def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     scaled, candidates = plan.predictions.kind == "scaled", plan.candidates
     rescaled_stage = plan.predictions if scaled else candidates
-    tau = None if rescaled_stage is None else read(place(root, rescaled_stage) / TAU)
-    training = read(place(root, chosen(root, plan.chosen)) / "training.json")
+    tau = None if rescaled_stage is None else read_json(place(root, rescaled_stage) / TAU)
+    training = read_json(place(root, chosen(root, plan.chosen)) / "training.json")
     return Cell(
         task=plan.task,
         trained_on=plan.trained_on,

@@ -33,9 +33,9 @@ from catto.recipe import (
     ModelSettings,
     OutcomeSettings,
     Recipe,
-    StageSettings,
     TaskSettings,
     TeacherSettings,
+    TrainerSettings,
 )
 from catto.records import Split, content_hash
 from catto.teacher.pairing import Kind
@@ -54,7 +54,7 @@ IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft
 
 
 @dataclass(frozen=True)
-class KindSettings:
+class StageSettings:
     """What determines a stage of one kind.
 
     Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
@@ -73,12 +73,12 @@ class KindSettings:
             elif isinstance(value, Method):
                 values[name] = {part: entry for part, entry in vars(value).items() if part not in excluded}
             else:
-                values[name] = value.counted() if isinstance(value, KindSettings) else value
+                values[name] = value.counted() if isinstance(value, StageSettings) else value
         return values
 
 
 @dataclass(frozen=True)
-class QuestionSettings(KindSettings):
+class QuestionSettings(StageSettings):
     """The questions of one split."""
 
     task: str
@@ -89,7 +89,7 @@ class QuestionSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class Generating(KindSettings):
+class Generating(StageSettings):
     """What determines generated text and its scores, whatever the model."""
 
     evaluation: EvaluationSettings
@@ -100,7 +100,7 @@ class Generating(KindSettings):
 
 
 @dataclass(frozen=True)
-class ResponseSettings(KindSettings):
+class ResponseSettings(StageSettings):
     """Responses that become rows: the teacher's, or with `generating` those of a trained model that is asked as one."""
 
     teacher: TeacherSettings
@@ -119,7 +119,7 @@ class ResponseSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class RowSettings(KindSettings):
+class RowSettings(StageSettings):
     """Rows made of responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
 
     asked: ResponseSettings
@@ -133,12 +133,12 @@ class RowSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class TrainSettings(KindSettings):
+class TrainSettings(StageSettings):
     """One training. What method and block say of epochs and the like is resolved into fields of its own."""
 
     name: str
     method: Method
-    block: StageSettings
+    block: TrainerSettings
     seed: int
     learning_rate: float
     batch_size: int
@@ -159,7 +159,7 @@ class TrainSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class ChoiceSettings(KindSettings):
+class ChoiceSettings(StageSettings):
     """The choice of a learning rate by validation ECE: for `seed`, on average over `seeds`."""
 
     rates: tuple[float, ...]
@@ -168,7 +168,7 @@ class ChoiceSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class TextSettings(KindSettings):
+class TextSettings(StageSettings):
     """Generated responses to the questions of a split."""
 
     split: Split
@@ -179,7 +179,7 @@ class TextSettings(KindSettings):
 
 
 @dataclass(frozen=True)
-class PredictionSettings(KindSettings):
+class PredictionSettings(StageSettings):
     """What generated responses answer."""
 
     text: TextSettings
@@ -202,7 +202,7 @@ class CellPlan:
 
 
 @dataclass(frozen=True)
-class ReportSettings(KindSettings):
+class ReportSettings(StageSettings):
     """The report. Of the recipe, the needs hold all but its name and how results are measured."""
 
     version: int
@@ -219,12 +219,16 @@ class ReportSettings(KindSettings):
 
 # ---- stages and their folders ---------------------------------------------------------------------------------------
 
-S = TypeVar("S", bound=KindSettings, default=Any)
+S = TypeVar("S", bound=StageSettings, default=Any)
 
 
 @dataclass(frozen=True)
 class Stage(Generic[S]):
-    """One node of the graph."""
+    """One node of the graph.
+
+    >>> Stage("tau", "tau sft snli seed 0", StageSettings()).folder.rpartition("-")[0]
+    'tau-sft-snli-seed-0'
+    """
 
     kind: str
     name: str
@@ -250,7 +254,12 @@ class Stage(Generic[S]):
 
 
 def ordered(goals: list[Stage]) -> list[Stage]:
-    """Return the goals and all they need, each once (by key), what is needed first."""
+    """Return the goals and all they need, each once (by key), what is needed first.
+
+    >>> questions = Stage("questions", "questions snli", StageSettings())
+    >>> [stage.kind for stage in ordered([Stage("rows", "rows snli", StageSettings(), {"questions": questions})])]
+    ['questions', 'rows']
+    """
     stages: dict[str, Stage] = {}
 
     def visit(stage: Stage) -> None:
@@ -276,7 +285,7 @@ def part(root: Path, stage: Stage) -> Path:
 
 def chosen(root: Path, stage: Stage, role: str = "model") -> Stage:
     """Return the training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
-    return stage.needs[read(place(root, stage) / "choice.json")[role]] if stage.kind == "chosen" else stage
+    return stage.needs[read_json(place(root, stage) / "choice.json")[role]] if stage.kind == "chosen" else stage
 
 
 def sources(root: Path, need: Stage) -> Iterator[Path]:
@@ -294,11 +303,6 @@ def write(path: Path, value: Any) -> None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True)
-
-
-def read(path: Path) -> Any:
-    """Read a JSON file that a stage wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -333,7 +337,7 @@ class Work(Generic[S]):
 
     def read(self, role: str, name: str) -> Any:
         """Read a JSON file of what it needs."""
-        return read(self.input(role) / name)
+        return read_json(self.input(role) / name)
 
 
 # ---- what a finished stage holds ------------------------------------------------------------------------------------
