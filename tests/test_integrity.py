@@ -14,7 +14,7 @@ from catto.cli import main
 from catto.experiment.graph import Graph
 from catto.experiment.stages import (
     DONE,
-    TOLD,
+    UNSEALED,
     Stage,
     StageSettings,
     check,
@@ -78,7 +78,7 @@ def one_file_a_kind(made: Path) -> list[Path]:
 
 def test_every_flipped_bit_and_every_cut_is_noticed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over all kinds of stages and all their files; what a run tells of itself (logs, seconds) is not sealed."""
-    files = [path for path in one_file_a_kind(made) if path.name == DONE or path.name not in TOLD]
+    files = [path for path in one_file_a_kind(made) if path.name == DONE or path.name not in UNSEALED]
     root = made / "run" / "stages"
     assert len(files) > 40
     for path in files:
@@ -131,7 +131,7 @@ def copied(made: Path, to: Path) -> Path:
 def contents(root: Path, kinds: Sequence[str]) -> dict[str, bytes]:
     """The files of finished stages, by stage and name, without times."""
     paths = [path for kind in kinds for path in root.glob(f"stages/{kind}*/**/*") if path.is_file()]
-    return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.name not in TOLD}
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths if path.name not in UNSEALED}
 
 
 def test_a_flipped_bit_is_noticed_where_it_is_read_and_repaired(
@@ -168,7 +168,7 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
     text = predictions.read_text().replace('"confidence":', '"confidence": ')
     predictions.write_text(text)
     told.pop("checksum")
-    told["files"] = {name: list(seal) for name, seal in sealed(predictions.parent, TOLD).items()}
+    told["files"] = {name: list(seal) for name, seal in sealed(predictions.parent, UNSEALED).items()}
     write(predictions.parent / DONE, {**told, "checksum": content_hash(told)})
     assert catto("plan", str(copy / "tiny.yaml"), "--out", str(copy / "run"), "--json") == 0
     standing = {one["name"]: one["standing"] for one in json.loads(capsys.readouterr().out)}

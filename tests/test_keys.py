@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from catto import prompts
 from catto.answers import VERSION
 from catto.experiment.graph import Graph
-from catto.experiment.stages import Stage, ordered
+from catto.experiment.stages import Stage, StageSettings, ordered
 from catto.methods import METHODS
 from catto.prompts import WORDING, fingerprint
 from catto.recipe import (
@@ -209,6 +209,34 @@ def test_a_new_setting_counts_by_default(tmp_path: Path, kind: type[BaseModel], 
         return recipe.model_copy(update={place: made}) if place else made
 
     assert first_changed(keys(grown(0)), grown(1)) == BLOCKS.get(place.split(".")[0], {"train"})
+
+
+def nested(settings: StageSettings) -> Iterator[StageSettings]:
+    """Settings of a stage and those within them."""
+    yield settings
+    for value in vars(settings).values():
+        if isinstance(value, StageSettings):
+            yield from nested(value)
+
+
+def test_settings_of_stages_are_frozen_and_exclude_names_that_exist(tmp_path: Path) -> None:
+    checked = set()
+    for stage in stages(recipe_of(tmp_path)):
+        for settings in nested(stage.settings):
+            with pytest.raises(FrozenInstanceError):
+                settings.new = 1  # type: ignore[attr-defined]
+            for field, names in settings.excluded.items():
+                if (block := getattr(settings, field)) is not None:
+                    assert names <= vars(block).keys()
+                    checked.add((type(settings).__name__, field))
+    assert checked == {
+        ("Generating", "evaluation"),
+        ("ResponseSettings", "outcome"),
+        ("TrainSettings", "method"),
+        ("TrainSettings", "block"),
+        ("TrainSettings", "outcome"),
+        ("ReportSettings", "recipe"),
+    }
 
 
 def test_an_edited_method_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

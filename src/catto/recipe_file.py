@@ -19,9 +19,9 @@ from catto.recipe import Recipe
 
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
 MOST_BYTES = 2**20
-# Values of a recipe with aliases (`*name`) expanded: a few lines of them can stand for more than memory holds.
+# Values of a recipe with aliases (`*name`) expanded: a few lines of them can expand to more than memory holds.
 MOST_VALUES = 10_000
-TOO_MANY = f"holds more than {MOST_VALUES:,} values, those that aliases stand for included"
+TOO_MANY = f"holds more than {MOST_VALUES:,} values, with aliases expanded"
 
 _TRAINING = ("transformers training_args.py TrainingArguments",)
 # Configuration -> the classes whose fields it has: package, file, class.
@@ -74,8 +74,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if message == "unknown key":
             keys = _keys_at(place[:-1])
             message = f"unknown key{did_you_mean(place[-1], keys)} (known: {listed(keys, 40)})"
-        told = f"{'.'.join(place)}: {message}" if place else message
-        raise DataError(_culprit(str(path), value, overrides, place), None, told) from None
+        culprit = _culprit(str(path), value, overrides, place)
+        raise DataError(culprit, None, ": ".join(filter(None, [".".join(place), message]))) from None
     passed = [(f"{name}.trl", "TrainingArguments", getattr(recipe, name).trl) for name in ("sft", "rcft")]
     passed += [("preference.trl", "CATTOConfig", recipe.preference.trl)]
     passed += [("model.peft", "LoraConfig", recipe.model.peft or {})]
@@ -105,7 +105,7 @@ def _culprit(source: str, value: dict[str, Any], overrides: Sequence[str], place
     """Return what caused the problem at a place.
 
     A rule over several settings may name none of them: then it is the override without which the recipe is valid, and
-    all overrides where there is no such one.
+    all overrides where there is none.
     """
 
     def valid(some: Sequence[str]) -> bool:

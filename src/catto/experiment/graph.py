@@ -100,7 +100,7 @@ class Graph:
         return Stage("responses", f"responses {task}", self._asked(self.recipe.teacher, "train"), needs)
 
     def teacher(self, task: str) -> Stage:
-        """The rows made of the teacher's responses."""
+        """The rows from the teacher's responses."""
         return self._rows(f"teacher {task}", self.responses(task), ("sft", "preferences", "outcome"))
 
     def traces(self, task: str, seed: int) -> Stage:

@@ -221,15 +221,15 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
     refused = []
     for stage in ordered(list(goals)):
         folder = place(root, stage)
-        if found := refusals(folder if folder.exists() else part(root, stage)):
-            refused.append((stage, found))
+        if requests := refusals(folder if folder.exists() else part(root, stage)):
+            refused.append((stage, requests))
     return refused
 
 
 def retry(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     """Ask refused requests again, then run what is missing of the goals.
 
-    A stage with refused requests becomes one that was begun and refused nothing, so it asks for what is missing. If a
+    A stage with refused requests becomes an unfinished one without refusals, so it asks for what is missing. If a
     response came, the stages that were made without it are stale and run again too.
     """
     with locked(root):

@@ -42,9 +42,9 @@ from catto.teacher.pairing import Kind
 
 # Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
 VERSION = 3
-# Files that tell how a stage went; the others are what it made.
+# Files about how a stage ran are not sealed; the others are what it made.
 DONE, LOG = "done.json", "log.txt"
-TOLD = frozenset({DONE, LOG, ".lock", "seconds.json"})
+UNSEALED = frozenset({DONE, LOG, ".lock", "seconds.json"})
 REPAIR = "--repair runs the stage again"
 # Settings at the top of the recipe that the stages before the report hold, or that decide which of these there are.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
@@ -101,7 +101,7 @@ class Generating(StageSettings):
 
 @dataclass(frozen=True)
 class ResponseSettings(StageSettings):
-    """Responses that become rows: the teacher's, or with `generating` those of a trained model that is asked as one."""
+    """Responses that become rows: the teacher's or, with `generating`, samples of a trained model."""
 
     teacher: TeacherSettings
     split: Split
@@ -120,7 +120,7 @@ class ResponseSettings(StageSettings):
 
 @dataclass(frozen=True)
 class RowSettings(StageSettings):
-    """Rows made of responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
+    """Rows from responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
 
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
@@ -154,8 +154,11 @@ class TrainSettings(StageSettings):
     parser: int | None
     others: Mapping[str, Any]  # settings at the top of the recipe that no field above holds
 
-    _resolved: ClassVar = frozenset({"title", "start", "effort", "epochs", "learning_rates", "batch_size"})
-    excluded: ClassVar = {"method": _resolved, "block": _resolved, "outcome": frozenset({"questions", "temperature"})}
+    excluded: ClassVar = {
+        "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
+        "block": frozenset({"epochs", "learning_rates", "batch_size"}),
+        "outcome": frozenset({"questions", "temperature"}),
+    }
 
 
 @dataclass(frozen=True)
@@ -346,7 +349,7 @@ class Work(Generic[S]):
 def content(root: Path, stage: Stage) -> str:
     """Hash what determines a stage whose needs are finished, by what those hold and not by how they came to be.
 
-    A choice holds the model that it took. Manifests tell how files were made and do not count.
+    A choice holds the model that it took. Manifests describe how files were made and do not count.
     """
     inputs: dict[str, str] = {}
     for role, need in stage.needs.items():
@@ -355,14 +358,14 @@ def content(root: Path, stage: Stage) -> str:
     return content_hash([VERSION, stage.kind, stage.name, stage.settings.counted(), inputs])
 
 
-def finish(root: Path, stage: Stage, told: Mapping[str, Any]) -> None:
+def finish(root: Path, stage: Stage, details: Mapping[str, Any]) -> None:
     """Record what the working folder holds and rename it to the finished one; a stale one is replaced."""
     folder, final = part(root, stage), place(root, stage)
     for left in folder.rglob(".*.part"):  # what a killed run was writing
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     needs = {role: need.key for role, need in stage.needs.items()}
-    record = {**told, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
-    record["files"] = {name: list(seal) for name, seal in sealed(folder, TOLD).items()}
+    record = {**details, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
+    record["files"] = {name: list(seal) for name, seal in sealed(folder, UNSEALED).items()}
     write(folder / DONE, {**record, "checksum": content_hash(record)})
     shutil.rmtree(final, ignore_errors=True)
     folder.rename(final)

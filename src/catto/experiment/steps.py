@@ -1,4 +1,4 @@
-"""The stages that make data: questions, responses of the teacher or of a trained model, rows made of them.
+"""The stages that make data: questions, responses of the teacher or of a trained model, and rows.
 
 Here is also the engine that stages generate and score with.
 """
@@ -106,7 +106,7 @@ def run_responses(work: Work[ResponseSettings]) -> None:
 
 
 def run_rows(work: Work[RowSettings]) -> None:
-    """Read responses and write the rows made of them."""
+    """Read responses and write their rows."""
     asked, kinds = work.settings.asked, work.settings.kinds
     summary = write_rows(_asked(work, asked), asked.teacher, work.input("responses") / GENERATIONS, work.out, kinds)
     if "preferences" in kinds:  # the teacher's, which `catto teach` prints

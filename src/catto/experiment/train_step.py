@@ -197,7 +197,9 @@ def _bins(work: Training, tokenizer: Any) -> RcftBins:
     def answers(model: Any) -> tuple[list[float | None], list[bool]]:
         options = {"batch_size": evaluation.batch_size, "max_tokens": evaluation.max_tokens}
         predictions = evaluate_model(model, tokenizer, questions, **options, reasoning=answering.reasoning)
-        return [label_share(prediction) for prediction in predictions], [is_correct(one) for one in predictions]
+        return [label_share(prediction) for prediction in predictions], [
+            is_correct(prediction) for prediction in predictions
+        ]
 
     return RcftBins(answers)
 
@@ -254,7 +256,7 @@ def _preference(work: Training, model: Any, tokenizer: Any) -> tuple[Any, _Data]
         outcome_examples=stream,
     )
     tokens = sum(2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in columns)
-    if stream:  # so many rows of the stream beside every pair, up to the label where nothing behind it is computed
+    if stream:  # so many rows of the stream beside every pair, up to the label where the loss reads nothing after it
         each = [row.tokens if method.stream == "right" else len(row.row.prompt) + row.label.at for row in stream]
         tokens += round(config.outcome_rows_per_pair * len(columns) * sum(each) / len(each))
     return trainer, _Data(len(columns), tokens, dropped)
