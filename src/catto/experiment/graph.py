@@ -8,6 +8,7 @@ read again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from catto.teacher.pairing import Kind
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
 WHOLE, PIECES, PIECE = 2**28, 64, 2**20
 GREEDY = (0.0,)
+Choice = Stage[stages.ChoiceSettings]
 # `sampling: validation` chooses among these temperatures, on at most so many validation questions.
 SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
 
@@ -81,7 +83,7 @@ class Graph:
         self._model = contents(recipe.model.path)
         self._teacher = contents(recipe.teacher.responses or recipe.teacher.model)
         self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
-        self._chosen: dict[tuple[str, int, str, Budget], Stage[stages.ChoiceSettings]] = {}  # many stages need the same
+        self._chosen: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -110,27 +112,23 @@ class Graph:
         needs = {"questions": self.questions(task, "validation", seed)}
         return self._rows(name, Stage("responses", f"responses {name}", settings, needs))
 
-    def reasoning(self, task: str, seed: int, start: str, budget: Budget) -> Stage:
+    def reasoning(self, model: Choice) -> Stage:
         """One sampled response of a start model to every validation question: what training is monitored on."""
-        name, model = f"reasoning {_titled(start, budget)} {task} seed {seed}", self.chosen(task, seed, start, budget)
-        return self._sampled(name, model, self.questions(task, "validation", seed), seed)
+        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
+        questions = self.questions(task, "validation", seed)
+        return self._sampled(f"reasoning {title} {task} seed {seed}", model, questions)
 
     def stream(self, task: str, seed: int) -> Stage:
         """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
-        name, model = f"stream sft {task} seed {seed}", self.chosen(task, seed, "sft", "matched")
-        return self._sampled(name, model, self.questions(task), seed, self.recipe.outcome)
+        model = self.chosen(task, seed, "sft", "matched")
+        return self._sampled(f"stream sft {task} seed {seed}", model, self.questions(task), self.recipe.outcome)
 
     def _asked(self, teacher: TeacherSettings, split: Split) -> ResponseSettings:
         parser = answers.VERSION if teacher.source == "responses" else None
         return ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser)
 
     def _sampled(
-        self,
-        name: str,
-        model: Stage,
-        questions: Stage[QuestionSettings],
-        seed: int,
-        outcome: OutcomeSettings | None = None,
+        self, name: str, model: Choice, questions: Stage[QuestionSettings], outcome: OutcomeSettings | None = None
     ) -> Stage:
         """Rows of one sampled response a question: the model is asked as a teacher would be."""
         generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
@@ -139,11 +137,12 @@ class Graph:
             temperature=(temperature, temperature),
             max_tokens=generating.evaluation.max_tokens,
             reasoning=generating.reasoning,
-            seed=seed,
+            seed=model.settings.seed,
             concurrency=generating.evaluation.batch_size,
         )
-        split, needs = questions.settings.split, {"model": model, "questions": questions}
+        split = questions.settings.split
         settings = ResponseSettings(teacher, split, generating.prompts, generating=generating, outcome=outcome)
+        needs: dict[str, Stage] = {"model": model, "questions": questions}
         return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs))
 
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
@@ -159,8 +158,8 @@ class Graph:
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":
-            needs["start"] = self.chosen(task, seed, row.start, budget)
-            needs["reasoning"] = self.reasoning(task, seed, row.start, budget)
+            start = self.chosen(task, seed, row.start, budget)
+            needs |= {"start": start, "reasoning": self.reasoning(start)}
         elif recipe.teacher.source != "responses":  # stored responses are to training questions alone
             needs["traces"] = self.traces(task, seed)
         if rcft:
@@ -196,7 +195,7 @@ class Graph:
         rates = block.learning_rates or METHODS[name].learning_rates
         return rates[:1] if self.recipe.train_on is not None else rates
 
-    def chosen(self, task: str, seed: int, name: str, budget: Budget) -> Stage[stages.ChoiceSettings]:
+    def chosen(self, task: str, seed: int, name: str, budget: Budget) -> Choice:
         """The model of the learning rate with the lowest validation ECE, of this seed or on average over seeds."""
         place = task, seed, name, budget
         if place not in self._chosen:
@@ -210,7 +209,7 @@ class Graph:
                     if len(rates) > 1:
                         needs[f"validation {number} seed {each}"] = self._validated(title, task, each, model)
             # No `bins` here: they are the report's, and training starts from what is chosen.
-            settings = stages.ChoiceSettings(rates, seeds, seed)
+            settings = stages.ChoiceSettings(title, task, seed, seeds, rates)
             self._chosen[place] = Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
         return self._chosen[place]
 
@@ -241,48 +240,44 @@ class Graph:
         name = f"validation {title} {task} seed {seed}"
         return self._predicted(name, model, self.questions(task, "validation", seed), GREEDY)
 
-    def tested(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
+    def tested(self, task: str, model: Choice) -> Stage:
         """Greedy predictions on the test questions."""
-        full, model = f"test {_titled(name, budget)} {task} seed {seed}", self.chosen(trained_on, seed, name, budget)
-        return self._predicted(full, model, self.questions(task, "test", seed), GREEDY)
+        title, seed = model.settings.title, model.settings.seed
+        return self._predicted(f"test {title} {task} seed {seed}", model, self.questions(task, "test", seed), GREEDY)
 
-    def tau(self, task: str, seed: int, name: str, budget: Budget) -> Stage:
+    def tau(self, model: Choice) -> Stage:
         """The temperature of a model's label token, fitted on its greedy validation predictions."""
-        title, model = _titled(name, budget), self.chosen(task, seed, name, budget)
+        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
             validation = {"validation": self._validated(title, task, seed, model.needs[f"model 0 seed {seed}"])}
         return Stage("tau", f"tau {title} {task} seed {seed}", stages.StageSettings(), {"model": model, **validation})
 
-    def scaled(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
+    def scaled(self, title: str, task: str, model: Choice) -> Stage:
         """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
-        start, full = method(name).start, f"scaled {_titled(name, budget)} {task} seed {seed}"
-        tau = self.tau(trained_on, seed, start, budget)
+        seed, tau = model.settings.seed, self.tau(model)
+        name = f"scaled {title} {task} seed {seed}"
         if self.recipe.evaluation.decode == "sample":
-            model = self.chosen(trained_on, seed, start, budget)
-            predicted = self._predicted(full, model, self.questions(task, "test", seed), 1, tau)
+            predicted = self._predicted(name, model, self.questions(task, "test", seed), 1, tau)
         else:
-            predicted = self.tested(task, trained_on, seed, start, budget)
-        return Stage("scaled", full, stages.StageSettings(), {"predicted": predicted, "tau": tau})
+            predicted = self.tested(task, model)
+        return Stage("scaled", name, stages.StageSettings(), {"predicted": predicted, "tau": tau})
 
-    def sampling(self, task: str, seed: int, name: str, budget: Budget) -> Stage:
+    def sampling(self, model: Choice) -> Stage:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
-        full = f"sampling {_titled(name, budget)} {task} seed {seed}"
+        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
+        name, held_out = f"sampling {title} {task} seed {seed}", self.questions(task, "validation", seed)
         each = tuple(temperature for temperature in SAMPLING for _ in range(max(self.recipe.evaluation.k)))
-        model, held_out = self.chosen(task, seed, name, budget), self.questions(task, "validation", seed)
-        predicted = self._predicted(full, model, held_out, each, limit=SAMPLING_QUESTIONS)
-        needs = {"predicted": predicted, "tau": self.tau(task, seed, name, budget)}
-        return Stage("sampling", full, stages.StageSettings(), needs)
+        predicted = self._predicted(name, model, held_out, each, limit=SAMPLING_QUESTIONS)
+        return Stage("sampling", name, stages.StageSettings(), {"predicted": predicted, "tau": self.tau(model)})
 
-    def candidates(self, task: str, trained_on: str, seed: int, name: str, budget: Budget) -> Stage:
+    def candidates(self, task: str, model: Choice) -> Stage:
         """max(k) samples a test question, with their confidence at tau, by which they are ranked."""
-        full = f"candidates {_titled(name, budget)} {task} seed {seed}"
-        tau = self.tau(trained_on, seed, name, budget)
-        fitted = self.recipe.evaluation.sampling == "fitted"
-        temperature = tau if fitted else self.sampling(trained_on, seed, name, budget)
-        model, held_out = self.chosen(trained_on, seed, name, budget), self.questions(task, "test", seed)
-        predicted = self._predicted(full, model, held_out, max(self.recipe.evaluation.k), temperature)
-        return Stage("scaled", full, stages.StageSettings(), {"predicted": predicted, "tau": tau})
+        seed, tau, evaluation = model.settings.seed, self.tau(model), self.recipe.evaluation
+        name, held_out = f"candidates {model.settings.title} {task} seed {seed}", self.questions(task, "test", seed)
+        temperature = tau if evaluation.sampling == "fitted" else self.sampling(model)
+        predicted = self._predicted(name, model, held_out, max(evaluation.k), temperature)
+        return Stage("scaled", name, stages.StageSettings(), {"predicted": predicted, "tau": tau})
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -293,26 +288,23 @@ class Graph:
         if train_on is not None and not tasks:  # nothing else to test on
             tasks = [(train_on, train_on)]
         cells = []
-        for task, source in tasks:
-            for seed in recipe.seeds:
-                for name in recipe.methods:
-                    row = method(name)
-                    for budget in recipe.budgets if row.budgeted else recipe.budgets[:1]:
-                        place = task, source, seed, name, budget
-                        scaling = row.stage == "scaling"
-                        cells.append(
-                            stages.CellPlan(
-                                task=task,
-                                trained_on=source,
-                                method=name,
-                                budget=budget if row.budgeted else None,
-                                seed=seed,
-                                predictions=self.scaled(*place) if scaling else self.tested(*place),
-                                candidates=None if scaling or not recipe.evaluation.k else self.candidates(*place),
-                                chosen=self.chosen(source, seed, row.start if scaling else name, budget),
-                                questions=self.questions(task, "test", seed),
-                            )
-                        )
+        for (task, source), seed, name in itertools.product(tasks, recipe.seeds, recipe.methods):
+            row = method(name)
+            for budget in recipe.budgets if row.budgeted else recipe.budgets[:1]:
+                scaling, title = row.stage == "scaling", _titled(name, budget)
+                model = self.chosen(source, seed, row.start if scaling else name, budget)
+                cell = stages.CellPlan(
+                    task=task,
+                    trained_on=source,
+                    method=name,
+                    budget=budget if row.budgeted else None,
+                    seed=seed,
+                    predictions=self.scaled(title, task, model) if scaling else self.tested(task, model),
+                    candidates=None if scaling or not recipe.evaluation.k else self.candidates(task, model),
+                    chosen=model,
+                    questions=self.questions(task, "test", seed),
+                )
+                cells.append(cell)
         return cells
 
     def report(self) -> Stage[stages.ReportSettings]:

@@ -165,9 +165,11 @@ class TrainSettings(StageSettings):
 class ChoiceSettings(StageSettings):
     """The choice of a learning rate by validation ECE: for `seed`, on average over `seeds`."""
 
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
+    title: str  # the method, with its budget where the two budgets give different models
+    task: str
     seed: int
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
 
 
 @dataclass(frozen=True)
