@@ -377,7 +377,7 @@ KINDS = {
     "world": Kind(draw_world, ECE),
     "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.6),
     "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3),
-    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 4.2),
+    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 5.0),
     "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
     "learning-rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
     "training": Kind(draw_minutes, "Minutes"),
