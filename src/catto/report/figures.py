@@ -16,7 +16,7 @@ from matplotlib.ticker import NullFormatter
 from catto.methods import SCALED, Budget
 from catto.metrics.catalogue import reliability, risk_coverage
 from catto.metrics.ranking import RiskCoverage, Threshold
-from catto.metrics.statistics import Interval
+from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
 from catto.report.measuring import CONFIDENCE, Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
@@ -225,9 +225,9 @@ def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[
         yield row, look(method)[0], items
 
 
-def ends(interval: Interval) -> tuple[float, float]:
+def ends(band: Interval | NullBand) -> tuple[float, float]:
     """The ends in per cent; nan, which is not drawn, where there are none."""
-    return 100 * interval.low, 100 * interval.high
+    return 100 * band.low, 100 * band.high
 
 
 def name_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
@@ -242,7 +242,7 @@ def draw_chance(axes: Axes, rows: Groups) -> None:
     for row, shade, groups in named_rows(axes, rows):
         for group in groups:
             ece, debiased, smooth = (100 * group.metrics[name].mean for name in ("ece", "debiased_ece", "smooth_ece"))
-            low, high = 100 * group.null.low, 100 * group.null.high
+            low, high = ends(group.null)
             axes.barh(row, high - low, 0.62, low, color=GREY, alpha=0.35, linewidth=0)
             axes.plot(ends(group.intervals["ece"]), (row, row), color=shade, linewidth=1.4)
             axes.plot(ece, row, "o", color=shade, markersize=6.5)
@@ -257,7 +257,7 @@ def draw_scatter(axes: Axes, rows: Groups) -> None:
         shade, mark = look(method)
         for group in groups:
             x, y = 100 * group.metrics["accuracy"].mean, 100 * group.metrics["ece"].mean
-            axes.plot((x, x), (100 * group.null.low, 100 * group.null.high), color=GREY, linewidth=5, alpha=0.35)
+            axes.plot((x, x), ends(group.null), color=GREY, linewidth=5, alpha=0.35)
             axes.plot(ends(group.intervals["accuracy"]), (y, y), color=shade, linewidth=0.8, alpha=0.5)
             axes.plot((x, x), ends(group.intervals["ece"]), color=shade, linewidth=0.8, alpha=0.5)
             (point,) = axes.plot(x, y, mark, color=shade, markersize=10 if mark == "*" else 7)
@@ -268,7 +268,7 @@ def draw_scatter(axes: Axes, rows: Groups) -> None:
 def draw_seeds(axes: Axes, rows: Mapping[Row, Sequence[CellNumbers]]) -> None:
     """ECE of every seed, and a long mark at their mean."""
     for row, shade, cells in named_rows(axes, rows):
-        values = [100 * (cell.metrics["ece"].value or 0.0) for cell in cells]
+        values = [100 * cell.metrics["ece"].value for cell in cells]
         axes.plot(values, [row] * len(values), "o", color=shade, alpha=0.55, markersize=6)
         if values:
             axes.plot(np.mean(values), row, "|", color=shade, markersize=15, markeredgewidth=2.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,9 +19,6 @@ from catto.files import replacing_bytes
 from catto.measure import Sources
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
-
-if TYPE_CHECKING:
-    from catto.report.numbers import Band
 
 __all__ = ["Panel", "figure", "rendered", "save"]
 
@@ -38,7 +35,7 @@ class Panel:
 
     title: str
     bins: Reliability
-    null: NullBand | Band | None = None
+    null: NullBand | None = None
     sources: Sources | None = None
 
     @property
