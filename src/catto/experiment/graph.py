@@ -293,16 +293,22 @@ class Graph:
             for budget in recipe.budgets if row.budgeted else recipe.budgets[:1]:
                 scaling, title = row.stage == "scaling", _titled(name, budget)
                 model = self.chosen(source, seed, row.start if scaling else name, budget)
+                predictions = self.scaled(title, task, model) if scaling else self.tested(task, model)
+                candidates = None if scaling or not recipe.evaluation.k else self.candidates(task, model)
+                # Validation predictions exist where a temperature is fitted or a learning rate chosen.
+                fitted = (predictions if scaling else candidates or model).needs.get("tau", model)
+                alike = task == source and not (scaling and recipe.evaluation.decode == "sample")
                 cell = stages.CellPlan(
                     task=task,
                     trained_on=source,
                     method=name,
                     budget=budget if row.budgeted else None,
                     seed=seed,
-                    predictions=self.scaled(title, task, model) if scaling else self.tested(task, model),
-                    candidates=None if scaling or not recipe.evaluation.k else self.candidates(task, model),
+                    predictions=predictions,
+                    candidates=candidates,
                     chosen=model,
                     questions=self.questions(task, "test", seed),
+                    validation=_validations(fitted) if alike else (),
                 )
                 cells.append(cell)
         return cells
@@ -315,7 +321,13 @@ class Graph:
             for stage in (cell.predictions, cell.candidates, cell.chosen, cell.questions):
                 if stage is not None:
                     needs[stage.name] = stage
+            needs |= {f"{cell.chosen.name} validation {at}": stage for at, stage in enumerate(cell.validation)}
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
+
+
+def _validations(stage: Stage) -> tuple[Stage, ...]:
+    """Return the validation predictions that a stage needs, each once."""
+    return tuple({need.key: need for role, need in stage.needs.items() if role.startswith("validation")}.values())
 
 
 def _titled(name: str, budget: Budget) -> str:

@@ -148,6 +148,9 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     rescaled_stage = plan.predictions if scaled else candidates
     tau = None if rescaled_stage is None else read_json(place(root, rescaled_stage) / TAU)
     training = read_json(place(root, chosen(root, plan.chosen)) / "training.json")
+    validation = plan.validation[0] if plan.validation else None
+    if len(plan.validation) > 1:
+        validation = chosen(root, plan.chosen, "validation")
     return Cell(
         task=plan.task,
         trained_on=plan.trained_on,
@@ -156,6 +159,7 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
         seed=plan.seed,
         predictions=_path(root, plan.predictions, SCALED if scaled else PREDICTIONS),
         candidates=None if candidates is None else _path(root, candidates, SCALED),
+        validation=None if validation is None else _path(root, validation, PREDICTIONS),
         tau=tau and tau["tau"],
         sampling_temperature=tau["temperature"] if tau and candidates is not None else None,
         candidates_fallback_rate=tau["fallback_rate"] if tau and candidates is not None else None,

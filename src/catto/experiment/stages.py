@@ -204,6 +204,7 @@ class CellPlan:
     candidates: Stage | None
     chosen: Stage
     questions: Stage
+    validation: tuple[Stage, ...]  # greedy predictions of the model, or of those among which it was chosen
 
 
 @dataclass(frozen=True)
