@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from catto.measure import Sources
-from catto.metrics.statistics import Interval, NullBand, holm
+from catto.measure import HEADLINE, Sources
+from catto.metrics.catalogue import METRICS
+from catto.metrics.selection import Candidates, select
+from catto.metrics.statistics import ALPHA, Interval, NullBand, holm
 from catto.report import render
 from catto.report.figures import look
-from catto.report.measuring import corrected, papers_budget, trained_model
+from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
 from catto.report.numbers import Numbers, Spread, Training, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
@@ -30,6 +33,7 @@ from catto.report.tables import (
     method_order,
     method_title,
     printed,
+    specs,
     training_tables,
 )
 from report_world import HOSTILE, SMALL, TINY, measured
@@ -80,6 +84,23 @@ def test_every_row_of_the_paper_is_complete() -> None:
         assert len(numbers) == 5
         form = {"rates": r"5e-0[67]", "training": r"\d+"}.get(row["table"], r"\d+\.\d\d")
         assert all(re.fullmatch(form, number) for number in numbers)
+
+
+def test_the_texts_of_the_tables_state_what_is_computed() -> None:
+    by_kind = {spec.kind: spec for spec in specs()}
+    assert f"p < {ALPHA} in a swap test" in by_kind["in"].caption
+    assert (
+        f"error rate is at most {100 * RISK:g} % with a confidence of {100 * (1 - DELTA):g} %"
+        in by_kind["risk"].caption
+    )
+    assert by_kind["risk"].title.endswith(f"{100 * RISK:g} %")
+    rules = [column.rule for column in by_kind["rules"].columns]
+    assert rules == [one.rule for one in select(Candidates(("q",), *(np.ones((4, 1, 1)))), 1)]
+    shown = [column for column in by_kind["metrics"].columns if column.metric in METRICS]
+    assert [column.metric for column in shown] == list(HEADLINE)
+    for column in shown:
+        metric = METRICS[column.metric]
+        assert (column.name, column.better, column.scale == 100) == (metric.title, metric.better, metric.percent)
 
 
 def test_the_tables_of_the_paper_are_there_for_both_budgets(tables: Tables) -> None:

@@ -18,7 +18,7 @@ from catto.metrics.catalogue import reliability, risk_coverage
 from catto.metrics.ranking import RiskCoverage, Threshold
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
-from catto.report.measuring import CONFIDENCE, Answered
+from catto.report.measuring import Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.reliability import BLUE, GREY, INK, RED, Panel, percent
 from catto.report.reliability import figure as reliability_figure
@@ -43,7 +43,7 @@ LOOKS = {
     "dpo+replay": ("#9C5A33", "8"),
 }
 RULES = {
-    CONFIDENCE: ("#0E9F6E", "o-"),
+    "most confident": ("#0E9F6E", "o-"),
     "majority vote": ("#1B6CA8", "s-"),
     "confidence-weighted vote": ("#8A4B94", "^--"),
     "mean log-probability": ("#E08E0B", "v-."),

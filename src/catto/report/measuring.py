@@ -49,16 +49,6 @@ BRIER_PARTS = ("reliability", "resolution", "uncertainty")
 SWAPS = 50
 # The error rate that a threshold keeps, and the probability that it fails to.
 RISK, DELTA = 0.05, 0.05
-CONFIDENCE, MAJORITY = "most confident", "majority vote"
-# Rule -> the heading of its column.
-RULE_TITLES = {
-    CONFIDENCE: "Confidence",
-    MAJORITY: "Majority",
-    "confidence-weighted vote": "Weighted vote",
-    "mean log-probability": "Mean log-prob.",
-    "one random sample": "Random",
-    "oracle": "Oracle",
-}
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ EMPTY = Entry(None, "-")
 class Column:
     """A column: its heading, the number it shows, and the heading `top` that it shares with its neighbours.
 
-    in_paper: whether the paper's table has this column too. pick: (k, rule), where the number is the accuracy of a way
-    to pick one of k samples; otherwise it is the group's number named `metric`.
+    in_paper: whether the paper's table has this column too. The number is the group's one named `metric`, in its unit
+    times `scale`; or the accuracy of a rule that picks one of k samples.
     """
 
     name: str
@@ -107,7 +107,8 @@ class Column:
     in_paper: bool = True
     scale: float = 100.0
     decimals: int = 2
-    pick: tuple[int, str] | None = None
+    rule: str = ""
+    k: int = 0
     top: str = ""
     task: str = ""
 

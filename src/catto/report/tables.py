@@ -1,4 +1,4 @@
-"""The tables of the report: what each of them shows as data (SPECS), and the builders that fill them with numbers.
+"""The tables of the report: tables.toml describes what those of results show; here they are filled with numbers.
 
 The paper's printed numbers are in `paper.csv`, in the units of our tables: `table` is the kind of table and `quantity`
 the metric of the column that they are printed beside. They are copied from its tables (its text differs in places);
@@ -9,24 +9,25 @@ printed twice (RCFT) and none for BCE, which is therefore missing. Minutes are t
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from math import isnan
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from catto import methods
-from catto.measure import HEADLINE, MOST_FORCED
+from catto.measure import MOST_FORCED
 from catto.methods import Budget
-from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import ALPHA, Interval, NullBand
-from catto.report.measuring import CONFIDENCE, DELTA, MAJORITY, RISK, RULE_TITLES, papers_budget
+from catto.metrics.statistics import Interval, NullBand
+from catto.report.measuring import papers_budget
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training
 from catto.report.render import EMPTY, Column, Entry, Line, Table
 
-Setting = Literal["in", "out"]
-Groups = Sequence[tuple[int, GroupNumbers]]  # each with its index in `Numbers.groups`
+Setting = Literal["in", "out", "any"]  # in distribution: tested on the task that it was trained on
 
 # In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
@@ -110,153 +111,43 @@ def _papers_numbers() -> dict[tuple[str, str, str, str], str]:
 
 @dataclass(frozen=True)
 class Spec:
-    """One kind of table: a table for each budget, with the columns once for each task.
+    """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
-    columns: or a function of the sizes k that were sampled. setting: None for both. each: a table for each task and
-    training set, not one for all. needs: the numbers without which a group is left out. shows: the mean over seeds,
-    the mean with its interval, null band and difference to DPO, or the standard deviation over seeds.
+    shows: the mean over seeds, the mean with its interval, null band and difference to DPO, or the deviation over
+    seeds. needs: the numbers without which a group is left out. each: one table for each task and training set.
     """
 
     kind: str
     stem: str
     title: str
     caption: str
-    columns: tuple[Column, ...] | Callable[[Sequence[int]], tuple[Column, ...]]
-    setting: Setting | None = "in"
-    each: bool = False
-    needs: Literal["metrics", "selection", "world", "risk"] = "metrics"
+    columns: tuple[Column, ...]
+    settings: tuple[Setting, ...] = ("in",)
     shows: Literal["mean", "all", "std"] = "mean"
+    needs: Literal["metrics", "selection", "world", "risk"] = "metrics"
+    each: bool = False
 
 
-MARKS = (
-    f"p < {ALPHA} in a swap test after Holm's correction for all comparisons of the table, the 95 % interval of the "
-    "difference on its side of 0, and a difference of at least 0.5 points (Brier score 0.005)"
-)
-LEGEND = (
-    "Mean over seeds, in per cent; Brier score from 0 to 1. [a, b]: 95 % bootstrap interval over questions. null a to "
-    "b: where the ECE of a perfectly calibrated model with the same confidences falls 95 % of the time. An ECE outside "
-    "its own bootstrap interval has none; in its place stand the debiased ECE and the mean confidence less the "
-    "accuracy with its interval. to DPO: the difference to DPO of the same budget on the same questions, its interval "
-    f"and its corrected p-value. * better and † worse than DPO: {MARKS}. forced: above a fifth of the answers had to "
-    "be forced, so the numbers describe the fallback and get no mark. paper: the number printed in the paper, where "
-    "task, training set and budget are the paper's."
-)
-SAMPLES = (
-    "k: accuracy of the most confident of k sampled answers, in per cent, mean over seeds. Vote: of their majority. "
-    "Greedy: of the one greedy answer, at a k-th of the cost. AUROC within: how often of a right and a wrong sample of "
-    "the same question, the right one is the more confident; at 50 confidence cannot tell which to pick, whatever its "
-    "AUROC over all answers. Fallback: share of the samples without a readable answer. Temp.: at which the samples "
-    "were drawn; tau: at which their confidences are compared."
-)
-TRUTH = (
-    "True error: mean distance of confidence and exact posterior probability of the answer. Regret: how much "
-    "less probable than the best answer the given one was. In per cent, mean over seeds."
-)
-UNREAD = (
-    "Fallback: share of responses without a readable answer, which were then decoded over the label set. "
-    "Acc. if wrong: accuracy with these counted wrong. Plain: share of responses without answer tags whose "
-    "last line gave the answer. In per cent, mean over seeds."
-)
-ALL = "Mean over seeds. Per cent, except Brier score and its parts, NLL and AURC."
-PROMISE = (
-    f"Answer only at a confidence of at least the threshold: the lowest whose error rate is at most {100 * RISK:g} % "
-    f"with a confidence of {100 * (1 - DELTA):g} %, fitted on the validation answers; none: no threshold can promise "
-    "that. Coverage: share of the test questions that are then answered. Errors: share of those answered wrongly. "
-    "Bound: what the validation answers bound the error rate by. In per cent, mean over seeds. The same validation "
-    "answers chose learning rates and temperatures, which the bound does not account for."
-)
-ORACLE = "Accuracy in per cent, mean over seeds. The oracle is right if any of the k is: a bound, not a rule."
-DEVIATION = "Standard deviation over seeds (n - 1), in points. paper: the number printed in the paper."
-DEVIATION_K = "Standard deviation over seeds (n - 1), in points; the paper prints none for BCE."
-
-ACCURACY, ECE = Column("Acc. ↑", "accuracy", "higher"), Column("ECE ↓", "ece", "lower")
-SCORES = (
-    ACCURACY,
-    ECE,
-    Column("Brier ↓", "brier", "lower", in_paper=False, scale=1.0, decimals=4),
-    Column("AUROC ↑", "auroc", "higher", in_paper=False),
-)
-DEVIATIONS = (replace(ACCURACY, better=None), replace(ECE, better=None))
-WORLD = (
-    ACCURACY,
-    Column("Bayes acc.", "bayes_accuracy"),
-    Column("Regret ↓", "regret", "lower"),
-    ECE,
-    Column("True error ↓", "true_error", "lower"),
-)
-BESIDE_K = (
-    Column("Greedy", "accuracy", in_paper=False),
-    Column("AUROC within", "auroc_within", in_paper=False),
-    Column("Fallback", "sample_fallback_rate", in_paper=False),
-    Column("Temp.", "sampling_temperature", in_paper=False, scale=1.0),
-    Column("tau", "tau", in_paper=False, scale=1.0),
-)
-UNPARSED = (
-    Column("Fallback", "fallback_rate"),
-    Column("Acc. if wrong", "accuracy_unparsed_wrong"),
-    Column("Plain", "plain_rate"),
-)
-EVERYTHING = (
-    *(
-        Column(one.title, name, one.better, scale=100.0 if one.percent else 1.0, decimals=2 if one.percent else 4)
-        for name, one in ((name, METRICS[name]) for name in HEADLINE)
-    ),
-    Column("Brier: reliability", "brier_reliability", "lower", scale=1.0, decimals=4),
-    Column("Brier: resolution", "brier_resolution", "higher", scale=1.0, decimals=4),
-    Column("Brier: uncertainty", "brier_uncertainty", scale=1.0, decimals=4),
-)
-KEPT = (
-    Column("Threshold", "risk_threshold", scale=1.0, decimals=4),
-    Column("Coverage ↑", "risk_coverage", "higher"),
-    Column("Errors", "risk_errors"),
-    Column("Bound", "risk_bound"),
-)
+@cache
+def specs() -> tuple[Spec, ...]:
+    """Read tables.toml: one Spec for each setting."""
+    text = (resources.files("catto.report") / "tables.toml").read_text(encoding="utf-8")
+    single = []
+    for spec in TypeAdapter(tuple[Spec, ...]).validate_python(tomllib.loads(text)["table"]):
+        for setting in spec.settings:
+            place = SETTING_TITLES.get(setting, "")
+            texts = {"setting": setting, "stem": SETTING_STEMS.get(setting), "place": place, "where": place.lower()}
+            named = {key: getattr(spec, key).format(**texts) for key in ("kind", "stem", "title")}
+            single.append(replace(spec, settings=(setting,), **named))
+    return tuple(single)
 
 
-def _most_confident(sizes: Sequence[int]) -> tuple[Column, ...]:
-    return tuple(Column(f"k = {k}", str(k), pick=(k, CONFIDENCE)) for k in sizes)
-
-
-def _confidence_at_k(sizes: Sequence[int]) -> tuple[Column, ...]:
-    """Confidence@k, and what shows whether it is worth sampling: vote, greedy answer, AUROC within questions."""
-    confident = (replace(column, better="higher") for column in _most_confident(sizes))
-    votes = (Column(f"Vote, k = {k}", f"{k} {MAJORITY}", in_paper=False, pick=(k, MAJORITY)) for k in sizes)
-    return (*confident, *votes, *BESIDE_K)
-
-
-def _rules(sizes: Sequence[int]) -> tuple[Column, ...]:
-    rules = [(k, rule, title) for k in sizes for rule, title in RULE_TITLES.items()]
-    return tuple(Column(title, f"{k} {rule}", pick=(k, rule), top=f"k = {k}") for k, rule, title in rules)
-
-
-IN, OUT, STD = "In distribution", "Out of distribution", "standard deviation over seeds"
-UNREADABLE = "Answers that could not be read"
-SPECS = (
-    Spec("in", "in-distribution", IN, LEGEND, SCORES, shows="all"),
-    Spec("out", "out-of-distribution", OUT, LEGEND, SCORES, "out", shows="all"),
-    Spec("k", "confidence-at-k", "Confidence@k", SAMPLES, _confidence_at_k, needs="selection"),
-    Spec("rules", "selection", "Ways to pick one of k answers", ORACLE, _rules, each=True, needs="selection"),
-    Spec("world", "world", "Against the exact posterior", TRUTH, WORLD, needs="world"),
-    Spec("metrics", "metrics", "All metrics", ALL, EVERYTHING, None, each=True),
-    Spec("risk", "risk", f"Thresholds for an error rate of {100 * RISK:g} %", PROMISE, KEPT, needs="risk"),
-    Spec("std-in", "deviation-in-distribution", f"{IN}: {STD}", DEVIATION, DEVIATIONS, shows="std"),
-    Spec("std-out", "deviation-out-of-distribution", f"{OUT}: {STD}", DEVIATION, DEVIATIONS, "out", shows="std"),
-    Spec(
-        *("std-k", "deviation-confidence-at-k", f"Confidence@k: {STD}", DEVIATION_K, _most_confident),
-        needs="selection",
-        shows="std",
-    ),
-    Spec("fallback", "fallback-in-distribution", f"{UNREADABLE}, {IN.lower()}", UNREAD, UNPARSED),
-    Spec("fallback", "fallback-out-of-distribution", f"{UNREADABLE}, {OUT.lower()}", UNREAD, UNPARSED, "out"),
-)
-
-
-def of_setting(numbers: Numbers, setting: Setting | None, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
-    """Return the groups of one block, each with its index in `numbers.groups`; setting None: of both."""
+def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
+    """Return the groups of one block, each with its index in `numbers.groups`."""
     return [
-        (place, group)
-        for place, group in enumerate(numbers.groups)
-        if group.budget == budget and setting in (None, "in" if group.trained_on == group.task else "out")
+        (index, group)
+        for index, group in enumerate(numbers.groups)
+        if group.budget == budget and setting in ("any", "in" if group.trained_on == group.task else "out")
     ]
 
 
@@ -267,56 +158,59 @@ def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
 
 def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     """Build every table of the report, in order, without those that have no number."""
-    tables = [*group_tables(numbers, *{spec.kind for spec in SPECS}), *training_tables(results)]
+    tables = [*group_tables(numbers, *(spec.kind for spec in specs())), *training_tables(results)]
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
 
 
 def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
-    """Build the tables of these kinds, in the order of SPECS, for every budget."""
+    """Build the tables of these kinds, in the order of tables.toml, for every budget."""
     tables = []
-    for spec in (spec for spec in SPECS if spec.kind in kinds):
+    for spec in (spec for spec in specs() if spec.kind in kinds):
         for budget in numbers.budgets:
-            groups = [one for one in of_setting(numbers, spec.setting, budget) if getattr(one[1], spec.needs)]
+            groups = [one for one in of_setting(numbers, spec.settings[0], budget) if getattr(one[1], spec.needs)]
             measured = {k for _, group in groups for k in group.selection}
             sizes = [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
             parts: dict[tuple[bool, tuple[int, str], str], list[tuple[int, GroupNumbers]]] = {}
-            for place, group in groups:
+            for index, group in groups:
                 apart = group.trained_on != group.task, task_order(group.task), group.trained_on
-                parts.setdefault(apart if spec.each else (False, (0, ""), ""), []).append((place, group))
+                parts.setdefault(apart if spec.each else (False, (0, ""), ""), []).append((index, group))
             tables += [_group_table(spec, parts[key], budget, sizes) for key in sorted(parts)]
     return tables
 
 
-def _group_table(spec: Spec, groups: Groups, budget: Budget | None, sizes: Sequence[int]) -> Table:
+def _group_table(
+    spec: Spec, groups: Sequence[tuple[int, GroupNumbers]], budget: Budget | None, sizes: Sequence[int]
+) -> Table:
     """Build one table: a line for each method; a column takes the group of its task."""
-    name, title = spec.stem, spec.title
+    name, title, tasks = spec.stem, spec.title, tasks_of(groups)
     if spec.each:
-        task, trained_on = groups[0][1].task, groups[0][1].trained_on
-        name += f"-{task}" if task == trained_on else f"-{task}-from-{trained_on}"
-        title += f": {setting_title(trained_on, task)}"
-    columns = tuple(
-        replace(column, task=task, top=column.top if spec.each else task_title(task))
-        for task in tasks_of(groups)
-        for column in (spec.columns(sizes) if callable(spec.columns) else spec.columns)
-    )
+        trained_on = groups[0][1].trained_on
+        name += f"-{tasks[0]}" if tasks[0] == trained_on else f"-{tasks[0]}-from-{trained_on}"
+        title += f": {setting_title(trained_on, tasks[0])}"
+    repeated = [(column, k) for column in spec.columns for k in (sizes if column.rule else [0])]
+    if spec.each:
+        repeated.sort(key=lambda pair: pair[1])
+    columns = []
+    for task in tasks:
+        for column, k in repeated:
+            texts = {key: getattr(column, key).format(k=k) for key in ("name", "metric", "top")}
+            texts["top"] = texts["top"] if spec.each else task_title(task)
+            columns.append(replace(column, task=task, k=k, **texts))
     lines = []
     for method in sorted({group.method for _, group in groups}, key=method_order):
-        by_task = {group.task: (place, group) for place, group in groups if group.method == method}
+        by_task = {group.task: (index, group) for index, group in groups if group.method == method}
         entries = (
             _entry(spec, column, *by_task[column.task]) if column.task in by_task else EMPTY for column in columns
         )
         lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
     title += f", {budget_title(budget).lower()}"
-    return Table(stem(name, budget), title, spec.caption, columns, best_marked(lines, columns), budget, spec.kind)
+    marked = _best_marked(lines, columns)
+    return Table(stem(name, budget), title, spec.caption, tuple(columns), marked, budget, spec.kind)
 
 
 def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry:
     """Print a group's number with what this kind of table shows of it."""
-    if column.pick is None:
-        spread = group.named(column.metric)
-    else:
-        k, rule = column.pick
-        spread = group.selection.get(k, {}).get(rule)
+    spread = group.selection.get(column.k, {}).get(column.rule) if column.rule else group.named(column.metric)
     if spread is None:
         return replace(EMPTY, text="none") if column.metric == "risk_threshold" else EMPTY
     papers = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
@@ -360,24 +254,22 @@ def _span(band: Interval | NullBand, scale: float) -> tuple[float, float] | None
     return None if isnan(band.low) else (scale * band.low, scale * band.high)
 
 
-def best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
+def _best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
     """Set `best` on the highest or lowest printed value of each block and column; forced answers cannot win."""
-    rivals: dict[tuple[str, int], list[Entry]] = {}
-    for line in lines:
-        for place, entry in enumerate(line.entries):
-            if columns[place].better is not None and entry.value is not None and not entry.forced:
-                rivals.setdefault((line.block, place), []).append(entry)
-    best = {}
-    for (block, place), entries in rivals.items():
-        pick = max if columns[place].better == "higher" else min
-        if len(entries) > 1:
-            best[block, place] = pick(entries, key=lambda entry: entry.value or 0.0).text
+    best: dict[tuple[str, int], str] = {}
+    for block in {line.block for line in lines}:
+        for place, column in enumerate(columns):
+            rivals = [line.entries[place] for line in lines if line.block == block]
+            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
+            if column.better and len(rivals) > 1:
+                pick = max if column.better == "higher" else min
+                best[block, place] = pick(rivals, key=lambda entry: entry.value or 0.0).text
     marked = []
     for line in lines:
-        entries = [
+        entries = (
             replace(entry, best=not entry.forced and entry.text == best.get((line.block, place)))
             for place, entry in enumerate(line.entries)
-        ]
+        )
         marked.append(replace(line, entries=tuple(entries)))
     return tuple(marked)
 
