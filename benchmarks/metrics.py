@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from catto.metrics.catalogue import aurc, brier, ece
+from catto.metrics.errors import brier, ece
+from catto.metrics.ranking import aurc
 from catto.metrics.statistics import bootstrap
 
 with warnings.catch_warnings():

@@ -25,7 +25,8 @@ from catto.metrics.calibrators import (
     save,
     to_json,
 )
-from catto.metrics.catalogue import EPSILON, accuracy, auroc, ece, label_nll, nll
+from catto.metrics.errors import EPSILON, accuracy, ece, label_nll, nll
+from catto.metrics.ranking import auroc
 from catto.problems import DataError
 
 # Both kinds are present, and no order is perfect: no fit runs to an end of its range.

@@ -14,7 +14,7 @@ from catto import calibrate as recalibration
 from catto.files import manifest_path
 from catto.measure import read_graded, read_labels
 from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
-from catto.metrics.catalogue import brier, ece, nll
+from catto.metrics.errors import brier, ece, nll
 from command import run, write_lines
 
 Capture = pytest.CaptureFixture[str]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
-from catto.metrics.catalogue import METRICS, ece
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import ece
 from catto.metrics.statistics import Answers, bootstrap, compare, null_band
 from catto.records import Prediction
 from command import run, write_lines
@@ -44,7 +45,7 @@ def test_numbers_are_those_of_the_library(tmp_path: Path, capsys: Capture) -> No
         expected = bootstrap(METRICS[name].function, CONFIDENCE, CORRECT, resamples=50, seed=3)
         interval = found["metrics"][name]["interval"]
         assert (interval["value"], interval["low"], interval["high"]) == (expected.value, expected.low, expected.high)
-    null = null_band(ece, CONFIDENCE, simulations=50, seed=3)
+    null = null_band(ece, CONFIDENCE, resamples=50, seed=3)
     assert found["metrics"]["ece"]["null"]["high"] == null.high
     assert found["metrics"]["brier"]["null"] is None
 
@@ -116,7 +117,7 @@ def test_bins_reach_the_binned_metrics_and_their_null_band(tmp_path: Path, capsy
     path = write_lines(tmp_path / "a.jsonl", plain())
     found = measured(capsys, path, "--bins", "5", "--metrics", "ece,brier")["metrics"]["ece"]
     assert found["interval"]["value"] == ece(CONFIDENCE, CORRECT, bins=5) != ece(CONFIDENCE, CORRECT)
-    assert found["null"]["mean"] == null_band(partial(ece, bins=5), CONFIDENCE, simulations=50).mean
+    assert found["null"]["mean"] == null_band(partial(ece, bins=5), CONFIDENCE, resamples=50).mean
 
 
 def test_slices_are_measured_apart(tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from catto.metrics.catalogue import accuracy, brier, debiased_ece, ece, nll
+from catto.metrics.errors import accuracy, brier, debiased_ece, ece, nll
 from catto.metrics.statistics import Answers, bootstrap_table, null_band
 
 MEASURED = {"accuracy": accuracy, "brier": brier, "nll": nll, "ece": ece}
@@ -59,7 +59,7 @@ def test_the_null_band_holds_its_level() -> None:
     """A calibrated model falls outside the 95 % band in about 5 of 100 data sets; band for 400 sets at 99.9 %."""
     rng, sets, outside = np.random.default_rng(1), 400, 0
     c = 0.5 + 0.5 * rng.random(300)
-    band = null_band(ece, c, simulations=4000, seed=2)
+    band = null_band(ece, c, resamples=4000, seed=2)
     for _ in range(sets):
         value = ece(c, rng.random(300) < c)
         outside += not band.low <= value <= band.high

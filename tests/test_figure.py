@@ -11,7 +11,7 @@ import pytest
 
 from catto.cli import main
 from catto.metrics.binning import reliability
-from catto.metrics.catalogue import accuracy, ece, mean_confidence
+from catto.metrics.errors import accuracy, ece, mean_confidence
 from catto.metrics.statistics import NullBand
 from catto.problems import DataError
 from catto.report.reliability import Panel, figure, save

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from catto.metrics import catalogue as metrics
+from catto.metrics import errors, ranking
 from catto.metrics.catalogue import METRICS
 
 Floats = NDArray[np.float64]
@@ -33,17 +33,17 @@ def columns(rows: list[tuple[float, bool, int]]) -> tuple[Floats, NDArray[np.boo
 @given(ROWS, BINS)
 def test_ece_is_at_most_the_classwise_ece_is_at_most_the_l1_risk(rows: Any, bins: int) -> None:
     c, z, gold = columns(rows)
-    middle = metrics.true_class_ece(c, z, gold, bins=bins)
-    assert metrics.ece(c, z, bins=bins) <= middle + SLACK
-    assert middle <= metrics.l1_risk(c, z) + SLACK
+    middle = errors.true_class_ece(c, z, gold, bins=bins)
+    assert errors.ece(c, z, bins=bins) <= middle + SLACK
+    assert middle <= errors.l1_risk(c, z) + SLACK
 
 
 @laws
 @given(ROWS)
 def test_l1_risk_splits_exactly_over_equal_confidences(rows: Any) -> None:
     c, z, _ = columns(rows)
-    split = metrics.l1_groups(c, z)
-    assert split.ece + split.noise == pytest.approx(metrics.l1_risk(c, z), abs=SLACK)
+    split = errors.l1_groups(c, z)
+    assert split.ece + split.noise == pytest.approx(errors.l1_risk(c, z), abs=SLACK)
     assert split.noise >= 0.0
 
 
@@ -51,17 +51,17 @@ def test_l1_risk_splits_exactly_over_equal_confidences(rows: Any) -> None:
 @given(ROWS, BINS)
 def test_l1_risk_splits_exactly_over_bins(rows: Any, bins: int) -> None:
     c, z, _ = columns(rows)
-    split = metrics.l1_binned(c, z, bins=bins)
-    assert split.ece == pytest.approx(metrics.ece(c, z, bins=bins), abs=SLACK)
-    assert split.ece + split.noise == pytest.approx(metrics.l1_risk(c, z), abs=SLACK)
+    split = errors.l1_binned(c, z, bins=bins)
+    assert split.ece == pytest.approx(errors.ece(c, z, bins=bins), abs=SLACK)
+    assert split.ece + split.noise == pytest.approx(errors.l1_risk(c, z), abs=SLACK)
     assert split.noise >= -SLACK
 
 
 def test_the_group_formula_is_not_exact_on_bins() -> None:
     """Rows (0.2, wrong), (0.8, right) in one bin: L1 is 0.2, ECE 0, and 2 min(z(1-c), c(1-z)) of the means is 0.5."""
     c, z = np.array([0.2, 0.8]), np.array([0, 1])
-    assert metrics.l1_risk(c, z) == pytest.approx(0.2, abs=SLACK)
-    assert metrics.l1_binned(c, z, bins=1).noise == pytest.approx(0.2, abs=SLACK)
+    assert errors.l1_risk(c, z) == pytest.approx(0.2, abs=SLACK)
+    assert errors.l1_binned(c, z, bins=1).noise == pytest.approx(0.2, abs=SLACK)
     assert 2 * min(0.5 * 0.5, 0.5 * 0.5) == 0.5
 
 
@@ -70,10 +70,10 @@ def test_the_group_formula_is_not_exact_on_bins() -> None:
 def test_weighted_ece_is_at_most_the_largest_weight_times_ece(rows: Any, bins: int, data: st.DataObject) -> None:
     c, z, _ = columns(rows)
     w = np.array(data.draw(st.lists(st.floats(0, 10), min_size=len(c), max_size=len(c))))
-    value = metrics.weighted_ece(c, z, w, bins=bins)
-    assert 0.0 <= value <= w.max() * metrics.ece(c, z, bins=bins) + SLACK
-    assert metrics.weighted_ece(c, z, np.ones(len(c)), bins=bins) == pytest.approx(
-        metrics.ece(c, z, bins=bins), abs=SLACK
+    value = errors.weighted_ece(c, z, w, bins=bins)
+    assert 0.0 <= value <= w.max() * errors.ece(c, z, bins=bins) + SLACK
+    assert errors.weighted_ece(c, z, np.ones(len(c)), bins=bins) == pytest.approx(
+        errors.ece(c, z, bins=bins), abs=SLACK
     )
 
 
@@ -82,20 +82,20 @@ def test_weighted_ece_is_at_most_the_largest_weight_times_ece(rows: Any, bins: i
 def test_calibration_errors_are_ordered(rows: Any, bins: int) -> None:
     """|mean confidence - accuracy| <= ECE <= RMS <= MCE (Jensen, then the mean is at most the maximum)."""
     c, z, _ = columns(rows)
-    ece = metrics.ece(c, z, bins=bins)
-    rms = metrics.rms_calibration_error(c, z, bins=bins)
+    ece = errors.ece(c, z, bins=bins)
+    rms = errors.rms_calibration_error(c, z, bins=bins)
     assert abs(c.mean() - z.mean()) <= ece + SLACK
     assert ece <= rms + SLACK
-    assert rms <= metrics.mce(c, z, bins=bins) + SLACK
-    assert 0.0 <= metrics.debiased_ece(c, z, bins=bins) <= ece + SLACK
+    assert rms <= errors.mce(c, z, bins=bins) + SLACK
+    assert 0.0 <= errors.debiased_ece(c, z, bins=bins) <= ece + SLACK
 
 
 @laws
 @given(ROWS, BINS, st.sampled_from(["width", "mass"]))
 def test_brier_parts_add_up_exactly(rows: Any, bins: int, strategy: Any) -> None:
     c, z, _ = columns(rows)
-    split = metrics.brier_split(c, z, bins=bins, strategy=strategy)
-    assert split.total == pytest.approx(metrics.brier(c, z), abs=1e-14)
+    split = errors.brier_split(c, z, bins=bins, strategy=strategy)
+    assert split.total == pytest.approx(errors.brier(c, z), abs=1e-14)
 
 
 @laws
@@ -124,7 +124,7 @@ def test_metrics_lie_in_their_range(rows: Any) -> None:
     for name in set(METRICS) - {"nll"}:
         value = METRICS[name](c, z)
         assert np.isnan(value) if name == "auroc" and z.min() == z.max() else -SLACK <= value <= 1 + SLACK, name
-    assert 0.0 <= metrics.nll(c, z) <= 16.64
+    assert 0.0 <= errors.nll(c, z) <= 16.64
 
 
 @laws
@@ -134,7 +134,7 @@ def test_auroc_counts_pairs(rows: Any) -> None:
     if z.min() == z.max():
         return
     above = c[z][:, None] - c[~z][None, :]
-    assert metrics.auroc(c, z) == pytest.approx(np.mean((above > 0) + 0.5 * (above == 0)), abs=SLACK)
+    assert ranking.auroc(c, z) == pytest.approx(np.mean((above > 0) + 0.5 * (above == 0)), abs=SLACK)
 
 
 @laws
@@ -143,7 +143,7 @@ def test_auroc_counts_pairs(rows: Any) -> None:
 def test_excess_aurc_is_zero_exactly_at_a_perfect_order(rows: Any) -> None:
     c, z, _ = columns(rows)
     perfect = z.min() == z.max() or c[z].min() > c[~z].max()
-    assert (metrics.e_aurc(c, z) < 1e-13) == perfect
+    assert (ranking.e_aurc(c, z) < 1e-13) == perfect
 
 
 @laws
@@ -151,7 +151,7 @@ def test_excess_aurc_is_zero_exactly_at_a_perfect_order(rows: Any) -> None:
 def test_coverage_at_risk_is_feasible_and_largest(rows: Any, risk: float) -> None:
     c, z, _ = columns(rows)
     feasible = [0.0] + [float(np.mean(c >= t)) for t in c if np.mean(~z[c >= t]) <= risk]
-    assert metrics.coverage_at_risk(c, z, risk) == pytest.approx(max(feasible), abs=SLACK)
+    assert ranking.coverage_at_risk(c, z, risk) == pytest.approx(max(feasible), abs=SLACK)
 
 
 def smooth_ece_reference(c: Floats, z: Floats, nodes: int = 1001) -> float:
@@ -177,7 +177,7 @@ def test_smooth_ece_equals_its_dense_definition(n: int, power: float) -> None:
     c = np.concatenate((rng.random(n), [0.0, 1.0]))
     z = (rng.random(n + 2) < c**power).astype(float)
     z[-2:] = 1.0, 0.0  # wrong at both ends, where the kernel is reflected
-    assert metrics.smooth_ece(c, z) == pytest.approx(smooth_ece_reference(c, z), abs=3e-6)
+    assert errors.smooth_ece(c, z) == pytest.approx(smooth_ece_reference(c, z), abs=3e-6)
 
 
 @pytest.mark.parametrize(("offset", "coarse"), [(0.004, False), (0.02, True)])
@@ -185,7 +185,7 @@ def test_smooth_ece_of_a_small_error_equals_its_dense_definition(offset: float, 
     """Bandwidths just within the coarse grid's reach and below it: half of each confidence right, off by the offset."""
     c = 0.5009 + np.array([-offset, -offset, offset, offset])
     z = np.array([0.0, 1.0, 0.0, 1.0])
-    value = metrics.smooth_ece(c, z)
+    value = errors.smooth_ece(c, z)
     assert (value >= 8 / 512) == coarse
     assert value == pytest.approx(smooth_ece_reference(c, z, 10001), abs=3e-6)
 
@@ -194,12 +194,12 @@ def test_smooth_ece_is_close_to_the_authors_package() -> None:
     """relplot 1.0.3 finds its bandwidth in ten bisections, hence 1e-3; the number is its smECE."""
     i = np.arange(400)
     c, z = (i + 0.5) / 400, ((i * 7) % 10 < 10 * ((i + 0.5) / 400) ** 2).astype(float)
-    assert metrics.smooth_ece(c, z) == pytest.approx(0.11366910, abs=1e-3)
+    assert errors.smooth_ece(c, z) == pytest.approx(0.11366910, abs=1e-3)
 
 
 def test_smooth_ece_of_a_constant_shift_is_the_fixed_point_of_its_mass() -> None:
     """All at 0.7, half of them right: the residual has one sign, so smoothing keeps its mass 0.2 at any bandwidth."""
-    assert metrics.smooth_ece(np.full(10, 0.7), np.arange(10) < 5) == pytest.approx(0.2, abs=1e-7)
+    assert errors.smooth_ece(np.full(10, 0.7), np.arange(10) < 5) == pytest.approx(0.2, abs=1e-7)
 
 
 @settings(max_examples=50, deadline=None)
@@ -208,7 +208,7 @@ def test_expected_brier_is_least_at_the_true_probability(truth: float, other: fl
     """E(c - Z)^2 = (c - p)^2 + p (1 - p), from the metric itself on the two outcomes."""
 
     def expected(c: float) -> float:
-        return truth * metrics.brier([c], [1]) + (1 - truth) * metrics.brier([c], [0])
+        return truth * errors.brier([c], [1]) + (1 - truth) * errors.brier([c], [0])
 
     assert expected(other) - expected(truth) == pytest.approx((other - truth) ** 2, abs=1e-14)
 
@@ -269,13 +269,13 @@ def test_classwise_dominance_as_stated_is_false() -> None:
         for k in ("a", "b")
         for value in (0.0, 1.0)
     )
-    assert metrics.l1_risk(c, z) == pytest.approx(0.01, abs=1e-15)
+    assert errors.l1_risk(c, z) == pytest.approx(0.01, abs=1e-15)
     assert stated == pytest.approx(0.5, abs=1e-15)
-    assert metrics.true_class_ece(c, z, gold) <= metrics.l1_risk(c, z) + SLACK
+    assert errors.true_class_ece(c, z, gold) <= errors.l1_risk(c, z) + SLACK
 
 
 def test_classwise_order_needs_shared_edges() -> None:
     """One bin for the whole, finer ones for the classes keep the order; one bin for the classes alone can break it."""
     c, z, gold = np.array([0.2, 0.8]), np.array([1, 0]), np.array([0, 0])
-    assert metrics.ece(c, z, bins=2) == pytest.approx(0.8, abs=SLACK)
-    assert metrics.true_class_ece(c, z, gold, bins=1) == pytest.approx(0.0, abs=SLACK)
+    assert errors.ece(c, z, bins=2) == pytest.approx(0.8, abs=SLACK)
+    assert errors.true_class_ece(c, z, gold, bins=1) == pytest.approx(0.0, abs=SLACK)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 
-from catto.metrics import catalogue as metrics
+from catto.metrics import binning, errors, ranking
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both warn on import about their own dependencies
@@ -40,21 +40,21 @@ def rows(request: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 def test_binned_errors_equal_torchmetrics(rows: Any, bins: int, norm: Any, ours: str) -> None:
     c, z = rows
     theirs = binary_calibration_error(torch.from_numpy(c), torch.from_numpy(z).long(), n_bins=bins, norm=norm)
-    assert getattr(metrics, ours)(c, z, bins=bins) == pytest.approx(float(theirs), abs=1e-12)
+    assert getattr(errors, ours)(c, z, bins=bins) == pytest.approx(float(theirs), abs=1e-12)
 
 
 @pytest.mark.parametrize("bins", BINS)
 def test_binned_errors_equal_netcal(rows: Any, bins: int) -> None:
     c, z = rows
-    assert metrics.ece(c, z, bins=bins) == pytest.approx(ECE(bins).measure(c, z.astype(int)), abs=1e-12)
-    assert metrics.mce(c, z, bins=bins) == pytest.approx(MCE(bins).measure(c, z.astype(int)), abs=1e-12)
+    assert errors.ece(c, z, bins=bins) == pytest.approx(ECE(bins).measure(c, z.astype(int)), abs=1e-12)
+    assert errors.mce(c, z, bins=bins) == pytest.approx(MCE(bins).measure(c, z.astype(int)), abs=1e-12)
 
 
 @pytest.mark.parametrize("bins", BINS)
 def test_mean_gap_over_filled_bins_equals_netcal_ace(rows: Any, bins: int) -> None:
     """ACE weighs filled bins alike; it checks each bin of `reliability`, where ECE checks their weighted sum."""
     c, z = rows
-    found = metrics.reliability(c, z, bins=bins)
+    found = binning.reliability(c, z, bins=bins)
     gaps = np.abs(found.gap[found.count > 0])
     assert gaps.mean() == pytest.approx(ACE(bins).measure(c, z.astype(int)), abs=1e-12)
 
@@ -62,7 +62,7 @@ def test_mean_gap_over_filled_bins_equals_netcal_ace(rows: Any, bins: int) -> No
 @pytest.mark.parametrize("bins", BINS)
 def test_reliability_equals_scikit_learn_calibration_curve(rows: Any, bins: int) -> None:
     c, z = rows
-    found = metrics.reliability(c, z, bins=bins)
+    found = binning.reliability(c, z, bins=bins)
     accuracy, confidence = calibration_curve(z, c, n_bins=bins, strategy="uniform")
     np.testing.assert_allclose(found.accuracy[found.count > 0], accuracy, atol=1e-12)
     np.testing.assert_allclose(found.confidence[found.count > 0], confidence, atol=1e-12)
@@ -70,16 +70,16 @@ def test_reliability_equals_scikit_learn_calibration_curve(rows: Any, bins: int)
 
 def test_scores_equal_scikit_learn(rows: Any) -> None:
     c, z = rows
-    assert metrics.brier(c, z) == pytest.approx(brier_score_loss(z, c), abs=1e-14)
-    assert metrics.nll(c, z) == pytest.approx(log_loss(z, c), abs=1e-12)
-    assert metrics.auroc(c, z) == pytest.approx(roc_auc_score(z, c), abs=1e-13)
+    assert errors.brier(c, z) == pytest.approx(brier_score_loss(z, c), abs=1e-14)
+    assert errors.nll(c, z) == pytest.approx(log_loss(z, c), abs=1e-12)
+    assert ranking.auroc(c, z) == pytest.approx(roc_auc_score(z, c), abs=1e-13)
 
 
 def test_label_nll_equals_scikit_learn_on_normalised_rows() -> None:
     rng = np.random.default_rng(0)
     p = rng.dirichlet(np.ones(4), size=200)
     gold = rng.integers(4, size=200)
-    assert metrics.label_nll(np.log(p), gold) == pytest.approx(log_loss(gold, p, labels=range(4)), abs=1e-12)
+    assert errors.label_nll(np.log(p), gold) == pytest.approx(log_loss(gold, p, labels=range(4)), abs=1e-12)
 
 
 def test_aurc_equals_a_plain_loop_without_ties() -> None:
@@ -88,7 +88,7 @@ def test_aurc_equals_a_plain_loop_without_ties() -> None:
     z = rng.random(300) < c
     wrong = ~z[np.argsort(-c)]
     loop = sum(wrong[: i + 1].mean() for i in range(300)) / 300
-    assert metrics.aurc(c, z) == pytest.approx(loop, abs=1e-14)
+    assert ranking.aurc(c, z) == pytest.approx(loop, abs=1e-14)
 
 
 def test_torchmetrics_gives_confidence_one_a_bin_of_its_own() -> None:
@@ -98,7 +98,7 @@ def test_torchmetrics_gives_confidence_one_a_bin_of_its_own() -> None:
     """
     c, z = np.array([0.96, 1.0]), np.array([1, 0])
     theirs = binary_calibration_error(torch.from_numpy(c), torch.from_numpy(z), n_bins=20)
-    assert metrics.ece(c, z) == pytest.approx(0.48, abs=1e-15)
+    assert errors.ece(c, z) == pytest.approx(0.48, abs=1e-15)
     assert float(theirs) == pytest.approx(0.52, abs=1e-12)
 
 
@@ -106,28 +106,28 @@ def test_torchmetrics_closes_bins_on_the_left() -> None:
     """0.5 joins 0.46 in (0.4, 0.5] here, gap |0.5 - 0.48| = 0.02; there it opens [0.5, 0.6): (0.54 + 0.5) / 2."""
     c, z = np.array([0.46, 0.5]), np.array([1, 0])
     theirs = binary_calibration_error(torch.from_numpy(c), torch.from_numpy(z), n_bins=10)
-    assert metrics.ece(c, z, bins=10) == pytest.approx(0.02, abs=1e-15)
+    assert errors.ece(c, z, bins=10) == pytest.approx(0.02, abs=1e-15)
     assert float(theirs) == pytest.approx(0.52, abs=1e-12)
 
 
 def test_netcal_closes_bins_on_the_left_but_keeps_one_in_the_last() -> None:
     """The inner edge differs as in torchmetrics; confidence 1 does not."""
     inner, one = (np.array([0.46, 0.5]), np.array([1, 0])), (np.array([0.96, 1.0]), np.array([1, 0]))
-    assert metrics.ece(*inner, bins=10) == pytest.approx(0.02, abs=1e-15)
+    assert errors.ece(*inner, bins=10) == pytest.approx(0.02, abs=1e-15)
     assert ECE(10).measure(*inner) == pytest.approx(0.52, abs=1e-12)
-    assert ECE(20).measure(*one) == pytest.approx(metrics.ece(*one), abs=1e-12)
+    assert ECE(20).measure(*one) == pytest.approx(errors.ece(*one), abs=1e-12)
 
 
 def test_scikit_learn_log_loss_clips_less() -> None:
     """One wrong answer at confidence 1 costs 24 ln 2 here and 52 ln 2 there (float64's own epsilon)."""
-    assert metrics.nll([1.0, 0.5], [0, 1]) == pytest.approx((24 + 1) * np.log(2) / 2, abs=1e-12)
+    assert errors.nll([1.0, 0.5], [0, 1]) == pytest.approx((24 + 1) * np.log(2) / 2, abs=1e-12)
     assert log_loss([0, 1], [1.0, 0.5]) == pytest.approx((52 + 1) * np.log(2) / 2, abs=1e-9)
 
 
 def test_equal_mass_bins_equal_scikit_learn_where_the_quantile_is_a_row() -> None:
     """Nine rows in two bins: the edge is the 5th value, here as the value of that order, there as the median."""
     c, z = np.arange(1, 10) / 10, np.array([0, 0, 0, 1, 0, 1, 1, 1, 1])
-    found = metrics.reliability(c, z, bins=2, strategy="mass")
+    found = binning.reliability(c, z, bins=2, strategy="mass")
     accuracy, _ = calibration_curve(z, c, n_bins=2, strategy="quantile")
     np.testing.assert_array_equal(found.count, [5, 4])
     np.testing.assert_allclose(found.accuracy, accuracy)

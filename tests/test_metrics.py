@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from catto.metrics import catalogue as metrics
+from catto.metrics import binning, errors, ranking
 from catto.metrics.binning import bin_edges, bin_index
 from catto.metrics.catalogue import METRICS
 
@@ -20,41 +20,41 @@ FOUR = np.array([0.62, 0.64, 0.91, 0.93]), np.array([1, 0, 1, 1])
 
 def test_ece_of_four_points() -> None:
     """Bins of 2: confidence 0.63 against accuracy 0.5 (gap 0.13), 0.92 against 1 (gap 0.08): (0.13 + 0.08) / 2."""
-    assert metrics.ece(*FOUR) == pytest.approx(0.105, abs=1e-15)
-    assert metrics.mce(*FOUR) == pytest.approx(0.13, abs=1e-15)
-    assert metrics.rms_calibration_error(*FOUR) == pytest.approx(sqrt((0.13**2 + 0.08**2) / 2), abs=1e-15)
+    assert errors.ece(*FOUR) == pytest.approx(0.105, abs=1e-15)
+    assert errors.mce(*FOUR) == pytest.approx(0.13, abs=1e-15)
+    assert errors.rms_calibration_error(*FOUR) == pytest.approx(sqrt((0.13**2 + 0.08**2) / 2), abs=1e-15)
 
 
 def test_scores_of_four_points() -> None:
     """Distances |z - c| are 0.38, 0.64, 0.09, 0.07."""
-    assert metrics.accuracy(*FOUR) == 0.75
-    assert metrics.mean_confidence(*FOUR) == pytest.approx(0.775, abs=1e-15)
-    assert metrics.l1_risk(*FOUR) == pytest.approx(1.18 / 4, abs=1e-15)
-    assert metrics.brier(*FOUR) == pytest.approx((0.1444 + 0.4096 + 0.0081 + 0.0049) / 4, abs=1e-15)
-    assert metrics.nll(*FOUR) == pytest.approx(-(log(0.62) + log(0.36) + log(0.91) + log(0.93)) / 4, abs=1e-15)
+    assert errors.accuracy(*FOUR) == 0.75
+    assert errors.mean_confidence(*FOUR) == pytest.approx(0.775, abs=1e-15)
+    assert errors.l1_risk(*FOUR) == pytest.approx(1.18 / 4, abs=1e-15)
+    assert errors.brier(*FOUR) == pytest.approx((0.1444 + 0.4096 + 0.0081 + 0.0049) / 4, abs=1e-15)
+    assert errors.nll(*FOUR) == pytest.approx(-(log(0.62) + log(0.36) + log(0.91) + log(0.93)) / 4, abs=1e-15)
 
 
 def test_ranking_of_four_points() -> None:
     """Falling confidence: right, right, wrong, right. Errors among the first i over i: 0, 0, 1/3, 1/4."""
-    assert metrics.auroc(*FOUR) == pytest.approx(2 / 3, abs=1e-15)
-    assert metrics.aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4) / 4, abs=1e-15)
-    assert metrics.e_aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4 - 1 / 4) / 4, abs=1e-15)
-    assert metrics.accuracy_at_coverage(*FOUR, coverage=0.5) == 1.0
-    assert metrics.accuracy_at_coverage(*FOUR, coverage=0.75) == pytest.approx(2 / 3, abs=1e-15)
-    assert metrics.coverage_at_risk(*FOUR, risk=0.0) == 0.5
-    assert metrics.coverage_at_risk(*FOUR, risk=0.25) == 1.0
-    assert metrics.coverage_at_risk([0.9, 0.8], [0, 1], risk=0.1) == 0.0
+    assert ranking.auroc(*FOUR) == pytest.approx(2 / 3, abs=1e-15)
+    assert ranking.aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4) / 4, abs=1e-15)
+    assert ranking.e_aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4 - 1 / 4) / 4, abs=1e-15)
+    assert ranking.accuracy_at_coverage(*FOUR, coverage=0.5) == 1.0
+    assert ranking.accuracy_at_coverage(*FOUR, coverage=0.75) == pytest.approx(2 / 3, abs=1e-15)
+    assert ranking.coverage_at_risk(*FOUR, risk=0.0) == 0.5
+    assert ranking.coverage_at_risk(*FOUR, risk=0.25) == 1.0
+    assert ranking.coverage_at_risk([0.9, 0.8], [0, 1], risk=0.1) == 0.0
 
 
 def test_risk_coverage_curve_of_four_points() -> None:
-    curve = metrics.risk_coverage(*FOUR)
+    curve = ranking.risk_coverage(*FOUR)
     np.testing.assert_array_equal(curve.threshold, [0.93, 0.91, 0.64, 0.62])
     np.testing.assert_array_equal(curve.coverage, [0.25, 0.5, 0.75, 1.0])
     np.testing.assert_array_equal(curve.risk, [0.0, 0.0, 1 / 3, 1 / 4])
 
 
 def test_reliability_of_four_points() -> None:
-    found = metrics.reliability(*FOUR, bins=20)
+    found = binning.reliability(*FOUR, bins=20)
     np.testing.assert_array_equal(np.flatnonzero(found.count), [12, 18])
     np.testing.assert_allclose(found.confidence[[12, 18]], [0.63, 0.92], atol=1e-15)
     np.testing.assert_array_equal(found.accuracy[[12, 18]], [0.5, 1.0])
@@ -66,7 +66,7 @@ def test_reliability_of_four_points() -> None:
 def test_debiased_ece_of_one_bin() -> None:
     """100 rows at 0.55, 50 right: gap 0.05 and deviation 0.05, so E|N| = 0.05 (sqrt(2/pi) e^-0.5 + erf(1/sqrt 2))."""
     folded = 0.05 * (sqrt(2 / np.pi) * np.exp(-0.5) + 0.6826894921370859)
-    value = metrics.debiased_ece(np.full(100, 0.55), np.arange(100) < 50)
+    value = errors.debiased_ece(np.full(100, 0.55), np.arange(100) < 50)
     assert value == pytest.approx(2 * 0.05 - folded, abs=1e-14)
 
 
@@ -93,7 +93,7 @@ def test_edges_written_as_products_lie_where_the_float_does() -> None:
 
 @pytest.mark.parametrize(("confidence", "index"), [(0.0, 0), (-0.0, 0), (5e-324, 0), (1.0, 19)])
 def test_confidence_zero_and_one_fall_in_the_end_bins(confidence: float, index: int) -> None:
-    assert np.flatnonzero(metrics.reliability([confidence], [1]).count) == [index]
+    assert np.flatnonzero(binning.reliability([confidence], [1]).count) == [index]
 
 
 def test_all_confident_and_right_is_perfect() -> None:
@@ -102,31 +102,31 @@ def test_all_confident_and_right_is_perfect() -> None:
     values = {name: metric(ones, ones) for name, metric in METRICS.items()}
     assert np.isnan(values.pop("auroc"))
     assert values.pop("accuracy") == values.pop("mean_confidence") == 1.0
-    assert values.pop("nll") == pytest.approx(metrics.EPSILON, rel=1e-6)
+    assert values.pop("nll") == pytest.approx(errors.EPSILON, rel=1e-6)
     assert set(values.values()) == {0.0}
 
 
 def test_confident_and_wrong_costs_a_finite_nll() -> None:
-    assert metrics.nll([1.0], [0]) == pytest.approx(24 * log(2), abs=1e-12)
+    assert errors.nll([1.0], [0]) == pytest.approx(24 * log(2), abs=1e-12)
 
 
 def test_equal_mass_never_splits_ties() -> None:
     """Ten rows, six of them at 0.5: with 5 bins the tie fills three of them and becomes one."""
     confidence = np.array([0.1, 0.2, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.8, 0.9])
-    found = metrics.reliability(confidence, np.ones(10), bins=5, strategy="mass")
+    found = binning.reliability(confidence, np.ones(10), bins=5, strategy="mass")
     np.testing.assert_array_equal(found.count, [2, 6, 2])
     np.testing.assert_array_equal(found.edges, [0.0, 0.2, 0.5, 1.0])
 
 
 def test_equal_mass_without_ties_is_even() -> None:
-    found = metrics.reliability(np.random.default_rng(0).random(200), np.ones(200), bins=20, strategy="mass")
+    found = binning.reliability(np.random.default_rng(0).random(200), np.ones(200), bins=20, strategy="mass")
     np.testing.assert_array_equal(found.count, np.full(20, 10))
 
 
 def test_equal_mass_keeps_a_pile_at_zero_and_at_one() -> None:
-    found = metrics.reliability([0.0, 0.0, 0.5, 0.5, 1.0, 1.0], [0, 0, 1, 0, 1, 1], bins=3, strategy="mass")
+    found = binning.reliability([0.0, 0.0, 0.5, 0.5, 1.0, 1.0], [0, 0, 1, 0, 1, 1], bins=3, strategy="mass")
     np.testing.assert_array_equal(found.count, [2, 2, 2])
-    assert metrics.ece_mass([0.0, 0.0, 0.5, 0.5, 1.0, 1.0], [0, 0, 1, 0, 1, 1], bins=3) == 0.0
+    assert errors.ece_mass([0.0, 0.0, 0.5, 0.5, 1.0, 1.0], [0, 0, 1, 0, 1, 1], bins=3) == 0.0
 
 
 def test_tied_ranks_are_the_mean_over_all_orders() -> None:
@@ -134,20 +134,20 @@ def test_tied_ranks_are_the_mean_over_all_orders() -> None:
     confidence, correct = np.array([0.9, 0.7, 0.7, 0.7, 0.2]), np.array([1, 0, 1, 1, 0])
     orders = [np.array([0, *middle, 4]) for middle in permutations((1, 2, 3))]
     errors = np.array([np.cumsum(1 - correct[order]) for order in orders])
-    assert metrics.aurc(confidence, correct) == pytest.approx((errors / np.arange(1, 6)).mean(), abs=1e-15)
-    assert metrics.accuracy_at_coverage(confidence, correct, 0.4) == pytest.approx(
+    assert ranking.aurc(confidence, correct) == pytest.approx((errors / np.arange(1, 6)).mean(), abs=1e-15)
+    assert ranking.accuracy_at_coverage(confidence, correct, 0.4) == pytest.approx(
         1 - errors[:, 1].mean() / 2, abs=1e-15
     )
 
 
 def test_aurc_of_one_confidence_is_the_error_rate() -> None:
-    assert metrics.aurc(np.full(8, 0.3), [1, 0, 0, 1, 1, 1, 1, 1]) == pytest.approx(0.25, abs=1e-15)
+    assert ranking.aurc(np.full(8, 0.3), [1, 0, 0, 1, 1, 1, 1, 1]) == pytest.approx(0.25, abs=1e-15)
 
 
 def test_coverage_counts_rows_without_rounding_up() -> None:
     """0.07 * 100 is 7.000000000000001 in float64 and means 7 rows."""
     confidence = np.linspace(0.99, 0.01, 100)
-    assert metrics.accuracy_at_coverage(confidence, np.arange(100) < 7, 0.07) == 1.0
+    assert ranking.accuracy_at_coverage(confidence, np.arange(100) < 7, 0.07) == 1.0
 
 
 def test_the_two_classwise_errors_differ_by_name_and_value() -> None:
@@ -158,12 +158,12 @@ def test_the_two_classwise_errors_differ_by_name_and_value() -> None:
     """
     p1, gold = np.array([0.9, 0.9, 0.4, 0.4]), np.array([1, 0, 0, 1])
     confidence, predicted = np.array([0.9, 0.9, 0.6, 0.6]), np.array([1, 1, 0, 0])
-    assert metrics.true_class_ece(confidence, predicted == gold, gold) == pytest.approx(2.0 / 4, abs=1e-15)
-    assert metrics.per_class_ece(np.stack([1 - p1, p1], axis=1), gold) == pytest.approx(0.25, abs=1e-15)
+    assert errors.true_class_ece(confidence, predicted == gold, gold) == pytest.approx(2.0 / 4, abs=1e-15)
+    assert errors.per_class_ece(np.stack([1 - p1, p1], axis=1), gold) == pytest.approx(0.25, abs=1e-15)
 
 
 def test_label_nll_is_the_mean_surprise_of_the_gold_label() -> None:
-    value = metrics.label_nll(np.log([[0.5, 0.25], [0.1, 0.8]]), [0, 1])
+    value = errors.label_nll(np.log([[0.5, 0.25], [0.1, 0.8]]), [0, 1])
     assert value == pytest.approx(-(log(0.5) + log(0.8)) / 2, abs=1e-15)
 
 
@@ -191,17 +191,17 @@ def test_bad_rows_are_refused_by_every_metric(name: str, confidence: Any, correc
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: metrics.ece(*FOUR, bins=0), "bins is 0"),
-    (lambda: metrics.ece(*FOUR, bins=2.5), "bins is 2.5"),  # type: ignore[arg-type]
-    (lambda: metrics.ece(*FOUR, strategy="depth"), "strategy is 'depth'"),  # type: ignore[arg-type]
-    (lambda: metrics.weighted_ece(*FOUR, weight=[1, 1, -1, 1]), "weight must be 4 finite numbers"),
-    (lambda: metrics.true_class_ece(*FOUR, gold=[1, 2]), r"gold has shape \(2,\)"),
-    (lambda: metrics.per_class_ece(np.full((2, 2), 0.5), [0, 2]), "whole numbers from 0 to 1"),
-    (lambda: metrics.per_class_ece([0.5, 0.5], [0, 1]), r"probabilities has shape \(2,\)"),
-    (lambda: metrics.label_nll([[0.5, -1.0]], [0]), r"label_logprobs\[0, 0\] is 0.5"),
-    (lambda: metrics.label_nll([[-inf, -1.0]], [0]), r"label_logprobs\[0, 0\] is -inf"),
-    (lambda: metrics.accuracy_at_coverage(*FOUR, coverage=0.0), "coverage is 0.0"),
-    (lambda: metrics.coverage_at_risk(*FOUR, risk=1.5), "risk is 1.5"),
+    (lambda: errors.ece(*FOUR, bins=0), "bins is 0"),
+    (lambda: errors.ece(*FOUR, bins=2.5), "bins is 2.5"),  # type: ignore[arg-type]
+    (lambda: errors.ece(*FOUR, strategy="depth"), "strategy is 'depth'"),  # type: ignore[arg-type]
+    (lambda: errors.weighted_ece(*FOUR, weight=[1, 1, -1, 1]), "weight must be 4 finite numbers"),
+    (lambda: errors.true_class_ece(*FOUR, gold=[1, 2]), r"gold has shape \(2,\)"),
+    (lambda: errors.per_class_ece(np.full((2, 2), 0.5), [0, 2]), "whole numbers from 0 to 1"),
+    (lambda: errors.per_class_ece([0.5, 0.5], [0, 1]), r"probabilities has shape \(2,\)"),
+    (lambda: errors.label_nll([[0.5, -1.0]], [0]), r"label_logprobs\[0, 0\] is 0.5"),
+    (lambda: errors.label_nll([[-inf, -1.0]], [0]), r"label_logprobs\[0, 0\] is -inf"),
+    (lambda: ranking.accuracy_at_coverage(*FOUR, coverage=0.0), "coverage is 0.0"),
+    (lambda: ranking.coverage_at_risk(*FOUR, risk=1.5), "risk is 1.5"),
 ]
 
 
@@ -234,7 +234,7 @@ def test_blocks_of_rows_add_up() -> None:
     rng = np.random.default_rng(0)
     confidence = rng.random(100_003)
     correct = rng.random(100_003) < confidence
-    found = metrics.reliability(confidence, correct)
+    found = binning.reliability(confidence, correct)
     index = np.searchsorted(np.arange(1, 21) / 20, confidence)
     np.testing.assert_array_equal(found.count, np.bincount(index, minlength=20))
     np.testing.assert_array_equal(found.correct_sum, np.bincount(index, correct, minlength=20))
@@ -246,7 +246,3 @@ def test_the_table_is_in_order_and_complete() -> None:
     assert list(METRICS) == order.split()
     assert [name for name, metric in METRICS.items() if metric.calibration] == order.split()[2:8]
     assert all(metric.definition.endswith(".") and metric.title for metric in METRICS.values())
-
-
-def test_public_names_exist() -> None:
-    assert all(hasattr(metrics, name) for name in metrics.__all__)

@@ -68,7 +68,7 @@ def test_a_missing_extra_says_what_to_install(name: str) -> None:
 
 def test_a_broken_module_of_our_own_is_not_blamed_on_an_extra() -> None:
     code = (
-        "import sys; sys.modules['catto.metrics.catalogue'] = None\nimport catto\n"
+        "import sys; sys.modules['catto.metrics.errors'] = None\nimport catto\n"
         "try:\n    catto.ece\n"
         "except ImportError as error:\n    print(error)"
     )

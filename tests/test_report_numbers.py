@@ -13,7 +13,8 @@ import pytest
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
 from catto.measure import HEADLINE, Sources
-from catto.metrics.catalogue import METRICS, brier_split
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import brier_split
 from catto.metrics.ranking import THRESHOLDS
 from catto.metrics.statistics import bootstrap, null_band, null_table
 from catto.problems import DataError
@@ -54,7 +55,7 @@ def test_every_metric_of_every_cell_is_the_metric_of_its_file(world: Measured) -
 def test_interval_and_null_band_of_a_cell_are_those_of_the_library(world: Measured) -> None:
     c, z, _ = file_of(world, world.results.cells[0])
     found = world.numbers.cells[0]
-    wanted, null = bootstrap(METRICS["ece"], c, z, resamples=50), null_band(METRICS["ece"], c, simulations=50)
+    wanted, null = bootstrap(METRICS["ece"], c, z, resamples=50), null_band(METRICS["ece"], c, resamples=50)
     assert (found.metrics["ece"].low, found.metrics["ece"].high) == (wanted.low, wanted.high)
     assert (found.null.mean, found.null.low, found.null.high) == (null.mean, null.low, null.high)
 
@@ -69,7 +70,7 @@ def test_the_null_band_of_a_group_is_that_of_the_mean_over_its_seeds(world: Meas
         ]
         confidence = [file_of(world, cell)[0] for cell in sorted(cells, key=lambda cell: cell.seed)]
         assert len(confidence) == 2
-        wanted = null_table({"ece": METRICS["ece"]}, confidence, simulations=50)["ece"]
+        wanted = null_table({"ece": METRICS["ece"]}, confidence, resamples=50)["ece"]
         assert (group.null.mean, group.null.low, group.null.high) == (wanted.mean, wanted.low, wanted.high)
 
 

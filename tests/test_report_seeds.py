@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.metrics.binning import ON_COUNTS
-from catto.metrics.catalogue import METRICS, accuracy, auroc, brier, confidence_gap, ece
+from catto.metrics.binning import ON_COUNTS, Groups
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import accuracy, brier, confidence_gap, ece
+from catto.metrics.ranking import auroc
 from catto.metrics.statistics import (
     Answers,
     Comparison,
@@ -49,7 +51,9 @@ def test_counts_stand_for_rows(answers: list[tuple[float, bool, int]]) -> None:
     for function, prepare in ON_COUNTS.items():
         wanted = function(np.repeat(c, times), np.repeat(z, times))
         slack = 2e-9 if function.__name__ == "smooth_ece" else 1e-12
-        assert prepare(value)(count, right)[0] == pytest.approx(wanted, abs=slack, nan_ok=True), function.__name__
+        assert prepare(value)(Groups(value, count, right))[0] == pytest.approx(wanted, abs=slack, nan_ok=True), (
+            function.__name__
+        )
 
 
 def test_every_metric_of_the_table_but_one_is_computed_on_counts() -> None:
@@ -64,7 +68,9 @@ def test_ece_of_counts_is_ece_for_any_rows_and_bins(answers: list[tuple[float, b
     value = np.unique(c)
     place = np.searchsorted(value, c)
     count, right = (np.bincount(place, weight, len(value))[None] for weight in (np.ones(len(c)), z))
-    assert ON_COUNTS[ece](value, bins=bins)(count, right)[0] == pytest.approx(ece(c, z, bins=bins), abs=1e-12)
+    assert ON_COUNTS[ece](value, bins=bins)(Groups(value, count, right))[0] == pytest.approx(
+        ece(c, z, bins=bins), abs=1e-12
+    )
 
 
 def test_a_metric_without_a_form_for_counts_gives_the_same_intervals() -> None:
@@ -74,8 +80,8 @@ def test_a_metric_without_a_form_for_counts_gives_the_same_intervals() -> None:
         plain = bootstrap(lambda c, z, metric=metric: metric(c, z), run.confidence, run.correct, resamples=80)
         fast = bootstrap(metric, run.confidence, run.correct, resamples=80)
         assert (plain.low, plain.high) == pytest.approx((fast.low, fast.high), abs=1e-12), name
-        slow_band = null_band(lambda c, z, metric=metric: metric(c, z), run.confidence, simulations=80)
-        band = null_band(metric, run.confidence, simulations=80)
+        slow_band = null_band(lambda c, z, metric=metric: metric(c, z), run.confidence, resamples=80)
+        band = null_band(metric, run.confidence, resamples=80)
         assert (slow_band.mean, slow_band.high) == pytest.approx((band.mean, band.high), abs=1e-12), name
 
 
@@ -122,8 +128,8 @@ def test_the_comparison_of_one_run_is_its_plain_definition(name: str) -> None:
 
 def test_the_null_band_of_a_mean_over_runs_is_narrower_and_has_the_mean_of_the_means() -> None:
     confidences = [rows(seed).confidence for seed in range(4)]
-    single = [null_band(ece, c, simulations=400) for c in confidences]
-    together = null_table({"ece": ece}, confidences, simulations=400)["ece"]
+    single = [null_band(ece, c, resamples=400) for c in confidences]
+    together = null_table({"ece": ece}, confidences, resamples=400)["ece"]
     assert together.mean == pytest.approx(np.mean([band.mean for band in single]), abs=0.003)
     assert together.high - together.low < 0.7 * np.mean([band.high - band.low for band in single])
 

@@ -12,7 +12,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 
 from catto.engines import TAU_GRID
 from catto.metrics.calibrators import Platt, Temperature
-from catto.metrics.catalogue import auroc
+from catto.metrics.ranking import auroc
 from catto.metrics.temperature import calibrated, confidence_at, fit_calibrator, fit_tau, rescaled
 from catto.records import Prediction
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from catto.cli.select import select as command
 from catto.engines import TAU_GRID
 from catto.files import write_records
-from catto.metrics.catalogue import ece
+from catto.metrics.errors import ece
 from catto.metrics.selection import MOST_SUBSETS, Candidates, Selected, candidates, choose_sampling, select, subsets
 from catto.metrics.temperature import fit_tau
 from catto.records import Prediction

@@ -11,7 +11,9 @@ import pytest
 from scipy.stats import bootstrap as scipy_bootstrap
 from scipy.stats import chisquare
 
-from catto.metrics.catalogue import METRICS, accuracy, auroc, brier, ece, mean_confidence
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import accuracy, brier, ece, mean_confidence
+from catto.metrics.ranking import auroc
 from catto.metrics.statistics import (
     Answers,
     bootstrap,
@@ -165,21 +167,21 @@ def test_bca_stays_finite_where_all_draws_lie_above_the_value() -> None:
 
 def test_null_band_of_accuracy_is_binomial() -> None:
     """50 rows at 0.8: mean 0.8, central 95 % of Binomial(50, 0.8) is 34 to 45 right."""
-    band = null_band(accuracy, np.full(50, 0.8), simulations=20_000)
+    band = null_band(accuracy, np.full(50, 0.8), resamples=20_000)
     assert band.mean == pytest.approx(0.8, abs=0.002)
     assert (band.low, band.high) == (34 / 50, 45 / 50)
 
 
 def test_null_band_of_certain_rows_is_zero() -> None:
-    band = null_band(ece, [0.0, 1.0, 1.0], simulations=20)
+    band = null_band(ece, [0.0, 1.0, 1.0], resamples=20)
     assert (band.mean, band.low, band.high) == (0.0, 0.0, 0.0)
-    assert null_band(auroc, [1.0, 1.0], simulations=20).undefined == 20
-    assert isnan(null_band(auroc, [1.0, 1.0], simulations=20).mean)
+    assert null_band(auroc, [1.0, 1.0], resamples=20).undefined == 20
+    assert isnan(null_band(auroc, [1.0, 1.0], resamples=20).mean)
 
 
 def test_null_band_matches_the_known_noise_of_500_rows() -> None:
     """A calibrated model with spread confidences scores 4.6 to 7 points of ECE at N=500 and 20 bins by chance."""
-    assert 0.045 < null_band(ece, np.random.default_rng(0).random(500), simulations=300).mean < 0.07
+    assert 0.045 < null_band(ece, np.random.default_rng(0).random(500), resamples=300).mean < 0.07
 
 
 def test_comparison_is_aligned_by_question() -> None:

@@ -14,7 +14,7 @@ from transformers import TrainerState, TrainingArguments
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.labels import label_place
-from catto.metrics import catalogue as metrics
+from catto.metrics import errors
 from catto.prompts import completion
 from catto.records import Message
 from catto.training.monitor import keeping, label_logprobs, measure
@@ -143,7 +143,7 @@ def test_monitor_equals_the_engine_and_the_metrics() -> None:
     gold = [e.label.gold for e in rows]
     found = measure(ours, gold)
     confidence, correct = np.exp(theirs.max(1)), theirs.argmax(1) == gold
-    assert found["val_ece"] == pytest.approx(metrics.ece(confidence, correct), abs=1e-5)
+    assert found["val_ece"] == pytest.approx(errors.ece(confidence, correct), abs=1e-5)
     assert found["val_accuracy"] == pytest.approx(correct.mean())
     assert found["val_nll"] == pytest.approx(-theirs[np.arange(13), gold].mean(), abs=1e-5)
 

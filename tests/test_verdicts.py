@@ -16,7 +16,9 @@ from catto.cli.select import select as select_command
 from catto.files import write_records
 from catto.measure import Sources, judged
 from catto.metrics.binning import reliability
-from catto.metrics.catalogue import METRICS, auroc_within, confidence_gap, debiased_ece, ece
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import confidence_gap, debiased_ece, ece
+from catto.metrics.ranking import auroc_within
 from catto.metrics.selection import candidates, within_questions
 from catto.metrics.statistics import (
     OUTSIDE,
@@ -149,7 +151,7 @@ def test_measure_prints_what_holds_in_place_of_the_interval(tmp_path: Path, caps
     assert (interval["low"], interval["high"], interval["reason"]) == (None, None, OUTSIDE)
     assert found["metrics"]["mce"]["interval"]["reason"] == OUTSIDE
     assert found["metrics"]["accuracy"]["interval"]["reason"] is None
-    gap, null = bootstrap(confidence_gap, c, z, resamples=50), null_band(ece, c, simulations=50)
+    gap, null = bootstrap(confidence_gap, c, z, resamples=50), null_band(ece, c, resamples=50)
     shown = run(capsys, "measure", path, "--metrics", "ece", "--resamples", "50").out
     assert f"by chance {100 * null.low:.1f} to {100 * null.high:.1f}, debiased ECE 0.0, " in shown
     assert f"less accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})." in shown

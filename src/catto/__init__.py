@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from catto.methods import METHODS
-    from catto.metrics.catalogue import METRICS, ece
+    from catto.metrics.catalogue import METRICS
+    from catto.metrics.errors import ece
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
     from catto.predict.predictor import evaluate_model as evaluate
     from catto.problems import DataError
@@ -51,7 +52,7 @@ _HOME = {
     "TokenStats": ("objectives", "TokenStats"),
     "bce_loss": ("objectives", "bce_loss"),
     "catto_loss": ("objectives", "catto_loss"),
-    "ece": ("metrics.catalogue", "ece"),
+    "ece": ("metrics.errors", "ece"),
     "evaluate": ("predict.predictor", "evaluate_model"),
     "load_questions": ("tasks", "load"),
     "outcome_loss": ("objectives", "outcome_loss"),

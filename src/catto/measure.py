@@ -11,7 +11,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from math import exp, inf, isfinite
 from pathlib import Path
@@ -21,9 +21,11 @@ import numpy as np
 
 from catto.files import read_rows
 from catto.metrics.binning import Bools, Floats, Ints
-from catto.metrics.catalogue import METRICS, confidence_gap, debiased_ece
+from catto.metrics.catalogue import METRICS
+from catto.metrics.errors import confidence_gap, debiased_ece
 from catto.metrics.statistics import (
     Answers,
+    BootstrapOptions,
     Comparison,
     Interval,
     Method,
@@ -153,11 +155,15 @@ class GradedAnswers(Confidences):
 
     correct: Bools
 
+    @cached_property
+    def questions(self) -> int | None:
+        """How many questions there are."""
+        return None if self.question is None else len(set(self.question))
+
     @property
     def run(self) -> Answers:
         """The columns to resample. Where no question repeats, rows are questions, and drawing rows is faster."""
-        repeated = self.question is not None and len(set(self.question)) < len(self)
-        return Answers(self.question if repeated else None, self.confidence, self.correct)
+        return Answers(None if self.questions in (None, len(self)) else self.question, self.confidence, self.correct)
 
     def slices(self) -> dict[str, Self]:
         """Return the answers of each value of the `by` column, values sorted."""
@@ -256,6 +262,8 @@ def _cell(name: str, fields: Fields) -> Any:
 def _probability(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
     value = number = _cell(name, fields)
+    if type(value) is float and 0.0 <= value <= 1.0:  # nearly every cell
+        return value
     if isinstance(value, str):
         try:
             number = float(value)
@@ -369,6 +377,11 @@ class MeasureSettings:
         """The number of resamples for so many rows."""
         return self.resamples or (RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES)
 
+    def options(self, runs: Sequence[Answers], tick: Tick) -> BootstrapOptions:
+        """How these runs are resampled."""
+        resamples = self.draws(max(np.size(run.confidence) for run in runs))
+        return {"resamples": resamples, "level": self.level, "seed": self.seed, "tick": tick}
+
     def steps(self, rows: int) -> int:
         """How often `measured` ticks for a run of so many rows: the resamples, and as many simulations."""
         return self.draws(rows) * (1 + any(METRICS[name].calibration for name in self.metrics))
@@ -411,7 +424,7 @@ class Measured:
     null: NullBand | None
 
 
-def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick | None = None) -> dict[str, Measured]:
+def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = lambda: None) -> dict[str, Measured]:
     """Measure the metrics of one run of a model, or their mean over several; `gap` may be among their names.
 
     Intervals that do not hold their value are removed, see `Interval.held`.
@@ -420,36 +433,21 @@ def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick | No
     >>> measured([run], MeasureSettings(("accuracy", "gap"), resamples=100))["gap"].interval.value
     0.0
     """
-    functions = settings.functions()
-    draws = settings.draws(max(np.size(run.confidence) for run in runs))
-    options: dict[str, Any] = {"level": settings.level, "seed": settings.seed, "tick": tick}
-    intervals = bootstrap_table(functions, runs, resamples=draws, method=settings.method, **options)
+    functions, options = settings.functions(), settings.options(runs, tick)
+    intervals = bootstrap_table(functions, runs, method=settings.method, **options)
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
-    bands = (
-        null_table(calibration, [run.confidence for run in runs], simulations=draws, **options) if calibration else {}
-    )
-    return {name: Measured(interval.held(), bands.get(name)) for name, interval in intervals.items()}
+    bands = null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
+    return {
+        name: Measured(interval if name == GAP else interval.held(), bands.get(name))
+        for name, interval in intervals.items()
+    }
 
 
 def compared(
-    a: Sequence[Answers],
-    b: Sequence[Answers],
-    settings: MeasureSettings,
-    *,
-    swaps: int | None = None,
-    tick: Tick | None = None,
+    a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
-    comparisons = compare_table(
-        settings.functions(),
-        a,
-        b,
-        resamples=settings.draws(max(np.size(run.confidence) for run in a)),
-        level=settings.level,
-        seed=settings.seed,
-        swaps=swaps,
-        tick=tick,
-    )
+    comparisons = compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
     return {name: comparison.held() for name, comparison in comparisons.items()}
 
 
@@ -478,7 +476,7 @@ class Summary:
         return None if self.sources is None else self.sources.warning
 
 
-def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick | None = None) -> Summary:
+def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None) -> Summary:
     """Measure a file. `tick` is called `settings.steps(rows)` times."""
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
@@ -486,7 +484,7 @@ def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, t
     fallback = answers.fallback
     return Summary(
         rows=len(answers),
-        questions=None if answers.question is None else len(set(answers.question)),
+        questions=answers.questions,
         accuracy=float(answers.correct.mean()),
         mean_confidence=float(answers.confidence.mean()),
         gap=metrics.pop(GAP).interval,

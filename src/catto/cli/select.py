@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from catto.measure import Sources
-    from catto.metrics.catalogue import Within
+    from catto.metrics.ranking import Within
     from catto.metrics.selection import Selected
     from catto.records import Prediction
 

@@ -15,7 +15,7 @@ from catto.experiment import stages
 from catto.experiment.stages import Stage, Work, chosen, place
 from catto.experiment.steps import engine_of, read_questions
 from catto.files import library_versions, read_json, read_records, write_records
-from catto.metrics.catalogue import ece
+from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
 from catto.metrics.temperature import fit_tau, rescaled
 from catto.predict import predictor

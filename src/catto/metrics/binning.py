@@ -10,9 +10,9 @@ in ON_COUNTS how it is computed for many resamples at once, without drawing or s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -23,12 +23,10 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.intp]
 Strategy = Literal["width", "mass"]
 M = TypeVar("M", bound=Callable[..., float])
-# A metric of R resamples: how many rows, and how many right ones, each has at each of G confidences; (R, G) -> (R,).
-CountMetric = Callable[[Floats, Floats], Floats]
-# Metric -> what prepares it for given confidences, which rise and are distinct: (G,) -> CountMetric.
+# Metric -> what prepares it for given confidences, which rise and are distinct; (G,) -> CountMetric.
 ON_COUNTS: dict[Callable[..., float], Callable[..., CountMetric]] = {}
 
-# Rows per pass: temporaries of this length stay in the cache.
+# Columns per pass: temporaries of this length stay in the cache and are never mapped afresh by the allocator.
 BLOCK = 1 << 14
 
 
@@ -62,6 +60,11 @@ def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[
     if column.dtype.kind not in kinds:
         raise ValueError(f"{name} has dtype {column.dtype}, expected {expected}")
     return column
+
+
+def blocks(length: int) -> Iterator[slice]:
+    """Cut so many columns into parts of at most BLOCK."""
+    return (slice(start, start + BLOCK) for start in range(0, length, BLOCK))
 
 
 def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width") -> Floats:
@@ -149,30 +152,56 @@ def tally(confidence: Floats, correct: Bools, edges: Floats) -> Reliability:
     bins = len(edges) - 1
     count = np.zeros((bins, 2), dtype=np.intp)
     total = np.zeros(bins)
-    for start in range(0, len(confidence), BLOCK):
-        c = confidence[start : start + BLOCK]
+    for part in blocks(len(confidence)):
+        c = confidence[part]
         index = bin_index(c, edges)
         total += np.bincount(index, weights=c, minlength=bins)
         index *= 2
-        index += correct[start : start + BLOCK]
+        index += correct[part]
         count += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
     return Reliability(edges, count.sum(axis=1), total, count[:, 1].astype(np.float64))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of equal confidence together, by rising confidence. value: (G,); count, right: (G,), or (R, G) resampled."""
+    """Rows of equal confidence together, by rising confidence, in R resamples. value: (G,); count, right: (R, G)."""
 
     value: Floats
     count: Floats
     right: Floats
 
+    @cached_property
+    def rows(self) -> Floats:
+        """Number of rows of each resample. (R,)."""
+        return np.asarray(self.count.sum(axis=-1))
+
+    @cached_property
+    def confidence_sum(self) -> Floats:
+        """Sum of the confidence of each group. (R, G)."""
+        return self.count * self.value
+
+    def tally(self, bins: int) -> Reliability:
+        """Return the sums of the bins of equal width that hold any of the confidences. (R, M)."""
+        if bins not in (known := self.__dict__.setdefault("_tallies", {})):
+            edges = bin_edges(self.value, bins)
+            # Confidences rise, so each bin is a run of them.
+            ends = np.searchsorted(self.value, edges[1:-1], side="right")
+            starts = np.unique(np.append(0, ends[ends < len(self.value)]))
+            columns = (self.count, self.confidence_sum, self.right)
+            known[bins] = Reliability(edges, *(np.add.reduceat(column, starts, axis=-1) for column in columns))
+        tallied: Reliability = known[bins]
+        return tallied
+
+
+# A metric of R resamples. -> (R,).
+CountMetric = Callable[[Groups], Floats]
+
 
 def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
-    """Group the rows by confidence. (N,), (N,) -> G <= N groups.
+    """Group the rows by confidence. (N,), (N,) -> G <= N groups of one resample.
 
     >>> groups([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
-    [1.0, 1.0]
+    [[1.0, 1.0]]
     """
     c, z = checked(confidence, correct)
     # The bits of a float in [0, 1] sort as it does and leave the top bit free: one sort of whole numbers carries both
@@ -181,13 +210,14 @@ def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
     keys <<= np.uint64(1)
     keys |= z
     keys.sort()
-    right = (keys & np.uint64(1)).astype(np.float64)
+    right = (keys & np.uint64(1)).astype(np.float64)[None]
     keys >>= np.uint64(1)
     value = keys.view(np.float64)
     starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
     if len(starts) == len(keys):  # no ties: nothing to add up
-        return Groups(value, np.ones(len(keys)), right)
-    return Groups(value[starts], np.diff(starts, append=len(keys)).astype(np.float64), np.add.reduceat(right, starts))
+        return Groups(value, np.ones_like(right), right)
+    count = np.diff(starts, append=len(keys)).astype(np.float64)[None]
+    return Groups(value[starts], count, np.add.reduceat(right, starts, axis=-1))
 
 
 class RowMetric(Protocol):
@@ -215,7 +245,7 @@ def mean_metric(score: Callable[[Floats, Bools], Floats | Bools]) -> RowMetric:
     def on_counts(c: Floats) -> CountMetric:
         of_wrong = np.asarray(score(c, np.zeros(len(c), dtype=np.bool_)), dtype=np.float64)
         gain = score(c, np.ones(len(c), dtype=np.bool_)) - of_wrong
-        return lambda count, right: (count @ of_wrong + right @ gain) / count.sum(axis=-1)
+        return lambda rows: (rows.count @ of_wrong + rows.right @ gain) / rows.rows
 
     return _registered(metric, score, on_counts)
 
@@ -227,27 +257,18 @@ def binned_metric(formula: Callable[[Reliability], Floats]) -> BinnedMetric:
         return float(formula(reliability(confidence, correct, bins, strategy)))
 
     def on_counts(c: Floats, *, bins: int = 20) -> CountMetric:
-        edges = bin_edges(c, bins)
-        # Confidences rise, so each bin is a run of them; bins without any are left out.
-        ends = np.searchsorted(c, edges[1:-1], side="right")
-        starts = np.unique(np.append(0, ends[ends < len(c)]))
-        sums = partial(np.add.reduceat, indices=starts, axis=-1)
-        return lambda count, right: formula(Reliability(edges, sums(count), sums(count * c), sums(right)))
+        return lambda rows: formula(rows.tally(bins))
 
     return _registered(metric, formula, on_counts)
 
 
 def grouped_metric(formula: Callable[[Groups], Floats]) -> RowMetric:
-    """Make a metric of a formula of groups whose count and right have shape (R, G) -> (R,)."""
+    """Make a metric of a formula of groups of equal confidence: R resamples -> (R,)."""
 
     def metric(confidence: ArrayLike, correct: ArrayLike) -> float:
-        rows = groups(confidence, correct)
-        return float(formula(Groups(rows.value, rows.count[None], rows.right[None]))[0])
+        return float(formula(groups(confidence, correct))[0])
 
-    def on_counts(c: Floats) -> CountMetric:
-        return lambda count, right: formula(Groups(c, count, right))
-
-    return _registered(metric, formula, on_counts)
+    return _registered(metric, formula, lambda c: formula)
 
 
 def _registered(metric: M, written: Callable[..., object], on_counts: Callable[..., CountMetric]) -> M:
@@ -256,3 +277,33 @@ def _registered(metric: M, written: Callable[..., object], on_counts: Callable[.
         setattr(metric, name, getattr(written, name))
     ON_COUNTS[metric] = on_counts
     return metric
+
+
+def by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
+    """Return the rows in rising order, where each group of equal confidences starts in it, and their confidences."""
+    order = np.argsort(confidence, kind="stable")
+    c = confidence[order] + 0.0  # turns -0 into 0
+    starts = np.flatnonzero(np.append(True, c[1:] != c[:-1]))
+    return order, starts, c[starts]
+
+
+def on_counts(metric: Callable[..., float]) -> Callable[[Floats], CountMetric]:
+    """Return how the metric is computed from counts; one that is not in ON_COUNTS is called on rows."""
+    function, options = (metric.func, metric.keywords) if isinstance(metric, partial) else (metric, {})
+    prepare = ON_COUNTS.get(getattr(function, "function", function))
+    if prepare is not None and set(options) <= {"bins"}:
+        return partial(prepare, **options)
+
+    def on_rows(c: Floats) -> CountMetric:
+        def values(groups: Groups) -> Floats:
+            count, right = groups.count.astype(np.intp), groups.right.astype(np.intp)
+            rows = np.hstack([right, count - right])
+            confidences = (np.repeat(np.append(c, c), row) for row in rows)
+            firsts = right.sum(axis=-1)  # the right rows come first
+            return np.array(
+                [metric(x, np.arange(len(x)) < first) for x, first in zip(confidences, firsts, strict=True)]
+            )
+
+        return values
+
+    return on_rows

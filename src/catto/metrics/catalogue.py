@@ -1,87 +1,28 @@
-"""Every metric under one name, and METRICS: the table that the command line and the report read."""
+"""METRICS: the table of metrics that the command line and the report read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Reliability, RowMetric, Strategy, reliability
+from catto.metrics.binning import RowMetric
 from catto.metrics.errors import (
-    EPSILON,
-    BrierSplit,
-    L1Split,
     accuracy,
     brier,
-    brier_split,
-    confidence_gap,
     debiased_ece,
     ece,
     ece_mass,
-    l1_binned,
-    l1_groups,
     l1_risk,
-    label_nll,
     mce,
     mean_confidence,
     nll,
-    per_class_ece,
     rms_calibration_error,
     smooth_ece,
-    true_class_ece,
-    weighted_ece,
 )
-from catto.metrics.ranking import (
-    RiskCoverage,
-    Within,
-    accuracy_at_coverage,
-    aurc,
-    auroc,
-    auroc_within,
-    coverage_at_risk,
-    e_aurc,
-    risk_coverage,
-)
-
-__all__ = [
-    "EPSILON",
-    "METRICS",
-    "BrierSplit",
-    "L1Split",
-    "Metric",
-    "Reliability",
-    "RiskCoverage",
-    "Strategy",
-    "Within",
-    "accuracy",
-    "accuracy_at_coverage",
-    "aurc",
-    "auroc",
-    "auroc_within",
-    "brier",
-    "brier_split",
-    "confidence_gap",
-    "coverage_at_risk",
-    "debiased_ece",
-    "e_aurc",
-    "ece",
-    "ece_mass",
-    "l1_binned",
-    "l1_groups",
-    "l1_risk",
-    "label_nll",
-    "mce",
-    "mean_confidence",
-    "nll",
-    "per_class_ece",
-    "reliability",
-    "risk_coverage",
-    "rms_calibration_error",
-    "smooth_ece",
-    "true_class_ece",
-    "weighted_ece",
-]
+from catto.metrics.ranking import aurc, auroc, e_aurc
 
 
 @dataclass(frozen=True)
@@ -105,56 +46,34 @@ class Metric:
         return self.function(confidence, correct)
 
 
+_error = partial(Metric, better="lower", percent=True, calibration=True)
+_loss = partial(Metric, better="lower", percent=False)
+
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy, "Accuracy", "Share of answers that are right.", "higher", True),
     "mean_confidence": Metric(mean_confidence, "Mean confidence", "Mean of the stated confidences.", None, True),
-    "ece": Metric(
-        ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width.", "lower", True, True
+    "ece": _error(ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width."),
+    "debiased_ece": _error(
+        debiased_ece, "Debiased ECE", "ECE less the part that chance adds to each bin, as far as it can be estimated."
     ),
-    "debiased_ece": Metric(
-        debiased_ece,
-        "Debiased ECE",
-        "ECE less the part that chance adds to each bin, as far as it can be estimated.",
-        "lower",
-        True,
-        True,
-    ),
-    "smooth_ece": Metric(
+    "smooth_ece": _error(
         smooth_ece,
         "Smooth ECE",
         "Calibration error smoothed by a Gaussian kernel as wide as the error itself; it has no bins.",
-        "lower",
-        True,
-        True,
     ),
-    "ece_mass": Metric(
+    "ece_mass": _error(
         ece_mass,
         "ECE, equal mass",
         "Mean distance of accuracy and confidence over bins that hold equally many answers.",
-        "lower",
-        True,
-        True,
     ),
-    "mce": Metric(
-        mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width.", "lower", True, True
-    ),
-    "rms": Metric(
+    "mce": _error(mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width."),
+    "rms": _error(
         rms_calibration_error,
         "RMS calibration error",
         "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
-        "lower",
-        True,
-        True,
     ),
-    "brier": Metric(brier, "Brier score", "Mean squared distance of confidence and correctness.", "lower", False),
-    "nll": Metric(
-        nll,
-        "NLL",
-        "Mean negative log-likelihood of being right or wrong under the confidence.",
-        "lower",
-        False,
-        least=0.01,
-    ),
+    "brier": _loss(brier, "Brier score", "Mean squared distance of confidence and correctness."),
+    "nll": _loss(nll, "NLL", "Mean negative log-likelihood of being right or wrong under the confidence.", least=0.01),
     "auroc": Metric(
         auroc,
         "AUROC",
@@ -162,11 +81,7 @@ METRICS: dict[str, Metric] = {
         "higher",
         True,
     ),
-    "aurc": Metric(
-        aurc, "AURC", "Error rate among the most confident answers, averaged over all coverages.", "lower", False
-    ),
-    "e_aurc": Metric(
-        e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers.", "lower", False
-    ),
-    "l1": Metric(l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness.", "lower", False),
+    "aurc": _loss(aurc, "AURC", "Error rate among the most confident answers, averaged over all coverages."),
+    "e_aurc": _loss(e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers."),
+    "l1": _loss(l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness."),
 }

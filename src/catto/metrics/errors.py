@@ -14,6 +14,7 @@ from catto.metrics.binning import (
     Bools,
     CountMetric,
     Floats,
+    Groups,
     Ints,
     Reliability,
     Strategy,
@@ -260,7 +261,7 @@ class L1Split:
 def l1_groups(confidence: ArrayLike, correct: ArrayLike) -> L1Split:
     """Split the L1 risk over groups of equal confidence: `ECE + 2 E[min(z (1 - c), c (1 - z))]`, exact."""
     rows = groups(confidence, correct)
-    weight, c, z = rows.count / rows.count.sum(), rows.value, rows.right / rows.count
+    weight, c, z = rows.count[0] / rows.rows, rows.value, rows.right[0] / rows.count[0]
     return L1Split(float(weight @ np.abs(z - c)), float(weight @ (2.0 * np.minimum(z * (1 - c), c * (1 - z)))))
 
 
@@ -292,7 +293,7 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
     0.2
     """
     rows = groups(confidence, correct)
-    return float(_smooth_on_counts(rows.value)(rows.count[None], rows.right[None])[0])
+    return float(_smooth_on_counts(rows.value)(rows)[0])
 
 
 def _smooth_on_counts(c: Floats) -> CountMetric:
@@ -311,12 +312,14 @@ def _smooth_on_counts(c: Floats) -> CountMetric:
         decay: Floats = -0.5 * (np.pi * frequency) ** 2
         return starts, cell[starts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
 
-    def fixed_point(residual: Floats, cells: int) -> float:
+    def fixed_point(residual: Floats, rows: float, cells: int) -> float:
         starts, filled, place, spread, decay = grid(cells)
         share = residual * place
         mass = np.zeros(cells + 1)
-        mass[filled] = np.add.reduceat(residual - share, starts)
-        mass[filled + 1] += np.add.reduceat(share, starts)
+        shares = np.add.reduceat(share, starts)
+        mass[filled] = np.add.reduceat(residual, starts) - shares
+        mass[filled + 1] += shares
+        mass /= rows
         total = abs(float(mass.sum()))
         # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
         mass[[0, -1]] *= 2.0
@@ -332,18 +335,18 @@ def _smooth_on_counts(c: Floats) -> CountMetric:
         # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
         return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
 
-    def value(residual: Floats) -> float:
+    def value(residual: Floats, rows: float) -> float:
         if not residual.any():
             return 0.0
         cells = FEWEST_CELLS
-        while (sigma := fixed_point(residual, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
+        while (sigma := fixed_point(residual, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
             finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
             cells = min(MOST_CELLS, max(2 * cells, finer))
         return sigma
 
-    def values(count: Floats, right: Floats) -> Floats:
-        residual = (right - count * c) / count.sum(axis=-1, keepdims=True)
-        return np.array([value(row) for row in residual])
+    def values(rows: Groups) -> Floats:
+        residuals = zip(rows.right - rows.confidence_sum, rows.rows, strict=True)
+        return np.array([value(residual, count) for residual, count in residuals])
 
     return values
 

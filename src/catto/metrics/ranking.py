@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Floats, Groups, checked, grouped_metric, groups
+from catto.metrics.binning import Floats, Groups, blocks, checked, grouped_metric, groups
 from catto.metrics.statistics import ratio_interval
 
 
@@ -23,12 +24,14 @@ def auroc(rows: Groups) -> Floats:
     >>> auroc([0.9, 0.4, 0.6], [True, False, False])
     1.0
     """
-    wrong = rows.count - rows.right
-    pairs = rows.right.sum(axis=-1) * wrong.sum(axis=-1)
-    below = np.cumsum(wrong, axis=-1)
-    wrong *= 0.5
-    below -= wrong
-    won = np.vecdot(rows.right, below)
+    right_total, won, below = rows.right.sum(axis=-1), np.zeros(len(rows.rows)), np.zeros((len(rows.rows), 1))
+    for part in blocks(len(rows.value)):
+        right = rows.right[:, part]
+        wrong = rows.count[:, part] - right
+        up_to = below + np.cumsum(wrong, axis=-1)
+        below = up_to[:, -1:]
+        won += np.vecdot(right, up_to - 0.5 * wrong)
+    pairs = right_total * (rows.rows - right_total)
     share: Floats = np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
     return share
 
@@ -39,24 +42,39 @@ def aurc(rows: Groups) -> Floats:
     return _aurc(rows)
 
 
-def _aurc(rows: Groups) -> Floats:
-    areas = []
-    for count, right in zip(rows.count[:, ::-1], rows.right[:, ::-1], strict=True):
-        error_rate = 1.0 - right / np.maximum(count, 1.0)
-        errors = np.repeat(error_rate, count.astype(np.intp))
-        np.cumsum(errors, out=errors)
-        errors /= np.arange(1, len(errors) + 1)
-        areas.append(errors.mean())
-    return np.array(areas)
-
-
 @grouped_metric
 def e_aurc(rows: Groups) -> Floats:
     """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order."""
-    best = []
-    for total, right in zip(rows.count.sum(axis=-1), rows.right.sum(axis=-1), strict=True):
-        best.append(np.sum(np.arange(1.0, total - right + 1) / np.arange(right + 1, total + 1)) / total)
-    return np.asarray(np.maximum(0.0, _aurc(rows) - best))
+    right = rows.right.sum(axis=-1, keepdims=True)
+    best = Groups(np.arange(2.0), np.hstack([rows.rows[:, None] - right, right]), right * [0.0, 1.0])
+    return np.asarray(np.maximum(0.0, _aurc(rows) - _aurc(best)))
+
+
+def _aurc(rows: Groups) -> Floats:
+    """Sum over errors instead of ranks: one at rank j is in every mean from j to N, in all 1/j + ... + 1/N times.
+
+    Over a group of ranks these sum to n_g H_N - (S_last - S_before), where H_j = 1 + ... + 1/j and, by parts,
+    S_j = H_0 + ... + H_(j-1) = j H_j - j.
+    """
+    harmonic, summed = _harmonic(int(rows.rows.max()))
+    area, last = np.zeros(len(rows.rows)), rows.rows[:, None]
+    for part in blocks(len(rows.value)):
+        count = rows.count[:, part]
+        error_rate = 1.0 - rows.right[:, part] / np.maximum(count, 1.0)
+        before = last - np.cumsum(count, axis=-1)
+        ends = summed.take(np.hstack([last, before]).astype(np.intp))
+        area -= np.vecdot(error_rate, ends[:, :-1] - ends[:, 1:])
+        last = before[:, -1:]
+    wrong = rows.rows - rows.right.sum(axis=-1)
+    return np.asarray((area + wrong * harmonic.take(rows.rows.astype(np.intp))) / rows.rows)
+
+
+@lru_cache(maxsize=2)
+def _harmonic(rows: int) -> tuple[Floats, Floats]:
+    """Return H_j and j H_j - j for j up to the number of rows."""
+    rank = np.arange(rows + 1.0)
+    harmonic = np.append(0.0, np.cumsum(1.0 / rank[1:]))
+    return harmonic, rank * harmonic - rank
 
 
 @dataclass(frozen=True)
@@ -130,8 +148,8 @@ def risk_coverage(confidence: ArrayLike, correct: ArrayLike) -> RiskCoverage:
     [0.0, 0.5]
     """
     rows = groups(confidence, correct)
-    answered = np.cumsum(rows.count[::-1])
-    wrong = np.cumsum((rows.count - rows.right)[::-1])
+    answered = np.cumsum(rows.count[0, ::-1])
+    wrong = np.cumsum((rows.count - rows.right)[0, ::-1])
     return RiskCoverage(rows.value[::-1], answered / answered[-1], wrong / answered)
 
 
@@ -143,10 +161,10 @@ def accuracy_at_coverage(confidence: ArrayLike, correct: ArrayLike, coverage: fl
     if not 0.0 < coverage <= 1.0:
         raise ValueError(f"coverage is {coverage}, expected a number in (0, 1]")
     rows = groups(confidence, correct)
-    kept = float(np.ceil(round(coverage * rows.count.sum(), 9)))  # 0.07 * 100 is 7.000000000000001
-    before = np.cumsum(rows.count[::-1])[::-1] - rows.count
-    taken = np.clip(kept - before, 0, rows.count)
-    return float(taken @ (rows.right / rows.count)) / kept
+    count, right = rows.count[0, ::-1], rows.right[0, ::-1]
+    kept = float(np.ceil(round(coverage * count.sum(), 9)))  # 0.07 * 100 is 7.000000000000001
+    taken = np.clip(kept - (np.cumsum(count) - count), 0, count)
+    return float(taken @ (right / count)) / kept
 
 
 def coverage_at_risk(confidence: ArrayLike, correct: ArrayLike, risk: float) -> float:

@@ -17,7 +17,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from catto.metrics.catalogue import Within, auroc_within, ece
+from catto.metrics.errors import ece
+from catto.metrics.ranking import Within, auroc_within
 from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
 

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import ArrayLike, NDArray
 
-from catto.metrics.binning import ON_COUNTS, Bools, CountMetric, Floats, Ints, checked, checked_confidence
+from catto.metrics.binning import Bools, Floats, Groups, Ints, by_confidence, checked, checked_confidence, on_counts
 
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]
 Method = Literal["percentile", "bca"]
 Mark = Literal["", "*", "†"]
-Tick = Callable[[], object]
+Tick = Callable[[], object]  # called once per step of a progress bar
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
 
 # A difference is marked where its corrected p-value lies below.
@@ -119,107 +119,30 @@ class _Resampled:
         """runs: confidence, correct and number of the question of each row, (N,)."""
         self.runs = []
         for confidence, correct, question in runs:
-            order, starts, value = _by_confidence(confidence)
-            prepared = [_on_counts(metric)(value) for metric in metrics.values()]
-            self.runs.append((question[order], correct[order], starts, prepared))
+            order, starts, value = by_confidence(confidence)
+            prepared = [on_counts(metric)(value) for metric in metrics.values()]
+            self.runs.append((question[order], correct[order], starts, value, prepared))
 
     def values(self, weights: Weights) -> Floats:
         """Return the metrics of each resample. (R, Q) -> (metrics, R)."""
-        total: Floats = np.zeros(1)
-        for question, correct, starts, prepared in self.runs:
+        means = []
+        for question, correct, starts, value, prepared in self.runs:
             count = weights.take(question, axis=1).astype(np.float64)
             right = count * correct
             if len(starts) < len(question):
                 count, right = (np.add.reduceat(rows, starts, axis=1) for rows in (count, right))
-            total = total + np.array([metric(count, right) for metric in prepared])
-        return np.asarray(total / len(self.runs))
+            rows = Groups(value, count, right)
+            means.append([metric(rows) for metric in prepared])
+        return np.asarray(np.mean(means, axis=0))
 
 
-def _by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
-    """Return the rows in rising order, where each group of equal confidences starts in it, and their confidences."""
-    order = np.argsort(confidence, kind="stable")
-    c = confidence[order] + 0.0  # turns -0 into 0
-    starts = np.flatnonzero(np.append(True, c[1:] != c[:-1]))
-    return order, starts, c[starts]
+class BootstrapOptions(TypedDict, total=False):
+    """How often, how wide, from which seed; `tick` is called once per resample, simulation and swap."""
 
-
-def _on_counts(metric: MetricFunction) -> Callable[[Floats], CountMetric]:
-    """Return how the metric is computed from counts; one that is not in ON_COUNTS is called on rows."""
-    function, options = (metric.func, metric.keywords) if isinstance(metric, partial) else (metric, {})
-    prepare = ON_COUNTS.get(getattr(function, "function", function))
-    if prepare is not None and set(options) <= {"bins"}:
-        return partial(prepare, **options)
-
-    def on_rows(c: Floats) -> CountMetric:
-        def value(count: Ints, right: Ints) -> float:
-            confidence = np.concatenate((np.repeat(c, right), np.repeat(c, count - right)))
-            return metric(confidence, np.arange(len(confidence)) < right.sum())
-
-        return lambda count, right: np.array(
-            [value(*both) for both in zip(count.astype(np.intp), right.astype(np.intp), strict=True)]
-        )
-
-    return on_rows
-
-
-def _numbered(questions: Sequence[Sequence[object] | None], rows: Sequence[int]) -> tuple[list[Ints], int]:
-    """Number the questions of all runs; return the number of each row's question, and how many there are."""
-    numbers: dict[object, int] = {}
-    codes = []
-    for ids, count in zip(questions, rows, strict=True):
-        if ids is None:
-            codes.append(np.arange(count))
-            continue
-        if len(ids) != count:
-            raise ValueError(f"questions has {len(ids)} rows, confidence has {count}")
-        codes.append(np.array([numbers.setdefault(name, len(numbers)) for name in ids], dtype=np.intp))
-    return codes, max(int(code.max()) for code in codes) + 1
-
-
-def _sizes(total: int, units: int) -> Iterator[int]:
-    """Cut so many resamples of so many units into parts that are computed at once."""
-    most = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
-    return (min(most, total - start) for start in range(0, total, most))
-
-
-def question_counts(questions: int, resamples: int, rng: Generator) -> Iterator[Weights]:
-    """Draw as many questions as there are, with replacement: yield how often each was drawn, in parts of (R, Q).
-
-    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
-    distribution as one draw over all, in an order that reads memory block by block.
-
-    >>> [part.sum(axis=1).tolist() for part in question_counts(5, 3, default_rng(0))]
-    [[5, 5, 5]]
-    """
-    bounds = np.append(np.arange(0, questions, BLOCK), questions)
-    lengths = np.diff(bounds)
-    for size in _sizes(resamples, questions):
-        counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
-        for row in counts:
-            drawn = rng.multinomial(questions, lengths / questions)
-            for start, length, times in zip(bounds, lengths, drawn, strict=False):
-                row[start : start + length] = np.bincount(rng.integers(0, length, size=times), minlength=length)
-        yield counts
-
-
-def _tails(level: float) -> Floats:
-    return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-
-
-def _check_options(resamples: int, level: float, method: str = "percentile") -> None:
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}, expected at least 1")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level is {level}, expected a number between 0 and 1")
-    if method not in ("percentile", "bca"):
-        raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
-
-
-def _ticked(parts: Iterator[Weights], tick: Tick | None) -> Iterator[Weights]:
-    for part in parts:
-        yield part
-        for _ in range(len(part) if tick is not None else 0):
-            tick()  # type: ignore[misc]
+    resamples: int  # 1000
+    level: float  # 0.95
+    seed: int  # 0
+    tick: Tick
 
 
 def bootstrap(
@@ -228,10 +151,8 @@ def bootstrap(
     correct: ArrayLike,
     *,
     questions: Sequence[object] | None = None,
-    resamples: int = 1000,
-    level: float = 0.95,
     method: Method = "percentile",
-    seed: int = 0,
+    **options: Unpack[BootstrapOptions],
 ) -> Interval:
     """Return the metric and its bootstrap interval. (N,), (N,), questions: N ids.
 
@@ -248,32 +169,30 @@ def bootstrap(
     >>> interval.value, interval.high
     (0.75, 1.0)
     """
-    options: dict[str, Any] = {"resamples": resamples, "level": level, "method": method, "seed": seed}
-    return bootstrap_table({"metric": metric}, [Answers(questions, confidence, correct)], **options)["metric"]
+    run = Answers(questions, confidence, correct)
+    return bootstrap_table({"metric": metric}, [run], method=method, **options)["metric"]
 
 
 def bootstrap_table(
     metrics: Mapping[str, MetricFunction],
     runs: Sequence[Answers],
     *,
-    resamples: int = 1000,
-    level: float = 0.95,
     method: Method = "percentile",
-    seed: int = 0,
-    tick: Tick | None = None,
+    **options: Unpack[BootstrapOptions],
 ) -> dict[str, Interval]:
     """Return the interval of each metric, of its mean over runs where there are several; all on the same resamples.
 
-    Of one run, each equals `bootstrap` of that metric alone. `tick` is called once per resample.
+    Of one run, each equals `bootstrap` of that metric alone.
     """
-    _check_options(resamples, level, method)
+    resamples, level, seed, tick = _filled(options)
+    if method not in ("percentile", "bca"):
+        raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
     columns = [checked(run.confidence, run.correct) for run in runs]
-    codes, questions = _numbered([run.question for run in runs], [len(c) for c, _ in columns])
+    codes, questions = _numbered([run.question for run in runs], [c for c, _ in columns])
     resampled = _Resampled(metrics, [(c, z, code) for (c, z), code in zip(columns, codes, strict=True)])
-    drawn = _ticked(question_counts(questions, resamples, default_rng(seed)), tick)
-    draws = np.hstack([resampled.values(weights) for weights in drawn])
-    left_out = np.empty((len(metrics), 0))
-    if method == "bca" and questions > 1:
+    drawn = question_counts(questions, resamples, default_rng(seed), tick)
+    draws = left_out = np.hstack([resampled.values(weights) for weights in drawn])
+    if method == "bca":
         left_out = np.hstack([resampled.values(weights) for weights in _jackknife(questions)])
     intervals = {}
     for (name, metric), row, left in zip(metrics.items(), draws, left_out, strict=True):
@@ -287,14 +206,71 @@ def bootstrap_table(
     return intervals
 
 
+def _filled(options: BootstrapOptions) -> tuple[int, float, int, Tick]:
+    resamples, level = options.get("resamples", 1000), options.get("level", 0.95)
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}, expected at least 1")
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level is {level}, expected a number between 0 and 1")
+    return resamples, level, options.get("seed", 0), options.get("tick", lambda: None)
+
+
+def _tails(level: float) -> Floats:
+    return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+
+
+def _numbered(questions: Sequence[Sequence[object] | None], confidences: Sequence[Floats]) -> tuple[list[Ints], int]:
+    """Number the questions of all runs; return the number of each row's question, and how many there are."""
+    numbers: dict[object, int] = {}
+    codes = []
+    for ids, c in zip(questions, confidences, strict=True):
+        if ids is not None and len(ids) != len(c):
+            raise ValueError(f"questions has {len(ids)} rows, confidence has {len(c)}")
+        if ids is not None:
+            code = np.array([numbers.setdefault(name, len(numbers)) for name in ids], dtype=np.intp)
+        else:
+            code = np.arange(len(c))
+            if len(c) > BLOCK:  # by rising confidence, so that weights are read in the order of memory
+                code[np.argsort(c, kind="stable")] = np.arange(len(c))
+        codes.append(code)
+    return codes, max(int(code.max()) for code in codes) + 1
+
+
+def _parts(total: int, units: int, tick: Tick) -> Iterator[int]:
+    """Cut so many resamples of so many units into parts that are computed at once."""
+    most = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
+    for start in range(0, total, most):
+        size = min(most, total - start)
+        yield size
+        for _ in range(size):
+            tick()
+
+
+def question_counts(questions: int, resamples: int, rng: Generator, tick: Tick = lambda: None) -> Iterator[Weights]:
+    """Draw as many questions as there are, with replacement: yield how often each was drawn, in parts of (R, Q).
+
+    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
+    distribution as one draw over all, in an order that reads memory block by block.
+
+    >>> [part.sum(axis=1).tolist() for part in question_counts(5, 3, default_rng(0))]
+    [[5, 5, 5]]
+    """
+    starts = np.arange(0, questions, BLOCK)
+    lengths = np.diff(starts, append=questions)
+    for size in _parts(resamples, questions, tick):
+        counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
+        for row in counts:
+            drawn = rng.multinomial(questions, lengths / questions)
+            for start, length, times in zip(starts, lengths, drawn, strict=True):
+                row[start : start + length] = np.bincount(rng.integers(0, length, size=times), minlength=length)
+        yield counts
+
+
 def _jackknife(questions: int) -> Iterator[Weights]:
-    """Yield weights with one part of the questions left out; the parts are single questions up to 200."""
+    """Yield weights with one part of the questions left out; parts are single questions up to 200. One is kept."""
     parts = min(questions, JACKKNIFE_PARTS)
     part = default_rng(0).permutation(np.arange(questions) % parts)
-    start = 0
-    for size in _sizes(parts, questions):
-        yield np.not_equal.outer(np.arange(start, start + size), part)
-        start += size
+    return (part[None] != (left_out if parts > 1 else -1) for left_out in range(parts))
 
 
 def _bca_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> Floats:
@@ -311,58 +287,49 @@ def _bca_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> 
     return np.array([normal.cdf(bias + shift / (1.0 - acceleration * shift)) for shift in shifted])
 
 
-def ratio_interval(
-    numerator: Floats, denominator: Floats, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
-) -> Interval:
+def ratio_interval(numerator: Floats, denominator: Floats, **options: Unpack[BootstrapOptions]) -> Interval:
     """Return `sum(numerator) / sum(denominator)` and its percentile bootstrap interval over questions. (Q,), (Q,)."""
-    parts = question_counts(len(numerator), resamples, default_rng(seed))
+    resamples, level, seed, tick = _filled(options)
+    parts = question_counts(len(numerator), resamples, default_rng(seed), tick)
     draws = np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts])
     low, high = np.quantile(draws, _tails(level)).tolist()
     return Interval(float(numerator.sum() / denominator.sum()), low, high, level)
 
 
-def null_band(
-    metric: MetricFunction, confidence: ArrayLike, *, simulations: int = 1000, level: float = 0.95, seed: int = 0
-) -> NullBand:
-    """Simulate the metric under `correct ~ Bernoulli(confidence)`. (N,).
+def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[BootstrapOptions]) -> NullBand:
+    """Simulate the metric under `correct ~ Bernoulli(confidence)`, `resamples` times. (N,).
 
     >>> from catto.metrics.errors import ece
-    >>> null_band(ece, [0.0, 1.0], simulations=10).high
+    >>> null_band(ece, [0.0, 1.0], resamples=10).high
     0.0
     """
-    return null_table({"metric": metric}, [confidence], simulations=simulations, level=level, seed=seed)["metric"]
+    return null_table({"metric": metric}, [confidence], **options)["metric"]
 
 
 def null_table(
-    metrics: Mapping[str, MetricFunction],
-    confidences: Sequence[ArrayLike],
-    *,
-    simulations: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    tick: Tick | None = None,
+    metrics: Mapping[str, MetricFunction], confidences: Sequence[ArrayLike], **options: Unpack[BootstrapOptions]
 ) -> dict[str, NullBand]:
     """Return the null band of each metric, of its mean over runs where there are several; runs are independent.
 
-    Of one run, each equals `null_band` of that metric alone. `tick` is called once per simulation of each run.
+    Of one run, each equals `null_band` of that metric alone.
     """
-    _check_options(simulations, level)
+    simulations, level, seed, tick = _filled(options)
     draws = np.zeros((len(metrics), simulations))
     for place, confidence in enumerate(confidences):
-        c, rng, start = checked_confidence(confidence), default_rng(seed + place), 0
-        order, starts, value = _by_confidence(c)
+        c, rng = checked_confidence(confidence), default_rng(seed + place)
+        c = np.sort(c) if len(c) > BLOCK else c  # drawn in the order in which they are counted
+        order, starts, value = by_confidence(c)
         count = np.diff(starts, append=len(c)).astype(np.float64)
-        prepared = [_on_counts(metric)(value) for metric in metrics.values()]
-        for part in _sizes(simulations, len(c)):
-            right = (rng.random((part, len(c))) < c).take(order, axis=1).astype(np.float64)
+        prepared = [on_counts(metric)(value) for metric in metrics.values()]
+        values = []
+        for size in _parts(simulations, len(c), tick if place == 0 else lambda: None):
+            right = (rng.random((size, len(c))) < c).take(order, axis=1).astype(np.float64)
             if len(starts) < len(c):
                 right = np.add.reduceat(right, starts, axis=1)
-            counts = np.broadcast_to(count, right.shape)
-            draws[:, start : start + part] += np.array([metric(counts, right) for metric in prepared])
-            start += part
-            for _ in range(part if tick is not None else 0):
-                tick()  # type: ignore[misc]
-    return {name: _band(row / len(confidences), level) for name, row in zip(metrics, draws, strict=True)}
+            rows = Groups(value, np.broadcast_to(count, right.shape), right)
+            values.append(np.array([metric(rows) for metric in prepared]))
+        draws += np.hstack(values) / len(confidences)
+    return {name: _band(row, level) for name, row in zip(metrics, draws, strict=True)}
 
 
 def _band(draws: Floats, level: float) -> NullBand:
@@ -373,9 +340,7 @@ def _band(draws: Floats, level: float) -> NullBand:
     return NullBand(float(defined.mean()), low, high, level, len(draws) - len(defined))
 
 
-def compare(
-    metric: MetricFunction, a: Answers, b: Answers, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
-) -> Comparison:
+def compare(metric: MetricFunction, a: Answers, b: Answers, **options: Unpack[BootstrapOptions]) -> Comparison:
     """Compare two methods on the same questions, aligned by id; see `compare_table`.
 
     >>> from catto.metrics.errors import accuracy
@@ -383,7 +348,7 @@ def compare(
     >>> round(compare(accuracy, a, b, resamples=100).difference, 4)
     0.6667
     """
-    return compare_table({"metric": metric}, [a], [b], resamples=resamples, level=level, seed=seed)["metric"]
+    return compare_table({"metric": metric}, [a], [b], **options)["metric"]
 
 
 def compare_table(
@@ -391,11 +356,8 @@ def compare_table(
     a: Sequence[Answers],
     b: Sequence[Answers],
     *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-    swaps: int | None = None,
-    tick: Tick | None = None,
+    swaps: int = 0,
+    **options: Unpack[BootstrapOptions],
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions: each metric's mean over runs of a less that of b.
 
@@ -406,13 +368,13 @@ def compare_table(
 
     There are as many swaps as resamples. Where those give a p-value below ALPHA and `swaps` is more, the test goes on
     to so many: a correction for many comparisons needs small p-values, and only a test that may still show something
-    needs the work. Stopping the others early can only lose differences. `tick` is called once per resample and swap.
+    needs the work. Stopping the others early can only lose differences.
     """
-    _check_options(resamples, level)
+    resamples, level, seed, tick = _filled(options)
     if len(a) != len(b) or not a:
         raise ValueError(f"a has {len(a)} runs and b has {len(b)}, expected the same number, at least one")
     pairs = [_aligned(first, second) for first, second in zip(a, b, strict=True)]
-    codes, questions = _numbered([run.question for run in a], [len(c) for (c, _), _ in pairs])
+    codes, questions = _numbered([run.question for run in a], [c for (c, _), _ in pairs])
     # The rows of b follow those of a, and its questions are numbered after a's: their weights say who answers what.
     runs = [
         (np.append(c_a, c_b), np.append(z_a, z_b), np.append(code, code + questions))
@@ -423,49 +385,30 @@ def compare_table(
     def differences(first: Weights, second: Weights) -> Floats:
         return resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
 
-    drawn = _ticked(question_counts(questions, resamples, default_rng(seed)), tick)
+    drawn = question_counts(questions, resamples, default_rng(seed), tick)
     draws = np.hstack([differences(weights, np.zeros_like(weights)) for weights in drawn])
-    values = {
-        name: [float(np.mean([metric(*pair[side]) for pair in pairs])) for side in (0, 1)]
-        for name, metric in metrics.items()
-    }
-    observed = np.array([abs(value_a - value_b) for value_a, value_b in values.values()])
-    p_values = _swap_tests(differences, questions, observed, resamples, swaps or 0, seed, tick)
-    comparisons = {}
-    for (name, (value_a, value_b)), row, p_value in zip(values.items(), draws, p_values, strict=True):
-        band = _band(row, level)
-        ends = (band.low, band.high, level, float(p_value), band.undefined)
-        comparisons[name] = Comparison(value_a, value_b, value_a - value_b, *ends)
-    return comparisons
-
-
-def _swap_tests(
-    differences: Callable[[Weights, Weights], Floats],
-    questions: int,
-    observed: Floats,
-    swaps: int,
-    most: int,
-    seed: int,
-    tick: Tick | None,
-) -> Floats:
-    """Return the p-value of each observed difference; (M,) -> (M,). See `compare_table`."""
-    rng, done = default_rng(seed), 0
-    far, p_values = np.zeros(len(observed)), np.full(len(observed), np.nan)
+    values = np.array(
+        [[np.mean([metric(*pair[side]) for pair in pairs]) for side in (0, 1)] for metric in metrics.values()]
+    )
+    observed = np.abs(values[:, 0] - values[:, 1])
+    rng, done, far, p_values = default_rng(seed), 0, np.zeros(len(metrics)), np.full(len(metrics), np.nan)
     running = ~np.isnan(observed)
-    for size in (*_sizes(swaps, questions), *_sizes(max(0, most - swaps), questions)):
-        if done >= swaps:
+    for size in chain(_parts(resamples, questions, tick), _parts(max(0, swaps - resamples), questions, tick)):
+        if done >= resamples:
             running &= p_values < ALPHA
         if not running.any():
             break
         stay = rng.random((size, questions)) >= 0.5
         # Rounding must not break a tie; undefined counts as far.
         close = np.abs(differences(stay, ~stay)) < observed[:, None] - 1e-12
-        done += size
-        far += np.sum(~close, axis=1)
+        far, done = far + np.sum(~close, axis=1), done + size
         p_values = np.where(running, (1.0 + far) / (1.0 + done), p_values)
-        for _ in range(size if tick is not None else 0):
-            tick()  # type: ignore[misc]
-    return p_values
+    comparisons = {}
+    for name, (value_a, value_b), row, p_value in zip(metrics, values.tolist(), draws, p_values.tolist(), strict=True):
+        band = _band(row, level)
+        ends = (band.low, band.high, level, p_value, band.undefined)
+        comparisons[name] = Comparison(value_a, value_b, value_a - value_b, *ends)
+    return comparisons
 
 
 def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats, Bools]]:

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from catto.methods import SCALED, Budget
-from catto.metrics.catalogue import reliability, risk_coverage
-from catto.metrics.ranking import RiskCoverage, Threshold
+from catto.metrics.binning import reliability
+from catto.metrics.ranking import RiskCoverage, Threshold, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
 from catto.report.measuring import Answered

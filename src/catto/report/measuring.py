@@ -14,7 +14,7 @@ import numpy as np
 from catto.files import read_records
 from catto.measure import GAP, HEADLINE, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
-from catto.metrics.catalogue import brier_split
+from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
 from catto.metrics.statistics import Answers, Interval, holm, over_seeds
@@ -381,7 +381,7 @@ def _defined(intervals: Mapping[str, Interval]) -> dict[str, float]:
 
 
 def _versus(
-    runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int | None = None
+    runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
 ) -> dict[str, Versus]:
     """Compare with DPO, metric by metric; an AUROC that one side does not have is left out."""
     comparisons = compared(runs, baseline, settings, swaps=swaps) if baseline else {}

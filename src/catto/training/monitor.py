@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, TrainerCallback
 
 from catto.engines.decoding import evaluating
-from catto.metrics import catalogue as metrics
+from catto.metrics import errors
 from catto.training import model_forward as head
 from catto.training.batches import Query, build
 from catto.training.tokenize import Example
@@ -98,9 +98,9 @@ def measure(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, flo
     right = np.asarray(gold)
     confidence, correct = np.minimum(np.exp(logprobs.max(axis=1)), 1.0), logprobs.argmax(axis=1) == right
     return {
-        "val_accuracy": metrics.accuracy(confidence, correct),
-        "val_ece": metrics.ece(confidence, correct),
-        "val_brier": metrics.brier(confidence, correct),
+        "val_accuracy": errors.accuracy(confidence, correct),
+        "val_ece": errors.ece(confidence, correct),
+        "val_brier": errors.brier(confidence, correct),
         "val_nll": float(-logprobs[np.arange(len(right)), right].mean()),
         "val_confidence": float(confidence.mean()),
     }
