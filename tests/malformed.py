@@ -564,7 +564,7 @@ def experiments() -> Iterable[Case]:
          recipe(tasks={"witnesses": {"options": 1}})),
         ("run: reliability 2", ("run", "r.yaml"), "r.yaml: tasks.witnesses: reliabilities (2.0,): expected numbers between",
          recipe(tasks={"witnesses": {"reliabilities": [2]}})),
-        ("run --seed twice", ("run", "one.yaml", "--seed", "1", "--seed", "1"), "--seed: one value occurs twice in 1, 1", {}),
+        ("run --seed twice", ("run", "one.yaml", "--seed", "1", "--seed", "1"), "--seed: 1, 1 names a seed twice", {}),
         ("run --seed -1", ("run", "one.yaml", "--seed", "-1"), "--seed", {}),
         ("plan --seed x", ("plan", "one.yaml", "--seed", "x"), "--seed", {}),
         ("train --seed", ("train", "quickstart", "--method", "dpo", "--seed", "3"), "--seed: 3 is not one of the recipe's seeds 0", {}),

@@ -149,7 +149,7 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_repaired(
     assert catto("run", *arguments) == 1
     assert "damaged: preferences.jsonl has other bytes than were written; --repair" in capsys.readouterr().err
     assert catto("run", *arguments, "--repair") == 0
-    assert "damaged, is run again" in capsys.readouterr().err
+    assert "damaged, will be run again" in capsys.readouterr().err
     assert rows.read_bytes() == data
     assert rows.parent.with_name(rows.parent.name + ".damaged").is_dir()
     assert contents(copy / "run", ["test-dpo", "rows"]) | before == before | contents(

@@ -128,7 +128,7 @@ class RunDisplay:
         """Show that a stage starts."""
         name = f"[{number}/{total}] {stage.name}"
         self._shown.update(self._stages, total=total, completed=number - 1, left=self._left.text())
-        self._stage, self._bar = stage, Bar(self._shown, name)
+        self._stage, self._bar = stage, Bar(self._shown, name if self._shown.disable else stage.name)
         _print_line(self._shown, name)
 
     def progress(self, finished: int, total: int, note: str) -> None:
