@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from catto.engines import Generation
 from catto.experiment import stages
@@ -63,10 +62,15 @@ def _questions(work: Work, text: stages.TextSettings) -> list[Question]:
     return read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
 
 
-def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> dict[str, Any]:
+def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predictor.Settings:
     """Return what generating and reading must agree on."""
-    options = {"seed": text.seed, "k": len(temperatures), "temperature": temperatures}
-    return {**options, "max_tokens": text.generating.evaluation.max_tokens, "reasoning": text.generating.reasoning}
+    return {
+        "k": len(temperatures),
+        "temperature": temperatures,
+        "seed": text.seed,
+        "max_tokens": text.generating.evaluation.max_tokens,
+        "reasoning": text.generating.reasoning,
+    }
 
 
 def _predictions(folder: Path) -> list[Prediction]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from catto.engines import Engine
 from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
 from catto.files import library_versions, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
@@ -22,10 +23,10 @@ WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 100
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
-_last: tuple[tuple[str, str, int], Any] | None = None
+_last: tuple[tuple[str, str, int], Engine] | None = None
 
 
-def engine_of(work: Work, evaluation: EvaluationSettings) -> Any:
+def engine_of(work: Work, evaluation: EvaluationSettings) -> Engine:
     """Return the engine on the model that a stage needs. The last one is kept: the next stage often wants it too."""
     global _last
     key = evaluation.engine, str(work.model().resolve()), evaluation.batch_size

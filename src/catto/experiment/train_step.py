@@ -33,7 +33,7 @@ from catto.training.tokenize import Example, examples, fitting, pair_tokens, pre
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Training = Work[TrainSettings]
+TrainWork = Work[TrainSettings]
 
 
 class _Data(NamedTuple):
@@ -44,7 +44,7 @@ class _Data(NamedTuple):
     dropped: dict[str, int]
 
 
-def run_train(work: Training) -> None:
+def run_train(work: TrainWork) -> None:
     """Train one method, resuming from its newest complete checkpoint."""
     checkpoints = work.out / "checkpoints"
     # training.json is written last: where it exists, a run was killed while it deleted the checkpoints.
@@ -89,7 +89,7 @@ def _account(learning_rate: float, trainer: Any, data: _Data, seconds: float) ->
     }
 
 
-def _start(work: Training) -> tuple[Any, Any]:
+def _start(work: TrainWork) -> tuple[Any, Any]:
     """Return the model that this training starts from, with new adapters if there are to be, and its tokenizer."""
     settings, started = work.settings.model, "start" in work.stage.needs
     if settings.scratch is not None and not started:
@@ -120,7 +120,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(beside)
 
 
-def _arguments(work: Training, *, monitored: bool = True) -> dict[str, Any]:
+def _arguments(work: TrainWork, *, monitored: bool = True) -> dict[str, Any]:
     """Return the training arguments that every method shares; the recipe's `trl` block overrides them.
 
     monitored: whether there are held-out examples to choose the checkpoint by; otherwise the last one is kept.
@@ -155,7 +155,7 @@ def _arguments(work: Training, *, monitored: bool = True) -> dict[str, Any]:
 # ---- supervised -----------------------------------------------------------------------------------------------------
 
 
-def _supervised(work: Training, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+def _supervised(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     settings, method = work.settings, work.settings.method
     rows = list(read_records(work.input("teacher") / "sft.jsonl", SftRow))
     fit = examples(tokenizer, rows, settings.context)
@@ -175,7 +175,7 @@ def _supervised(work: Training, model: Any, tokenizer: Any) -> tuple[Any, _Data]
     return trainer, _Data(len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)})
 
 
-def _validation(work: Training, role: str, tokenizer: Any) -> list[Example]:
+def _validation(work: TrainWork, role: str, tokenizer: Any) -> list[Example]:
     return examples(tokenizer, read_records(work.input(role) / "outcome.jsonl", SftRow), work.settings.context)
 
 
@@ -187,7 +187,7 @@ def _drawn(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return list(rows)
 
 
-def _bins(work: Training, tokenizer: Any) -> RcftBins:
+def _bins(work: TrainWork, tokenizer: Any) -> RcftBins:
     """Return RCFT's E-step on the model's own greedy answers to the validation questions."""
     questions = read_questions(work.input("held_out") / "validation.jsonl")
     answering = work.settings.answering
@@ -214,7 +214,7 @@ def label_share(prediction: Prediction) -> float | None:
 # ---- preferences ----------------------------------------------------------------------------------------------------
 
 
-def _preference(work: Training, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     settings, method = work.settings, work.settings.method
     rows = list(read_records(work.input("teacher") / "preferences.jsonl", PreferenceRow))
     if not rows:
@@ -262,7 +262,7 @@ def _preference(work: Training, model: Any, tokenizer: Any) -> tuple[Any, _Data]
     return trainer, _Data(len(columns), tokens, dropped)
 
 
-def right_responses(work: Training, sampled: Iterable[SftRow]) -> list[SftRow]:
+def right_responses(work: TrainWork, sampled: Iterable[SftRow]) -> list[SftRow]:
     """Return a right response to each question of the stream: a correct trace, or the gold label if answers come first.
 
     A question with reasoning that the teacher never got right has none.
@@ -283,7 +283,7 @@ def right_responses(work: Training, sampled: Iterable[SftRow]) -> list[SftRow]:
 class _Clock(TrainerCallback):  # type: ignore[misc]
     """Counts the seconds of training over all runs of a stage, reports progress and writes the stage's log."""
 
-    def __init__(self, work: Training) -> None:
+    def __init__(self, work: TrainWork) -> None:
         self.work, self.began, self.file = work, time.monotonic(), work.out / "seconds.json"
         self.before = float(json.loads(self.file.read_text())) if self.file.exists() else 0.0
         self.note = ""
