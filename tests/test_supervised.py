@@ -13,7 +13,6 @@ from transformers import TrainerState, TrainingArguments
 
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
-from catto.labels import label_place
 from catto.metrics import errors
 from catto.prompts import completion
 from catto.records import Message
@@ -279,15 +278,20 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
 
 @pytest.mark.parametrize("labels", [("entailment", "not entailment"), ("dog", "the dog")])
 @pytest.mark.parametrize("name", ["byte-level", "byte-level, newline and letter are one token", "unigram"])
-def test_a_label_is_found_in_the_last_tokens_as_in_the_whole(name: str, labels: tuple[str, ...]) -> None:
-    """Also where the last eight begin inside a label whose end is another one."""
+def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str, ...]) -> None:
     tokenizer = kinds()[name]
     for label in labels:
         turn = (Message(role="assistant", content=completion("the cat sat", label)),)
         update = {"labels": labels, "gold": label, "label": label, "completion": turn}
         (example,) = examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
-        at, candidates = label_place(tokenizer, example.row.completion, labels)
-        assert example.label == Label(at, list(candidates), labels.index(label))
+        ids, (at, candidates, gold) = example.row.completion, example.label
+        assert gold == labels.index(label)
+        assert candidates[gold] == ids[at]
+        assert len(set(candidates)) == 2
+        before, through = (tokenizer.decode(ids[: at + n], clean_up_tokenization_spaces=False) for n in (0, 1))
+        assert "<answer>" in before
+        assert before.rpartition("<answer>")[2].strip() == ""
+        assert label.startswith(through.rpartition("<answer>")[2].strip())
 
 
 def test_a_row_ends_with_the_end_of_sequence_and_reads_as_generated() -> None:

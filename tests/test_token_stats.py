@@ -111,6 +111,17 @@ def test_masked_positions_are_not_computed() -> None:
     assert torch.isfinite(weight.grad).all()
 
 
+def test_targets_known_to_be_unmasked_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at them on the host would wait for the device."""
+    (hidden, weight), targets = problem(6, 4, 9, bias=False)
+    expected = token_stats(hidden, weight, targets, tile=4)
+    monkeypatch.setattr(Tensor, "__bool__", lambda _: pytest.fail("a tensor was read on the host"))
+    ours = token_stats(hidden.view(2, 3, 4), weight, targets.view(2, 3), tile=4, masked=False)
+    monkeypatch.undo()
+    for name in NAMES:
+        assert torch.equal(getattr(ours, name), getattr(expected, name).view(2, 3)), name
+
+
 def test_all_masked_batch_has_zero_loss_and_a_live_graph() -> None:
     leaves, targets = problem(4, 3, 5, bias=True)
     stats = token_stats(*leaves[:2], torch.full_like(targets, -100), bias=leaves[2], tile=2)

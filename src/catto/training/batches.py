@@ -68,13 +68,7 @@ class Batch:
 
 
 def build(
-    rows: Sequence[Row],
-    queries: Sequence[Query],
-    scored: int,
-    pad: int,
-    *,
-    shared: bool,
-    balanced: int | None = None,
+    rows: Sequence[Row], queries: Sequence[Query], scored: int, pad: int, *, shared: bool, balanced: int | None = None
 ) -> Batch:
     """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
 

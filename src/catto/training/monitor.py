@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import IntervalStrategy, TrainerCallback
+from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluating
 from catto.metrics import errors
@@ -106,8 +106,8 @@ def measure(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, flo
     }
 
 
-class Monitored:
-    """Mixin of trainers: `evaluate` also measures label confidence on `validation` examples.
+class Monitored(Trainer):  # type: ignore[misc]
+    """Base of the trainers: `evaluate` also measures label confidence on `validation` examples.
 
     Its numbers reach the trackers as `eval_val_accuracy` and so on, and Transformers' own choice of the best
     checkpoint reads them. Of steps that are equally good by one of them, the later is kept.
@@ -120,59 +120,51 @@ class Monitored:
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as the trainer does, where it has a dataset for that, and measure calibration."""
-        trainer: Any = self
         results: dict[str, float] = {}
-        if not self.validation or eval_dataset is not None or trainer.eval_dataset is not None:
-            results = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+        if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
+            results = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         # A name is one dataset of several, for which Transformers calls this method once each: measure only once.
         if self.validation and not isinstance(eval_dataset, str):
-            logprobs = label_logprobs(trainer.model, self.validation, trainer.processing_class.pad_token_id)
+            logprobs = label_logprobs(self.model, self.validation, self.processing_class.pad_token_id)
             measured = measure(logprobs, [example.label.gold for example in self.validation])
             ours = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-            trainer.model.eval()  # TRL's log reads the mode to tell training from evaluation
-            trainer.log(ours)
+            self.model.eval()  # TRL's log reads the mode to tell training from evaluation
+            self.log(ours)
             results |= ours
-            trainer.control = trainer.callback_handler.on_evaluate(
-                trainer.args, trainer.state, trainer.control, results
-            )
+            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, results)
         return results
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Transformers' rule, which keeps the earliest of equals; by our own metrics the latest is kept."""
-        trainer: Any = self
-        best: bool = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
-        name = str(trainer.args.metric_for_best_model).removeprefix("eval_")
-        if not best and name in KEEP and metrics[f"eval_{name}"] == trainer.state.best_metric:
-            trainer.state.best_global_step = trainer.state.global_step
+        best: bool = super()._determine_best_metric(metrics, trial)
+        name = str(self.args.metric_for_best_model).removeprefix("eval_")
+        if not best and name in KEEP and metrics[f"eval_{name}"] == self.state.best_metric:
+            self.state.best_global_step = self.state.global_step
             return True
         return best
 
     def _load_best_model(self) -> None:
-        trainer: Any = self
-        super()._load_best_model()  # type: ignore[misc]
-        step = int(str(trainer.state.best_model_checkpoint).rpartition("-")[2])
-        self._loaded = trainer.state.global_step, step
+        super()._load_best_model()
+        self._loaded = self.state.global_step, int(str(self.state.best_model_checkpoint).rpartition("-")[2])
 
     @property
     def kept_step(self) -> int:
         """The step whose weights the model has."""
-        last: int = self.state.global_step  # type: ignore[attr-defined]
+        last: int = self.state.global_step
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == last else last
 
     def mean_over_processes(self, number: float, device: Any) -> float:
         """Mean of a number over the processes; a process alone needs no device for it."""
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        if accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1:
             return number
-        return float(accelerator.gather(torch.tensor([float(number)], device=device)).mean().item())
+        return float(self.accelerator.gather(torch.tensor([float(number)], device=device)).mean().item())
 
     def check_finite(self, loss: Tensor, rows: Callable[[], str]) -> None:
         """Stop at a loss that is not a number, before it reaches the weights; `rows` names what it was computed on."""
-        trainer: Any = self
         if not torch.isfinite(loss):
             raise FloatingPointError(
-                f"loss is {loss.item()} at step {trainer.state.global_step} on {rows()}; "
-                f"the checkpoints in {trainer.args.output_dir} are from before"
+                f"loss is {loss.item()} at step {self.state.global_step} on {rows()}; "
+                f"the checkpoints in {self.args.output_dir} are from before"
             )
 
 

@@ -12,7 +12,6 @@ import copy
 import logging
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,26 +212,19 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     # ---- data
 
-    @property
-    def data_collator(self) -> Any:
-        """TRL's collator, extended by the layout of our batch; a user's own is left as it is."""
-        return self._collator
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        self._set_collator(dataset)
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
-    @data_collator.setter
-    def data_collator(self, collator: Any) -> None:
-        plain = type(collator) is DataCollatorForPreference
-        self._collator = PairCollator(**vars(collator)) if plain else collator
+    def _set_collator(self, dataset: Any) -> None:
+        """Extend TRL's collator by the layout of our batch, unless Accelerate joins and slices batches by rows.
 
-    def _lay_out_for(self, dataset: Any) -> None:
-        """Have the collator lay out batches of this dataset, unless Accelerate joins and slices them by rows."""
-        if isinstance(self._collator, PairCollator):
+        A user's own collator is left as it is.
+        """
+        if type(self.data_collator) in (DataCollatorForPreference, PairCollator):
             dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
             shared = self.sharing() if self._own_head and not dispatched else None
-            self._collator = replace(self._collator, shared=shared)
-
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        self._lay_out_for(dataset)
-        return super()._get_dataloader(dataset, *args, **kwargs)
+            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), "shared": shared})
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Tokenise as TRL does (or take the token ids that are there), find labels, drop rows that TRL drops.
@@ -279,7 +271,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
-        self._lay_out_for(dataset)
+        self._set_collator(dataset)
         theirs = vars(self)["_precompute_model_hash"]
         if self._own_head:
             ours = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())

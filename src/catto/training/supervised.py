@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from catto.metrics.binning import reliability
@@ -47,7 +47,7 @@ class _Collator:
         return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
 
 
-class SupervisedTrainer(Monitored, Trainer):  # type: ignore[misc]
+class SupervisedTrainer(Monitored):
     """Cross-entropy on the completions, with label smoothing `epsilon` and, given `bins`, RCFT's term."""
 
     loss_is_scaled_for_ga = True

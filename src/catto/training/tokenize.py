@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.labels import label_place, locate
+from catto.labels import label_place
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
@@ -65,29 +65,12 @@ def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = No
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
-    """The index of the label's token and the labels' tokens at that index; an error names `where`.
-
-    The last tokens are searched first: canonical endings are few, so most are in the cache.
-    """
-    for length in (8, 16, 32):
-        index, candidates = _in_tail(tokenizer, tuple(completion[-length:]), tuple(labels))
-        if candidates:
-            return max(len(completion) - length, 0) + index, list(candidates)
+    """The index of the label's token and the labels' tokens at that index; an error names `where`."""
     try:
         index, candidates = label_place(tokenizer, completion, labels)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return index, list(candidates)
-
-
-@lru_cache(maxsize=4096)
-def _in_tail(tokenizer: Any, tail: tuple[int, ...], labels: tuple[str, ...]) -> tuple[int, tuple[int, ...]]:
-    """The label's index in the last tokens and the labels' tokens; none where they do not hold the whole answer."""
-    place = locate(tokenizer, tail, labels)
-    # Without its `<answer>` the tail of an answer may read as one that was written without tags.
-    if place is None or place.source != "free" or place.rest or any(label not in place.candidates for label in labels):
-        return 0, ()
-    return place.index, tuple(place.candidates[label] for label in labels)
 
 
 def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
