@@ -430,8 +430,8 @@ def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = la
     Intervals that do not hold their value are removed, see `Interval.held`.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
-    >>> measured([run], MeasureSettings(("accuracy", "gap"), resamples=100))["gap"].interval.value
-    0.0
+    >>> measured([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
+    0.6666666666666666
     """
     functions, options = settings.functions(), settings.options(runs, tick)
     intervals = bootstrap_table(functions, runs, method=settings.method, **options)

@@ -79,6 +79,11 @@ def bce_loss(
     """Binary cross-entropy -s log c - (1 - s) log(1 - c) of each response. stats, mask: (B, T) -> (B,).
 
     The paper sums over the tokens, so a long response has more weight; `reduce="mean"` divides by their number.
+
+    >>> from catto import token_stats
+    >>> logits = torch.tensor([[[0.6, 0.3, 0.1]]]).log()
+    >>> bce_loss(token_stats(logits, None, torch.tensor([[0]]), extras=("log_doubt",)), torch.ones(1, 1))
+    tensor([0.6834])
     """
     if stats.log_doubt is None:
         raise ValueError("bce_loss needs log(1 - c): call token_stats with 'log_doubt' among its extras")
