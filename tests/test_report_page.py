@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from catto.files import read_records
 from catto.measure import Sources
 from catto.methods import METHODS
+from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.build import build
 from catto.report.figures import KINDS, Picture, look
-from catto.report.numbers import Cell, Spread
+from catto.report.numbers import Cell
 from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inlined, page, script_json
 from catto.report.reliability import rendered
 from catto.report.tables import all_tables
@@ -169,7 +170,7 @@ def test_every_method_has_its_own_look() -> None:
 
 def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
     group = next(group for group in measured(SMALL).numbers.groups if group.selection)
-    right = {k: {rule: Spread(mean=1.0, std=None) for rule in rules} for k, rules in group.selection.items()}
+    right = {k: {rule: SeedSummary(1.0, None, 2) for rule in rules} for k, rules in group.selection.items()}
     sure = group.model_copy(update={"selection": right})
     figure = Picture("confidence-at-k", "", "tag", "Subject", {"A": group, "B": sure}).draw()
     (legend,) = figure.legends
@@ -241,7 +242,7 @@ def test_every_table_entry_of_the_page_points_at_its_group(plain: str) -> None:
 
 def test_forced_answers_are_named_above_the_headline_and_above_their_number() -> None:
     world = measured(SMALL)
-    forced = {"sources": Sources(free=9, fallback=51), "fallback_rate": Spread(mean=0.85, std=0.0)}
+    forced = {"sources": Sources(free=9, fallback=51), "fallback_rate": SeedSummary(0.85, 0.0, 2)}
     groups = [g.model_copy(update=forced) if g.method == "rcft" else g for g in world.numbers.groups]
     numbers = world.numbers.model_copy(update={"groups": tuple(groups)})
     text = page(world.results, numbers, all_tables(numbers, world.results), [], world.browser)

@@ -18,11 +18,11 @@ from rich.console import Console
 from catto.measure import HEADLINE, Sources
 from catto.metrics.catalogue import METRICS
 from catto.metrics.selection import Candidates, select
-from catto.metrics.statistics import ALPHA, Interval, NullBand, holm
+from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, holm
 from catto.report import render
 from catto.report.figures import look
 from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
-from catto.report.numbers import Numbers, Spread, Training, Versus
+from catto.report.numbers import Numbers, Training, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
@@ -336,12 +336,12 @@ def regrouped(*changes: tuple[str, str, dict[str, Any]]) -> Numbers:
     return numbers.model_copy(update={"groups": tuple(groups)})
 
 
-MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "fallback_rate": Spread(mean=0.85, std=0.0)}
+MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "fallback_rate": SeedSummary(0.85, 0.0, 2)}
 
 
 def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
     sure = versus(-0.2, -0.3, -0.1, 0.001)
-    best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": Spread(mean=0.0001, std=0.0)}}
+    best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": SeedSummary(0.0001, 0.0, 2)}}
     changed = regrouped(("rcft", "snli", MOSTLY_FORCED | best | {"versus": {"ece": sure, "accuracy": sure}}))
     table = group_tables(changed, "in")[0]
     entry = entry_of(table, "rcft", "snli", "ece")
@@ -445,7 +445,7 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
     assert "| none | **0.00**" in markdown(tables["risk-paper"])
     shares = {"risk_promised": 0.5, "risk_threshold": 0.72, "risk_coverage": 0.4, "risk_errors": 0.01}
     changed = regrouped(
-        ("dpo", "snli", {"risk": {name: Spread(mean=value, std=None) for name, value in shares.items()}})
+        ("dpo", "snli", {"risk": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
     )
     entries = [entry_of(group_tables(changed, "risk")[0], "dpo", "snli", name) for name in list(shares)[1:]]
     assert [entry.text for entry in entries] == ["0.7200", "40.00", "1.00"]

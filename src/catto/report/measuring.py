@@ -11,30 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from catto.files import read_records
+from catto.files import opened, read_records
 from catto.measure import GAP, HEADLINE, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
-from catto.metrics.statistics import Answers, Interval, holm, over_seeds
+from catto.metrics.statistics import Answers, Interval, SeedSummary, holm, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.problems import DataError
 from catto.recipe import EvaluationSettings
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
-from catto.report.numbers import (
-    Cell,
-    CellNumbers,
-    GroupNumbers,
-    Numbers,
-    Place,
-    Results,
-    Spread,
-    Training,
-    Versus,
-    World,
-)
+from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Versus, World
 
 Tick = Callable[[], None]
 Questions = Mapping[str, Mapping[str, Question]]
@@ -195,11 +184,8 @@ def measure(
 
 
 def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError as error:
-        raise DataError(path, None, error.strerror or str(error)) from None
+    with opened(path, plain=True) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
 
 
 # ---- cells
@@ -343,9 +329,9 @@ def _group(
         gap=resampled[GAP].interval,
         null=null,
         sources=Sources.total_of(one.sources for one in seeds),
-        fallback_rate=_spread([one.fallback_rate for one in seeds]),
-        plain_rate=_spread([one.plain_rate for one in seeds]),
-        accuracy_unparsed_wrong=_spread([one.accuracy_unparsed_wrong for one in seeds]),
+        fallback_rate=over_seeds([one.fallback_rate for one in seeds]),
+        plain_rate=over_seeds([one.plain_rate for one in seeds]),
+        accuracy_unparsed_wrong=over_seeds([one.accuracy_unparsed_wrong for one in seeds]),
         papers_budget=papers,
         versus=_versus(runs, baseline, settings, swaps),
         versus_seed={
@@ -361,16 +347,11 @@ def _group(
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    summary = over_seeds(values)
-    return Spread(mean=summary.mean, std=summary.std)
-
-
-def _spreads(seeds: Sequence[Mapping[str, float]], every: bool = True) -> dict[str, Spread]:
+def _spreads(seeds: Sequence[Mapping[str, float]], every: bool = True) -> dict[str, SeedSummary]:
     """Summarise each number over the seeds that have it; with `every`, only those that all seeds have."""
     counts = Counter(name for seed in seeds for name in seed)
     return {
-        name: _spread([seed[name] for seed in seeds if name in seed])
+        name: over_seeds([seed[name] for seed in seeds if name in seed])
         for name, count in counts.items()
         if count == len(seeds) or not every
     }
@@ -390,11 +371,8 @@ def _versus(
 
 def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
-    forced = {
-        (group.budget, group.trained_on, group.task)
-        for group in groups
-        if group.method == BASELINE and group.sources.forced
-    }
+    baselines = [group for group in groups if group.method == BASELINE]
+    forced = {(one.budget, one.trained_on, one.task) for one in baselines if one.sources.forced}
     families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = {}
     for index, group in enumerate(groups):
         if not group.sources.forced and (group.budget, group.trained_on, group.task) not in forced:
@@ -403,17 +381,13 @@ def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     p_values: dict[tuple[int, str], float] = {}
     for family in families.values():
         p_values |= zip(family, holm([groups[index].versus[metric].p_value for index, metric in family]), strict=True)
-    return [
-        group.model_copy(
-            update={
-                "versus": {
-                    metric: replace(versus, p_corrected=p_values.get((index, metric), nan))
-                    for metric, versus in group.versus.items()
-                }
-            }
+    judged = []
+    for index, group in enumerate(groups):
+        pairs = (
+            (name, replace(one, p_corrected=p_values.get((index, name), nan))) for name, one in group.versus.items()
         )
-        for index, group in enumerate(groups)
-    ]
+        judged.append(group.model_copy(update={"versus": dict(pairs)}))
+    return judged
 
 
 def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:

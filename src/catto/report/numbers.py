@@ -19,7 +19,7 @@ from catto.files import first_problem, replacing
 from catto.measure import Sources
 from catto.methods import Budget, known, method
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Comparison, Interval, NullBand, mark
+from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary, mark
 from catto.problems import DataError
 from catto.records import Record, checked_name
 from catto.report import VERSION
@@ -100,7 +100,7 @@ def _read(kind: type[Any], value: object) -> object:
     """Make the statistics object of its fields in numbers.json; what is not stored there is nan."""
     if not isinstance(value, Mapping):
         return value
-    stored = {name: nan if item is None and name != "reason" else item for name, item in value.items()}
+    stored = {name: nan if item is None and name not in ("reason", "std") else item for name, item in value.items()}
     return kind(**{field.name: nan for field in fields(kind) if field.default is MISSING} | stored)
 
 
@@ -109,6 +109,7 @@ def _written(names: str, value: object) -> dict[str, Any]:
     return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
 
 
+# Intervals, null bands, differences and spreads over seeds, as numbers.json holds them.
 Number = Annotated[
     Interval, BeforeValidator(partial(_read, Interval)), PlainSerializer(partial(_written, "value low high reason"))
 ]
@@ -122,11 +123,9 @@ Difference = Annotated[
 ]
 
 
-class Spread(Record):
-    """Mean and standard deviation over seeds; no deviation of a single one."""
-
-    mean: float
-    std: float | None
+Spread = Annotated[
+    SeedSummary, BeforeValidator(partial(_read, SeedSummary)), PlainSerializer(partial(_written, "mean std"))
+]
 
 
 class World(Record):
