@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -272,6 +273,21 @@ def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
     assert browser.total == len(predictions) == 30
 
 
+def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
+    """30 rows a cell, at most 70 in all: two cells are whole; with the third and fourth each keeps 70 // 4 = 17."""
+    world = measured(SMALL)
+    cell, browser = world.results.cells[0], Browser(world.questions, 70, expected=4)
+    predictions = list(read_records(world.folder / cell.predictions, Prediction))
+    kept = []
+    for number in range(4):
+        browser.add(world.results.cells[number], predictions)
+        kept.append(Counter(row[0] for row in browser.rows))
+    assert kept == [{0: 30}, {0: 30, 1: 30}, dict.fromkeys(range(3), 17), dict.fromkeys(range(4), 17)]
+    assert browser.total == 120
+    data = browser.data()
+    assert len(data["questions"]) == len(set(data["columns"][1])) == 17
+
+
 def test_the_page_says_that_it_holds_a_part_only() -> None:
     browser, _ = browser_rows(7)
     world = measured(SMALL)
@@ -291,7 +307,7 @@ def test_flags_tell_right_fallback_and_cut() -> None:
     row = browser.rows[0]
     assert row[4] == RIGHT | FALLBACK | CUT
     assert row[5] == "x" * LONGEST
-    assert browser.asked == [{"id": one.question, "gold": one.gold}]
+    assert browser.data()["questions"] == [{"id": one.question, "gold": one.gold}]
 
 
 def test_an_inlined_figure_follows_the_theme_and_keeps_its_references() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from catto.files import library_versions, read_lines, replacing
+from catto.files import library_versions, replacing
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.figures import pictures
 from catto.report.measuring import Answered, Tick, answered, evaluation_of, measure, predictions_of, questions_of
 from catto.report.numbers import Results
-from catto.report.page import MOST_ROWS, Browser, page
+from catto.report.page import Browser, page
 from catto.report.reliability import rendered
 from catto.report.render import csv_text, latex, markdown
 from catto.report.tables import all_tables
@@ -55,9 +55,7 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict
     if not results.cells:
         raise ValueError("results has no cells, expected at least one")
     unparsed, questions = evaluation_of(results).unparsed, questions_of(results, folder)
-    rows = sum(sum(1 for _ in read_lines(folder / cell.predictions)) for cell in results.cells)
-    quota = rows if rows <= MOST_ROWS else max(1, MOST_ROWS // len(results.cells))
-    browser, answers = Browser(questions, quota), []
+    browser, answers = Browser(questions, expected=len(results.cells)), []
     for cell in results.cells:
         predictions = list(predictions_of(cell, folder))
         answers.append(answered(cell, predictions, folder / cell.predictions, unparsed))

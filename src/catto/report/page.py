@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -157,15 +158,17 @@ def inlined(text: str, name: str) -> Markup:
 
 @dataclass
 class Browser:
-    """The predictions that the page holds, collected cell by cell. `quota`: most rows of one cell."""
+    """The predictions that the page holds, collected cell by cell.
+
+    Up to `most` predictions of all cells are kept; where there are more, each of the `expected` cells keeps its share.
+    """
 
     questions: Mapping[str, Mapping[str, Question]]
-    quota: int
+    most: int = MOST_ROWS
+    expected: int = 1
     total: int = 0
     cells: list[dict[str, Any]] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
-    _places: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, cell: Cell, predictions: Sequence[Prediction]) -> None:
         """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
@@ -176,28 +179,36 @@ class Browser:
             return abs(prediction.confidence - (prediction.label == prediction.gold))
 
         telling = sorted(predictions, key=lambda prediction: (-surprise(prediction), prediction.question))
-        for prediction in telling[: self.quota]:
+        share = max(1, self.most // self.expected)
+        for prediction in telling if self.total <= self.most else telling[:share]:
             task, name, label, gold = prediction.task, prediction.question, prediction.label, prediction.gold
             question = self.questions.get(task, {}).get(name)
-            place = self._places.setdefault((task, name), len(self.asked))
-            if place == len(self.asked):
-                self.asked.append({"id": name, "gold": gold})
-                if question is not None:
-                    options = [(option.label, option.text) for option in question.options]
-                    self.asked[-1] |= {"parts": list(question.fields.items()), "options": options}
-                if question is not None and question.posterior is not None:
-                    self.asked[-1]["posterior"] = {option: round(p, 4) for option, p in question.posterior.items()}
             labels = tuple(filter(None, (label, gold))) if question is None else question.labels
             response = parse(prediction.text, labels).reasoning or prediction.text
             flags = RIGHT * (label == gold) + CUT * (len(response) > LONGEST)
             flags += FALLBACK * (prediction.source == "fallback") + PLAIN * (prediction.source == "plain")
             confidence = round(prediction.confidence, 5)
-            self.rows.append((len(self.cells) - 1, place, label, confidence, flags, response[:LONGEST]))
+            self.rows.append((len(self.cells) - 1, (task, name, gold), label, confidence, flags, response[:LONGEST]))
+        if self.total > self.most:
+            by_cell = groupby(self.rows, key=lambda row: row[0])
+            self.rows = [row for _, rows in by_cell for row in islice(rows, share)]
 
     def data(self) -> dict[str, Any]:
         """Columns: cell, question, answer, confidence, flags, response; with what they refer to."""
         columns = [list(column) for column in zip(*self.rows, strict=True)] or [[] for _ in range(6)]
-        return {"cells": self.cells, "questions": self.asked, "columns": columns}
+        asked: list[dict[str, Any]] = []
+        numbers: dict[tuple[str, str, str], int] = {}
+        for task, name, gold in columns[1]:
+            if (task, name, gold) not in numbers:
+                numbers[task, name, gold] = len(asked)
+                asked.append({"id": name, "gold": gold})
+                if (question := self.questions.get(task, {}).get(name)) is not None:
+                    options = [(option.label, option.text) for option in question.options]
+                    asked[-1] |= {"parts": list(question.fields.items()), "options": options}
+                    if question.posterior is not None:
+                        asked[-1]["posterior"] = {option: round(p, 4) for option, p in question.posterior.items()}
+        columns[1] = [numbers[key] for key in columns[1]]
+        return {"cells": self.cells, "questions": asked, "columns": columns}
 
 
 @dataclass(frozen=True)
