@@ -1,1 +1,1 @@
-"""Recipe -> graph of stages -> files: what is done is never run again, what was killed goes on."""
+"""Recipe -> graph of stages -> files. Finished stages are not run again, and a killed run resumes."""
