@@ -296,7 +296,7 @@ class Graph:
                 predictions = self.scaled(title, task, model) if scaling else self.tested(task, model)
                 candidates = None if scaling or not recipe.evaluation.k else self.candidates(task, model)
                 # Validation predictions exist where a temperature is fitted or a learning rate chosen.
-                fitted = (predictions if scaling else candidates or model).needs.get("tau", model)
+                measured = self.tau(model) if scaling or candidates is not None else model
                 alike = task == source and not (scaling and recipe.evaluation.decode == "sample")
                 cell = stages.CellPlan(
                     task=task,
@@ -308,7 +308,7 @@ class Graph:
                     candidates=candidates,
                     chosen=model,
                     questions=self.questions(task, "test", seed),
-                    validation=_validations(fitted) if alike else (),
+                    validation=_validations(measured) if alike else (),
                 )
                 cells.append(cell)
         return cells
