@@ -15,10 +15,7 @@ from catto.cli.console import examples, print_json, print_table, say, table
 
 __all__ = ["diagnosis", "doctor"]
 
-EXAMPLES = examples(
-    "catto doctor",
-    "catto doctor --json",
-)
+EXAMPLES = examples("catto doctor", "catto doctor --json")
 
 EXTRAS = ("train", "vllm", "ray")
 # Only whether they are set is ever printed.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -68,72 +70,50 @@ def evaluate(
     from catto.cli.display import Bar, bars
     from catto.engines.replies import ServerError
     from catto.predict import predictor
-    from catto.predict.predictor import check_settings
     from catto.tasks import load
 
     file = out / "predictions.jsonl"
-    sampling: dict[str, Any] = {"k": k, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-    settings = {**sampling, "reasoning": reasoning}
+    settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
-    _check_engine(engine, model, base_url)
+    load_engine = _loader(engine, model, base_url, api_key_env, batch_size, deadline)
     with refusing(ServerError, ImportError):
         questions = list(load(task, split, seed=split_seed, data_dir=data_dir, limit=n))
         predictor.check_questions(questions, k, temperature)
-        check_settings(file, settings)
-        opened = _engine(engine, model, base_url, api_key_env, batch_size, deadline)
+        predictor.check_settings(file, settings)
+        loaded = load_engine()
         with bars() as shown:
             bar = Bar(shown, "answering")
 
             def progress(done: int, total: int, right: int) -> None:
                 bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
 
-            predictor.evaluate(
-                opened,
-                questions,
-                **settings,
-                retry_refused=retry_refused,
-                max_refused=max_refused,
-                out=file,
-                progress=progress,
-            )
+            answer = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
+            answer(loaded, questions, out=file, progress=progress, **settings)
             bar.print_line()
     _show(file)
 
 
-def _check_engine(name: EngineName, model: str, base_url: str | None) -> None:
-    """Refuse an engine that cannot be loaded before anything else is."""
-    from catto.engines import check_model
-    from catto.experiment.checks import check_server
+def _loader(
+    name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
+) -> Callable[[], Engine]:
+    """Refuse an engine that cannot be loaded; return a function that loads it, once the questions are known."""
+    from catto.engines import check_model, check_server, open_engine
 
     if (base_url is None) == (name == "server"):
         refuse("--engine server needs --base-url, and no other engine takes it")
     if base_url is not None:
         with refusing(place="--base-url: "):
             check_server(base_url)
-        return
+        from catto.engines.server import ServerEngine
+
+        served = partial(ServerEngine, base_url, model, concurrency=batch_size, top_logprobs=20)
+        return partial(served, api_key_env=api_key_env, deadline=deadline)
     check_model(model)
     if name == "vllm":
         needs("vllm", "vllm", "--engine vllm")
-    else:
-        needs("torch", "train", "--engine transformers")
-
-
-def _engine(
-    name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
-) -> Engine:
-    if base_url is not None:
-        from catto.engines.server import ServerEngine
-
-        return ServerEngine(
-            base_url, model, api_key_env=api_key_env, concurrency=batch_size, deadline=deadline, top_logprobs=20
-        )
-    if name == "vllm":
-        from catto.engines.vllm import VLLMEngine
-
-        return VLLMEngine(model)
-    from catto.engines.transformers import TransformersEngine
-
-    return TransformersEngine.load(model, batch_size=batch_size)
+        return partial(open_engine, "vllm", model)
+    needs("torch", "train", "--engine transformers")
+    return partial(open_engine, "transformers", model, batch_size=batch_size)
 
 
 def _show(path: Path) -> None:

@@ -19,22 +19,14 @@ if TYPE_CHECKING:
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
-PLAN_EXAMPLES = console.examples(
-    "catto plan quickstart",
-    "catto plan mine.yaml --set evaluation.bins=15",
-)
+PLAN_EXAMPLES = console.examples("catto plan quickstart", "catto plan mine.yaml --set evaluation.bins=15")
 RUN_EXAMPLES = console.examples(
     "catto run quickstart",
     "catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1",
 )
-VERIFY_EXAMPLES = console.examples(
-    "catto verify runs/quickstart",
-    "catto run quickstart --repair",
-)
+VERIFY_EXAMPLES = console.examples("catto verify runs/quickstart", "catto run quickstart --repair")
 RECIPE_EXAMPLES = console.examples(
-    "catto recipe list",
-    "catto recipe show quickstart",
-    "catto recipe copy quickstart mine.yaml",
+    "catto recipe list", "catto recipe show quickstart", "catto recipe copy quickstart mine.yaml"
 )
 
 RecipeArgument = Annotated[

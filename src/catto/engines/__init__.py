@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -139,3 +140,28 @@ def check_model(place: str | Path) -> None:
         raise DataError(path, None, f"expected a folder with a model, got a file{hint}")
     elif not is_hub_id(str(place)):
         raise DataError(place, None, "no such folder, and not a hub id, which is owner/name")
+
+
+def check_server(url: str) -> None:
+    """Raise ValueError for what cannot be the address of a server.
+
+    >>> check_server("http://localhost:8000/v1")
+    """
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        complete = False
+    if not complete:
+        raise ValueError(f"expected an address such as http://localhost:8000/v1, got {url!r}")
+
+
+def open_engine(name: Literal["transformers", "vllm"], model: str, **options: Any) -> Engine:
+    """Load a model in this process with the library of that name; options: see its engine."""
+    if name == "vllm":
+        from catto.engines.vllm import VLLMEngine
+
+        return VLLMEngine(model, **options)
+    from catto.engines.transformers import TransformersEngine
+
+    return TransformersEngine.load(model, **options)

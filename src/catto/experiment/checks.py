@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from catto.engines import check_model, is_hub_id
+from catto.engines import check_model, check_server, is_hub_id
 from catto.experiment.steps import task_of
 from catto.problems import DataError, did_you_mean
 from catto.recipe import Recipe
@@ -17,7 +16,7 @@ from catto.tasks.benchmarks import SEEDS
 from catto.tasks.loading import find
 from catto.tasks.witnesses import generate
 
-__all__ = ["check_places", "check_server", "open_recipe"]
+__all__ = ["check_places", "open_recipe"]
 
 
 def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -70,17 +69,3 @@ def check_places(source: str, recipe: Recipe) -> None:
         raise DataError(source, None, f"{where}: {error}") from None
     if recipe.evaluation.engine == "vllm" and find_spec("vllm") is None:
         raise DataError(source, None, "evaluation.engine vllm needs vllm: pip install 'catto[vllm]'")
-
-
-def check_server(url: str) -> None:
-    """Raise ValueError for what cannot be the address of a server.
-
-    >>> check_server("http://localhost:8000/v1")
-    """
-    try:
-        parts = urlsplit(url)
-        complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        complete = False
-    if not complete:
-        raise ValueError(f"expected an address such as http://localhost:8000/v1, got {url!r}")

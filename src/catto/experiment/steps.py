@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from catto.engines import Engine
+from catto.engines import Engine, open_engine
 from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
 from catto.files import library_versions, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
@@ -32,14 +32,7 @@ def engine_of(work: Work, evaluation: EvaluationSettings) -> Engine:
     key = evaluation.engine, str(work.model().resolve()), evaluation.batch_size
     if _last is None or _last[0] != key:
         release()
-        if evaluation.engine == "vllm":
-            from catto.engines.vllm import VLLMEngine
-
-            _last = key, VLLMEngine(key[1], batch_size=key[2])
-        else:
-            from catto.engines.transformers import TransformersEngine
-
-            _last = key, TransformersEngine.load(key[1], batch_size=key[2])
+        _last = key, open_engine(evaluation.engine, key[1], batch_size=evaluation.batch_size)
     engine = _last[1]
     engine.model = work.stage.needs["model"].name  # predictions name the model, not its folder
     return engine
