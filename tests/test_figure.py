@@ -49,6 +49,8 @@ def test_bins_with_few_answers_are_pale() -> None:
     """Nine answers in the first of two bins, ten in the second; the bars of accuracy come before those of the gap."""
     upper = figure([Panel("", reliability([0.2] * 9 + [0.9] * 10, [True] * 19, 2))]).axes[0]
     assert [bar.get_alpha() for bar in upper.patches] == [0.4, None, 0.4, None]
+    assert upper.get_legend().get_title().get_text() == "pale: under 10 answers"
+    assert figure([Panel("", reliability([0.9] * 10, [True] * 10))]).axes[0].get_legend().get_title().get_text() == ""
 
 
 def test_no_axis_passes_100_per_cent() -> None:

@@ -174,11 +174,7 @@ class Browser:
         """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
         self.total += len(predictions)
         self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
-
-        def surprise(prediction: Prediction) -> float:
-            return abs(prediction.confidence - (prediction.label == prediction.gold))
-
-        telling = sorted(predictions, key=lambda prediction: (-surprise(prediction), prediction.question))
+        telling = sorted(predictions, key=lambda row: (-abs(row.confidence - (row.label == row.gold)), row.question))
         share = max(1, self.most // self.expected)
         for prediction in telling if self.total <= self.most else telling[:share]:
             task, name, label, gold = prediction.task, prediction.question, prediction.label, prediction.gold

@@ -105,11 +105,13 @@ def draw_gap(axes: Axes, panel: Panel) -> None:
     axes.bar(left, accuracy, **bar, color=BLUE, edgecolor=INK, linewidth=0.6, label="Accuracy")
     axes.bar(left, gap, bottom=low, **bar, facecolor=PALE, edgecolor=RED, linewidth=0.8, hatch="////", label="Gap")
     axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
-    axes.set_title(panel.title, pad=6 + 10 * len(panel.note().splitlines()))
+    axes.set_title(panel.title, pad=6 + 10 * max(3, len(panel.note().splitlines())))
     axes.text(0.0, 1.02, panel.note(), transform=axes.transAxes, fontsize=8.0, va="bottom")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0))
-    for patch, count in zip(axes.patches, np.tile(bins.count[full], 2), strict=True):
-        patch.set_alpha(0.4 if count < FEW else None)
+    few = bins.count[full] < FEW
+    pale = f"pale: under {FEW} answers" if few.any() else None
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=pale, title_fontsize=7)
+    for patch, faded in zip(axes.patches, np.tile(few, 2), strict=True):
+        patch.set_alpha(0.4 if faded else None)
 
 
 def draw_shares(axes: Axes, panel: Panel) -> None:
