@@ -58,14 +58,17 @@ def test_it_is_published_in_the_order_of_the_keys_whatever_came_first(tmp_path: 
 
 
 @both
-def test_cut_at_every_byte_it_holds_the_whole_lines_and_goes_on(tmp_path: Path, inline: bool) -> None:
+def test_cut_anywhere_it_holds_the_whole_lines_and_goes_on(tmp_path: Path, inline: bool) -> None:
     with journal(tmp_path, inline) as file:
         file.append(response(*KEYS[0], "ü\u2028"))
         file.append(refusal(*KEYS[1]))
         file.append(response(*KEYS[2]))
     whole = file.part.read_bytes()
     header = len(whole.splitlines(keepends=True)[0]) if inline else 0
-    for size in range(len(whole)):
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    for size in sorted(
+        {*range(0, len(whole), 25), *(end + off for end in ends[:-1] for off in (-1, 0, 1)), ends[-1] - 1}
+    ):
         file.part.write_bytes(whole[:size])
         stored = whole[:size].count(b"\n") - bool(header and size >= header)
         with journal(tmp_path, inline) as again:

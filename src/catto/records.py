@@ -72,10 +72,11 @@ class Question(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"labels {', '.join(self.labels)} repeat")
-        if self.gold not in self.labels:
-            raise ValueError(f"gold {self.gold!r} is not one of {', '.join(self.labels)}")
+        labels = self.labels
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"labels {', '.join(labels)} repeat")
+        if self.gold not in labels:
+            raise ValueError(f"gold {self.gold!r} is not one of {', '.join(labels)}")
         return self
 
 

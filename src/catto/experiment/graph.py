@@ -22,7 +22,7 @@ from catto.problems import DataError
 from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.records import Split, content_hash
 from catto.report import VERSION
-from catto.tasks.loading import LocalFiles, find
+from catto.tasks.loading import find
 from catto.teacher.pairing import Kind
 
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
@@ -51,7 +51,7 @@ def _task_contents(name: str, block: TaskSettings) -> str | None:
         source = find(task_of(name, block), block.files, block.data_dir)
     except (DataError, ValueError):  # the stage that reads it names what is missing
         return None
-    return _hash(path for paths in source.paths.values() for path in paths) if isinstance(source, LocalFiles) else None
+    return None if source.paths is None else _hash(path for paths in source.paths.values() for path in paths)
 
 
 def _hash(files: Iterable[Path]) -> str | None:

@@ -37,57 +37,39 @@ _NAMES: dict[Split, tuple[str, ...]] = {
 # Held-out questions that are cut from the training file where a release comes without a file for them.
 _FROM_TRAIN = 0.1
 
-Located = Iterator[tuple[str, int, dict[str, Any]]]  # (file, row number, fields)
-
 
 @dataclass(frozen=True)
-class LocalFiles:
-    """Rows in files of this machine: split -> paths in order."""
-
-    paths: Mapping[Split, tuple[Path, ...]]
-    columns: tuple[str, ...] | None
-
-    @property
-    def available(self) -> tuple[Split, ...]:
-        """The splits that have a file."""
-        return tuple(split for split in SPLITS if self.paths.get(split))
-
-    def names(self, split: Split) -> list[str]:
-        """Where the rows of a split are read from, for the report."""
-        return [str(path) for path in self.paths[split]]
-
-    def rows(self, split: Split) -> Located:
-        """Yield the rows of a split."""
-        for path in self.paths[split]:
-            for number, raw in read_rows(path, self.columns):
-                yield str(path), number, raw
-
-
-@dataclass(frozen=True)
-class HubSplits:
-    """Rows of a dataset on the hub, read through `datasets`, which caches them on disk."""
+class RowSource:
+    """Where the rows of a task are: in files of this machine, by split, or (None) on the hub."""
 
     task: Task
+    paths: Mapping[Split, tuple[Path, ...]] | None = None
 
     @property
     def available(self) -> tuple[Split, ...]:
-        """The splits that the dataset has."""
-        return tuple(split for split in SPLITS if split in self.task.hub_splits)
+        """The splits that have rows of their own."""
+        splits = self.task.hub_splits if self.paths is None else self.paths
+        return tuple(split for split in SPLITS if splits.get(split))
 
     def names(self, split: Split) -> list[str]:
         """Where the rows of a split are read from, for the report."""
-        return [f"{self.task.hub}@{self.task.revision or 'main'}:{self.task.hub_splits[split]}"]
+        if self.paths is None:
+            return [f"{self.task.hub}@{self.task.revision or 'main'}:{self.task.hub_splits[split]}"]
+        return [str(path) for path in self.paths[split]]
 
-    def rows(self, split: Split) -> Located:
-        """Yield the rows of a split."""
-        (name,), task = self.names(split), self.task
-        trouble = "{} (files: or data_dir: read local copies)"
-        rows = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
-        for number, raw in enumerate(rows, 1):
-            yield name, number, raw
+    def rows(self, split: Split) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Yield (name, row number, fields)."""
+        task, trouble = self.task, "{} (files: or data_dir: read local copies)"
+        for place, name in enumerate(self.names(split)):
+            if self.paths is not None:
+                rows = read_rows(self.paths[split][place], task.columns)
+            else:
+                hub = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
+                rows = enumerate(hub, 1)
+            yield from ((name, number, raw) for number, raw in rows)
 
 
-def find(task: Task, files: Files | None, data_dir: str | Path | None) -> LocalFiles | HubSplits:
+def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
     """Settle where the rows are: the files given, those found in the folder, else the hub."""
     files = files if files is not None else task.files
     paths: dict[Split, tuple[Path, ...]] = {}
@@ -97,11 +79,11 @@ def find(task: Task, files: Files | None, data_dir: str | Path | None) -> LocalF
                 raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
             items = [value] if isinstance(value, str | Path) else value
             paths[split] = tuple(path for item in items for path in _matches(item))
-        return LocalFiles(paths, task.columns)
+        return RowSource(task, paths)
     if data_dir is None:
         if task.hub is None:
             raise ValueError(f"{task.name}: files or data_dir is needed")
-        return HubSplits(task)
+        return RowSource(task)
     folder = Path(data_dir)
     if not folder.is_dir():
         raise DataError(folder, None, "no such folder")
@@ -114,7 +96,7 @@ def find(task: Task, files: Files | None, data_dir: str | Path | None) -> LocalF
                 break
     if not paths:
         raise DataError(folder, None, f"no file of {task.name} here (looked for names such as *train*, *dev*, *test*)")
-    return LocalFiles(paths, task.columns)
+    return RowSource(task, paths)
 
 
 def _matches(item: str | Path) -> list[Path]:
@@ -221,7 +203,7 @@ class _Loading:
     split: Split
     seed: int
     limit: int | None
-    source: LocalFiles | HubSplits
+    source: RowSource
     report: LoadReport
     cut: Cut | None = None  # None: every split there is has its own file
 
