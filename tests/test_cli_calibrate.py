@@ -123,7 +123,7 @@ def test_answer_and_gold_are_places_in_the_labels(tmp_path: Path) -> None:
 
 
 def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:
-    save(Temperature(2.0), tmp_path / "c.json")
+    save(Temperature(tau=2.0), tmp_path / "c.json")
     path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
     options = ("--on", "confidence", "--out", tmp_path / "n.jsonl")
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
@@ -133,7 +133,7 @@ def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -
 
 def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.csv").write_text("p,correct\n0.8,yes\n0.6,no\n", encoding="utf-8")
-    save(Temperature(1.0), tmp_path / "c.json")
+    save(Temperature(tau=1.0), tmp_path / "c.json")
     options = ("--on", "confidence", "--confidence-column", "p", "--out", tmp_path / "n.jsonl")
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
     written = read(tmp_path / "n.jsonl")
@@ -142,7 +142,7 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:
-    save(Temperature(2.0), tmp_path / "c.json")
+    save(Temperature(tau=2.0), tmp_path / "c.json")
     path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8, "confidence_raw": None}])
     (tmp_path / "link.jsonl").symlink_to(path)
     kept = path.read_bytes()
@@ -179,7 +179,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(Path("one.jsonl"), [{"confidence": 0.5, "correct": True}])
-    save(Temperature(2.0), Path("alone.json"))
+    save(Temperature(tau=2.0), Path("alone.json"))
     Path("broken.json").write_text("{", encoding="utf-8")
     done = run(capsys, "calibrate", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 
 from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
 from catto.metrics.catalogue import METRICS
-from catto.metrics.errors import ece
+from catto.metrics.errors import brier_split, ece
+from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.statistics import Answers, bootstrap, compare, null_band
 from catto.records import Prediction
 from command import run, write_lines
@@ -178,6 +180,51 @@ def test_figure_is_written(tmp_path: Path, capsys: Capture) -> None:
     for name in ("f.svg", "f.png", "f.pdf"):
         measured(capsys, path, "--figure", tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_target_risk_prints_the_threshold_of_the_library(tmp_path: Path, capsys: Capture) -> None:
+    """100 right at 1.0 and 10 wrong at 0.5: at 0.52 no error in 100, bound 1 - (0.05 / 76)^(1/100) = 7.1 %."""
+    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10))
+    found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
+    assert found == asdict(threshold_for_risk([1.0] * 100 + [0.5] * 10, [1] * 100 + [0] * 10, 0.1, 0.05))
+    shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
+    assert "confidence >= 0.52 has an error rate of at most 10 % with 95 % confidence: coverage 90.9 %" in shown
+    assert "0 of 100 wrong, error rate at most 7.1 %" in shown
+    strict = measured(capsys, path, "--target-risk", "0.1", "--confidence-level", "0.99", "--metrics", "ece")
+    assert strict["target_risk"]["delta"] == 0.01
+    assert strict["target_risk"]["bound"] > found["bound"]
+
+
+def test_a_risk_that_cannot_be_promised_is_said_to_be_so(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 69, [True] * 69))
+    found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
+    assert (found["threshold"], found["coverage"], found["bound"]) == (None, 0.0, 1.0)
+    shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
+    assert "No threshold can promise an error rate of at most 10 % with 95 % confidence from these 69 answers" in shown
+
+
+def test_target_risk_needs_one_answer_per_question(tmp_path: Path, capsys: Capture) -> None:
+    """Errors of candidates of one question are not independent, and the binomial bound would not hold."""
+    path = write_lines(tmp_path / "a.jsonl", [*plain(), plain()[0]])
+    done = run(capsys, "measure", path, "--target-risk", "0.1")
+    assert (done.code, done.out) == (2, "")
+    assert "--target-risk" in done.err
+    assert "several answers to one question" in done.err
+
+
+def test_the_brier_split_adds_up_to_the_brier_score(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", plain())
+    document = measured(capsys, path, "--brier-split", "--bins", "7", "--metrics", "brier")
+    found, wanted = document["brier_split"], brier_split(CONFIDENCE, CORRECT, bins=7)
+    assert found == {**asdict(wanted), "total": wanted.total}
+    assert found["total"] == pytest.approx(document["metrics"]["brier"]["interval"]["value"], abs=1e-12)
+    shown = run(capsys, "measure", path, "--brier-split", "--metrics", "brier", "--resamples", "20").out
+    assert f"reliability {brier_split(CONFIDENCE, CORRECT).reliability:.4f} - resolution" in shown
+
+
+def test_what_no_flag_asks_for_has_no_key(tmp_path: Path, capsys: Capture) -> None:
+    found = measured(capsys, write_lines(tmp_path / "a.jsonl", plain()), "--metrics", "ece")
+    assert not {"brier_split", "target_risk", "compare", "slices"} & set(found)
 
 
 def test_unexpected_errors_keep_their_traceback(tmp_path: Path) -> None:

@@ -1,38 +1,54 @@
-"""What `catto measure` prints: the table, the sentence, or one JSON document.
-
-`catto measure`: how honest are the confidences in a file.
-"""
+"""`catto measure`: how honest the confidences of a file are, as a table with one sentence, or as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from catto.cli.console import number, print_table, say, span, table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table as RichTable
-
-    from catto.measure import Judged, Measured, Summary
-    from catto.metrics.statistics import Interval
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from catto.cli.console import MOST_SEED, finite, print_json, refuse, warn_few, writable_file
+from catto.cli.console import (
+    MOST_SEED,
+    examples,
+    finite,
+    number,
+    print_json,
+    print_table,
+    refuse,
+    refusing,
+    say,
+    span,
+    table,
+    warn_few,
+    writable_file,
+)
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, Judged, MeasureSettings, Summary
-    from catto.report.reliability import Panel
+    from catto.measure import GradedAnswers, Judged, Summary
+    from catto.metrics.errors import BrierSplit
+    from catto.metrics.ranking import Threshold
 
+EXAMPLES = examples(
+    "catto measure predictions.jsonl --figure reliability.svg",
+    "catto measure answers.csv --confidence-column p --correct-column right --json",
+    "catto measure dpo_catto.jsonl --compare dpo.jsonl --metrics accuracy,ece,nll",
+    "catto measure predictions.jsonl --by task --unparsed wrong",
+    "catto measure validation.jsonl --target-risk 0.05 --brier-split",
+)
+FIGURES = (".svg", ".png", ".pdf")
+# More panels than this side by side cannot be read on a page.
+MOST_PANELS = 6
 
-# ---- measured
+ConfidenceColumn = Annotated[str, typer.Option(help="Column that holds the confidence, in 0 to 1.")]
+CorrectColumn = Annotated[str, typer.Option(help="Column that tells whether the answer was right.")]
+UnparsedOption = Annotated[
+    Literal["fallback", "wrong"],
+    typer.Option(help="Answers that came from the fallback: keep them, or count as wrong."),
+]
 
 
 @dataclass(frozen=True)
@@ -45,161 +61,9 @@ class Result:
     by: str | None
     slices: dict[str, Summary]
     compare: Path | None
-    comparison: dict[str, Judged] | None
-
-
-def document(result: Result) -> dict[str, Any]:
-    """Return the result as one JSON object; shares stay in 0 to 1.
-
-    `warning` comes first and is null where there is none; where it is not, `verdict` is null.
-    """
-    from catto.measure import jsonable, verdict
-
-    whole = result.whole
-    found = {"warning": whole.warning, "file": str(result.file), "unparsed": result.unparsed, **jsonable(whole)}
-    found["verdict"] = verdict(whole)
-    if result.by is not None:
-        slices = {value: {"warning": part.warning, **jsonable(part)} for value, part in result.slices.items()}
-        found["slices"] = {"by": result.by, "values": slices}
-    if result.comparison is not None:
-        metrics = {
-            name: {**jsonable(one.comparison), **jsonable({"p_corrected": one.p_corrected}), "mark": one.mark}
-            for name, one in result.comparison.items()
-        }
-        found["compare"] = {"file": str(result.compare), "metrics": metrics}
-    return found
-
-
-def show(result: Result) -> None:
-    """Print the result for people."""
-    from catto.measure import unheld, verdict
-
-    for warning in _warnings(result):
-        say(warning)
-    print_table(_sliced_table(result) if result.by is not None else _metric_table(result))
-    say(_counts(result.whole))
-    for sentence in [verdict(result.whole), *unheld(result.whole)]:
-        if sentence is not None:
-            say(sentence)
-    if result.comparison is not None:
-        print_table(_comparison_table(result, result.comparison))
-        say(_mark_legend(result, result.comparison))
-
-
-def _warnings(result: Result) -> list[str]:
-    """Which parts consist of forced answers; slices only where the whole file does not."""
-    if result.whole.warning is not None:
-        return [result.whole.warning]
-    found = [(value, part.warning) for value, part in result.slices.items()]
-    return [f"{result.by} {value}: {warning}" for value, warning in found if warning is not None]
-
-
-def _headings(summary: Summary) -> tuple[str, ...]:
-    return "metric", "value", f"{100 * summary.settings.level:g} % interval", "by chance, if calibrated"
-
-
-def _metric_table(result: Result) -> RichTable:
-    made = table(str(result.file), *_headings(result.whole))
-    for cells in _rows(result.whole):
-        made.add_row(*cells)
-    return made
-
-
-def _sliced_table(result: Result) -> RichTable:
-    made = table(str(result.file), str(result.by), *_headings(result.whole))
-    for value, summary in [("all", result.whole), *result.slices.items()]:
-        for place, cells in enumerate(_rows(summary)):
-            made.add_row(("", f"{value} (N = {summary.rows:,})")[place == 0], *cells)
-        made.add_section()
-    return made
-
-
-def _rows(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
-    from catto.metrics.catalogue import METRICS
-
-    for name, found in summary.metrics.items():
-        metric = METRICS[name]
-        yield (metric.title, *_numbers(found, metric.percent))
-    yield ("Confidence - accuracy", *_signed(summary.gap), "")
-
-
-def _signed(interval: Interval) -> tuple[str, str]:
-    return number(interval.value, True, signed=True), span(interval.low, interval.high, True, signed=True)
-
-
-def _numbers(found: Measured, percent: bool) -> tuple[str, str, str]:
-    interval, null = found.interval, found.null
-    band = "" if null is None else f"{number(null.mean, percent)} ({span(null.low, null.high, percent)})"
-    return number(interval.value, percent), span(interval.low, interval.high, percent), band
-
-
-def _counts(summary: Summary) -> str:
-    settings = summary.settings
-    questions = f" to {summary.questions:,} questions" if summary.questions not in (None, summary.rows) else ""
-    parts = [f"N = {summary.rows:,} answers{questions}", f"{settings.bins} bins", f"{settings.resamples} resamples"]
-    if summary.sources is not None and summary.accuracy_unparsed_wrong is not None:
-        wrong = f"accuracy {100 * summary.accuracy_unparsed_wrong:.1f} with those counted wrong"
-        parts.append(summary.sources.told(wrong))
-    return ", ".join(parts) + "."
-
-
-def _comparison_table(result: Result, comparison: dict[str, Judged]) -> RichTable:
-    from catto.metrics.catalogue import METRICS
-
-    interval = f"{100 * result.whole.settings.level:g} % interval"
-    title = f"{result.file} (this) against {result.compare} (other), same questions"
-    made = table(title, "metric", "this", "other", "difference", interval, "p-value", "corrected", "mark")
-    for name, one in comparison.items():
-        percent, found = METRICS[name].percent, one.comparison
-        values = (number(found.a, percent), number(found.b, percent), number(found.difference, percent, signed=True))
-        p_values = ("-" if isnan(p) else f"{p:.3g}" for p in (found.p_value, one.p_corrected))
-        interval = span(found.low, found.high, percent, signed=True)
-        made.add_row(METRICS[name].title, *values, interval, *p_values, one.mark)
-    return made
-
-
-def _mark_legend(result: Result, comparison: dict[str, Judged]) -> str:
-    """What a mark asks for, and whether the number of resamples lets it be reached at all."""
-    from catto.metrics.catalogue import METRICS
-    from catto.metrics.statistics import ALPHA
-
-    count = sum(METRICS[name].better is not None for name in comparison)
-    said = (
-        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "
-        "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
-    )
-    draws = result.whole.settings.resamples or 1
-    if count >= ALPHA * (1 + draws):
-        least = min(1.0, count / (1 + draws))
-        said += f" {draws} resamples are too few for any mark: the least corrected p is {least:.2g}."
-    return said
-
-
-# ---- measure
-
-
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  catto measure predictions.jsonl --figure reliability.svg
-
-  catto measure answers.csv --confidence-column p --correct-column right --json
-
-  catto measure dpo_catto.jsonl --compare dpo.jsonl --metrics accuracy,ece,nll
-
-  catto measure predictions.jsonl --by task --unparsed wrong
-"""
-
-FIGURES = (".svg", ".png", ".pdf")
-# More panels than this side by side cannot be read on a page.
-MOST_PANELS = 6
-
-ConfidenceColumn = Annotated[str, typer.Option(help="Column that holds the confidence, in 0 to 1.")]
-CorrectColumn = Annotated[str, typer.Option(help="Column that tells whether the answer was right.")]
-UnparsedOption = Annotated[
-    Literal["fallback", "wrong"],
-    typer.Option(help="Answers that came from the fallback: keep them, or count as wrong."),
-]
+    comparison: dict[str, Judged]
+    brier_split: BrierSplit | None
+    threshold: Threshold | None
 
 
 def measure(
@@ -219,6 +83,18 @@ def measure(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
     by: Annotated[str | None, typer.Option(help="Column: measure each of its values apart.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another file, paired with this one by question id.")] = None,
+    target_risk: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, max=0.9999, callback=finite, help="Find the confidence above which at most this share is wrong."
+        ),
+    ] = None,
+    confidence_level: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, callback=finite, help="How surely --target-risk must hold.")
+    ] = 0.95,
+    brier_split: Annotated[
+        bool, typer.Option("--brier-split", help="Split the Brier score: reliability, resolution, uncertainty.")
+    ] = False,
     unparsed: UnparsedOption = "fallback",
     confidence_column: ConfidenceColumn = "confidence",
     correct_column: CorrectColumn = "correct",
@@ -231,72 +107,181 @@ def measure(
     or `label_logprobs` (label -> log-probability) and `gold`. With a column `question` (or `id`), whole questions are
     resampled.
     """
-    from catto.measure import ColumnNames, MeasureSettings, chosen, paired, read_graded
+    from catto.cli.display import progress
+    from catto.measure import ColumnNames, MeasureSettings, chosen, compared, judged, paired, read_graded, summarise
+    from catto.metrics import errors
+    from catto.metrics.ranking import threshold_for_risk
 
-    _check_figure(figure)
-    try:
-        settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
-    except ValueError as error:
-        refuse(f"--metrics: {error}")
-    names = ColumnNames(confidence_column, correct_column, by)
-    answers = read_graded(file, names, unparsed)
-    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
-    if other is not None:
-        paired(answers, other)
-    slices = answers.slices() if by is not None else {}
-    whole, *parts = _summaries([answers, *slices.values()], settings)
-    comparison = None if other is None else _compared(answers, other, settings)
-    result = Result(file, unparsed, whole, by, dict(zip(slices, parts, strict=True)), compare, comparison)
-    if figure is not None:
-        _draw(figure, answers, slices, result)
-    warn_few(len(answers), file, "intervals are too narrow")
-    if as_json:
-        print_json(document(result))
-    else:
-        show(result)
-
-
-def _check_figure(figure: Path | None) -> None:
     if figure is not None and figure.suffix.lower() not in FIGURES:
         refuse(f"--figure: {figure} ends in {figure.suffix or 'nothing'!r}, expected {', '.join(FIGURES)}")
     if figure is not None:
         writable_file("--figure", figure)
-
-
-def _summaries(tables: list[GradedAnswers], settings: MeasureSettings) -> list[Summary]:
-    from catto.cli.display import progress
-    from catto.measure import summarise
-
+    with refusing(place="--metrics: "):
+        settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
+    names = ColumnNames(confidence_column, correct_column, by)
+    answers = read_graded(file, names, unparsed)
+    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
+    pair = None if other is None else paired(answers, other)
+    if target_risk is not None and answers.run.question is not None:
+        refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
+    slices = answers.slices()
+    tables = [answers, *slices.values()]
     with progress("measuring", sum(settings.steps(len(part)) for part in tables)) as tick:
-        return [summarise(part, settings, tick) for part in tables]
-
-
-def _compared(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
-    from catto.cli.display import progress
-    from catto.measure import compared, judged, paired
-
-    first, second = paired(answers, other)
-    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-        found = compared([first], [second], settings, tick=tick)
-    forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
-    return judged(found, judge=not forced)
+        whole, *parts = [summarise(part, settings, tick) for part in tables]
+    comparison = {}
+    if pair is not None and other is not None:
+        with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+            comparisons = compared([pair[0]], [pair[1]], settings, tick=tick)
+        forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
+        comparison = judged(comparisons, judge=not forced)
+    split = threshold = None
+    if brier_split:
+        split = errors.brier_split(answers.confidence, answers.correct, bins=bins)
+    if target_risk is not None:
+        threshold = threshold_for_risk(
+            answers.confidence, answers.correct, target_risk, round(1.0 - confidence_level, 9)
+        )
+    by_value = dict(zip(slices, parts, strict=True))
+    result = Result(file, unparsed, whole, by, by_value, compare, comparison, split, threshold)
+    if figure is not None:
+        _draw(figure, answers, slices, result)
+    warn_few(len(answers), file, "intervals are too narrow")
+    if as_json:
+        print_json(_document(result))
+    else:
+        _show(result)
 
 
 def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:
-    """Draw a panel a slice, or the whole file where there are none or too many."""
-    from catto.report.reliability import save
+    """Draw one panel per slice, or the whole file where there are none or too many."""
+    from catto.metrics.binning import reliability
+    from catto.report.reliability import Panel, save
 
-    if 0 < len(slices) <= MOST_PANELS:
-        panels = [_panel(value, part, result.slices[value]) for value, part in slices.items()]
-    else:
-        panels = [_panel(answers.source.name, answers, result.whole)]
+    parts = [(value, part, result.slices[value]) for value, part in slices.items()]
+    if not 0 < len(parts) <= MOST_PANELS:
+        parts = [(answers.source.name, answers, result.whole)]
+    panels = []
+    for title, part, summary in parts:
+        ece = summary.metrics.get("ece")
+        bins = reliability(part.confidence, part.correct, summary.settings.bins)
+        panels.append(Panel(title, bins, None if ece is None else ece.null, summary.sources))
     save(panels, figure)
 
 
-def _panel(title: str, answers: GradedAnswers, summary: Summary) -> Panel:
-    from catto.metrics.binning import reliability
-    from catto.report.reliability import Panel
+def _document(result: Result) -> dict[str, Any]:
+    """Return the result as one JSON object; shares stay in 0 to 1.
 
-    ece = summary.metrics.get("ece")
-    bins = reliability(answers.confidence, answers.correct, summary.settings.bins)
-    return Panel(title, bins, None if ece is None else ece.null, summary.sources)
+    `warning` comes first and is null where there is none; where it is not, `verdict` is null. What was asked for by a
+    flag has a key only then: slices, compare, brier_split, target_risk.
+    """
+    from catto.measure import jsonable, verdict
+
+    whole = result.whole
+    document = {"warning": whole.warning, "file": str(result.file), "unparsed": result.unparsed, **jsonable(whole)}
+    document["verdict"] = verdict(whole)
+    if result.by is not None:
+        slices = {value: {"warning": part.warning, **jsonable(part)} for value, part in result.slices.items()}
+        document["slices"] = {"by": result.by, "values": slices}
+    if result.compare is not None:
+        metrics = {
+            name: jsonable({**asdict(one.comparison), "p_corrected": one.p_corrected, "mark": one.mark})
+            for name, one in result.comparison.items()
+        }
+        document["compare"] = {"file": str(result.compare), "metrics": metrics}
+    if result.brier_split is not None:
+        document["brier_split"] = {**jsonable(result.brier_split), "total": result.brier_split.total}
+    if result.threshold is not None:
+        document["target_risk"] = jsonable(result.threshold)
+    return document
+
+
+def _show(result: Result) -> None:
+    """Print the result for people."""
+    from catto.measure import unheld, verdict
+
+    whole, settings = result.whole, result.whole.settings
+    warnings = [f"{result.by} {value}: {part.warning}" for value, part in result.slices.items() if part.warning]
+    for warning in [whole.warning] if whole.warning is not None else warnings:
+        say(warning)
+    interval = f"{100 * settings.level:g} % interval"
+    first = () if result.by is None else (result.by,)
+    made = table(str(result.file), *first, "metric", "value", interval, "by chance, if calibrated")
+    for value, summary in [("all", whole), *result.slices.items()]:
+        for place, cells in enumerate(_metric_cells(summary)):
+            label = f"{value} (N = {summary.rows:,})" if place == 0 else ""
+            made.add_row(*([label] if first else []), *cells)
+        if first:
+            made.add_section()
+    print_table(made)
+    questions = f" to {whole.questions:,} questions" if whole.questions not in (None, whole.rows) else ""
+    counts = [f"N = {whole.rows:,} answers{questions}", f"{settings.bins} bins", f"{settings.resamples} resamples"]
+    if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
+        wrong = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
+        counts.append(whole.sources.told(wrong))
+    sentences = [", ".join(counts) + ".", verdict(whole), *unheld(whole), *_extra_sentences(result)]
+    for sentence in sentences:
+        if sentence is not None:
+            say(sentence)
+    if result.compare is not None:
+        _show_comparison(result)
+
+
+def _metric_cells(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
+    from catto.metrics.catalogue import METRICS
+
+    for name, measured in summary.metrics.items():
+        interval, null, percent = measured.interval, measured.null, METRICS[name].percent
+        band = "" if null is None else f"{number(null.mean, percent)} ({span(null.low, null.high, percent)})"
+        yield METRICS[name].title, number(interval.value, percent), span(interval.low, interval.high, percent), band
+    gap = summary.gap
+    ends = span(gap.low, gap.high, True, signed=True)
+    yield "Confidence - accuracy", number(gap.value, True, signed=True), ends, ""
+
+
+def _extra_sentences(result: Result) -> Iterator[str]:
+    """Describe the parts of the Brier score and the threshold for a target risk, where they were asked for."""
+    if (split := result.brier_split) is not None:
+        within = split.within_bin_variance - 2.0 * split.within_bin_covariance
+        yield (
+            f"Brier score {split.total:.4f} = reliability {split.reliability:.4f} - resolution {split.resolution:.4f} "
+            f"+ uncertainty {split.uncertainty:.4f} {'-' if within < 0 else '+'} {abs(within):.4f} within the bins."
+        )
+    if (found := result.threshold) is not None:
+        promise = f"an error rate of at most {100 * found.risk:g} % with {100 * (1.0 - found.delta):g} % confidence"
+        if found.threshold is None:
+            yield f"No threshold can promise {promise} from these {result.whole.rows:,} answers."
+        else:
+            yield (
+                f"Answering at confidence >= {found.threshold:.8g} has {promise}: "
+                f"coverage {100 * found.coverage:.1f} %, {found.errors:,} of {found.answered:,} wrong, "
+                f"error rate at most {100 * found.bound:.1f} %. "
+                "This holds for new answers like these, unless the confidence was fitted on them."
+            )
+
+
+def _show_comparison(result: Result) -> None:
+    """Print the comparison, and what a mark needs: also whether the number of resamples lets it be reached at all."""
+    from catto.metrics.catalogue import METRICS
+    from catto.metrics.statistics import ALPHA
+
+    settings = result.whole.settings
+    heading = f"{100 * settings.level:g} % interval"
+    title = f"{result.file} (this) against {result.compare} (other), same questions"
+    made = table(title, "metric", "this", "other", "difference", heading, "p-value", "corrected", "mark")
+    for name, judged in result.comparison.items():
+        percent, found = METRICS[name].percent, judged.comparison
+        values = (number(found.a, percent), number(found.b, percent), number(found.difference, percent, signed=True))
+        p_values = ("-" if isnan(p) else f"{p:.3g}" for p in (found.p_value, judged.p_corrected))
+        interval = span(found.low, found.high, percent, signed=True)
+        made.add_row(METRICS[name].title, *values, interval, *p_values, judged.mark)
+    print_table(made)
+    count = sum(METRICS[name].better is not None for name in result.comparison)
+    legend = (
+        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "
+        "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
+    )
+    draws = settings.resamples or 1
+    if count >= ALPHA * (1 + draws):
+        least = min(1.0, count / (1 + draws))
+        legend += f" {draws} resamples are too few for any mark: the least corrected p is {least:.2g}."
+    say(legend)

@@ -1,6 +1,6 @@
 """Confidence@k: choose one of k sampled answers, by confidence and by its rivals.
 
-From n samples a question every size is measured on all C(n, k) subsets, the same subsets of sample numbers for every
+From n samples per question every size is measured on all C(n, k) subsets, the same subsets of sample numbers for every
 question; above `MOST_SUBSETS` on so many of them, drawn by a fixed seed. Ties go to the answer that was sampled first.
 
 The confidence of the chosen answer is the chosen sample's own; for the majority vote it is the share of votes, for the
@@ -13,32 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from catto.metrics.binning import Bools, Floats, Ints
 from catto.metrics.errors import ece
 from catto.metrics.ranking import Within, auroc_within
+from catto.metrics.statistics import ratio_interval
 from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
 
-__all__ = [
-    "RULES",
-    "Candidates",
-    "Sampling",
-    "Selected",
-    "candidates",
-    "choose_sampling",
-    "select",
-    "subsets",
-    "within_questions",
-]
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 MOST_SUBSETS = 2000
-RESAMPLES, LEVEL = 1000, 0.95
+LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class Candidates:
     correct: Bools
 
     def at(self, subset: Ints) -> Candidates:
-        """The candidates of one subset of sample numbers: (Q, k)."""
+        """Return the candidates of one subset of sample numbers: (Q, k)."""
         columns = (self.label, self.confidence, self.logprob, self.correct)
         return Candidates(self.questions, *(column[:, subset] for column in columns))  # type: ignore[arg-type]
 
@@ -78,39 +66,34 @@ class Selected:
 def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
     """Gather predictions by question, with their confidence at tau, which ranks them; None: the one they state.
 
-    The temperature at which they were sampled has no part in it.
+    The temperature at which they were sampled does not matter.
     """
     groups: dict[str, list[Prediction]] = {}
-    for one in predictions:
-        groups.setdefault(one.question, []).append(one)
-    rows = [sorted(group, key=lambda one: one.sample) for group in groups.values()]
-    _check(rows)
-    codes: dict[str, int] = {}
-    label = [[-1 if one.label is None else codes.setdefault(one.label, len(codes)) for one in row] for row in rows]
-    logprob = [[np.nan if one.mean_logprob is None else one.mean_logprob for one in row] for row in rows]
-    return Candidates(
-        tuple(groups),
-        np.array(label, dtype=np.int64),
-        np.array(
-            [[one.confidence if tau is None else confidence_at(one, tau) for one in row] for row in rows],
-            dtype=np.float64,
-        ),
-        np.array(logprob, dtype=np.float64),
-        np.array([[one.label is not None and one.label == one.gold for one in row] for row in rows]),
-    )
-
-
-def _check(rows: Sequence[Sequence[Prediction]]) -> None:
-    if not rows:
+    for prediction in predictions:
+        groups.setdefault(prediction.question, []).append(prediction)
+    if not groups:
         raise ValueError("no predictions to select from")
+    rows = [sorted(group, key=lambda prediction: prediction.sample) for group in groups.values()]
     for row in rows:
         name = row[0].question
         if len(row) != len(rows[0]):
             raise ValueError(f"question {name} has {len(row)} samples, {rows[0][0].question} has {len(rows[0])}")
-        if len({one.sample for one in row}) < len(row):
+        if len({prediction.sample for prediction in row}) < len(row):
             raise ValueError(f"question {name} has a sample twice")
-        if len({one.gold for one in row}) > 1:
+        if len({prediction.gold for prediction in row}) > 1:
             raise ValueError(f"question {name} has two gold labels")
+    codes: dict[str | None, int] = {None: -1}
+
+    def column(read: Callable[[Prediction], float], kind: type) -> NDArray[Any]:
+        return np.array([[read(prediction) for prediction in row] for row in rows], dtype=kind)
+
+    return Candidates(
+        tuple(groups),
+        label=column(lambda one: codes.setdefault(one.label, len(codes) - 1), np.intp),
+        confidence=column(lambda one: one.confidence if tau is None else confidence_at(one, tau), np.float64),
+        logprob=column(lambda one: np.nan if one.mean_logprob is None else one.mean_logprob, np.float64),
+        correct=column(lambda one: one.label is not None and one.label == one.gold, np.bool_),
+    )
 
 
 @dataclass(frozen=True)
@@ -132,119 +115,94 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     lowest temperature is chosen.
     """
     groups: dict[float, list[Prediction]] = {}
-    for one in sorted(predictions, key=lambda one: one.temperature):
-        groups.setdefault(one.temperature, []).append(one)
-    given = {temperature: candidates(group, tau) for temperature, group in groups.items()}
-    accuracy = {temperature: float(_most_confident(some)[1].mean()) for temperature, some in given.items()}
-    questions, k = next(iter(given.values())).label.shape
+    for prediction in sorted(predictions, key=lambda prediction: prediction.temperature):
+        groups.setdefault(prediction.temperature, []).append(prediction)
+    samples = {temperature: candidates(group, tau) for temperature, group in groups.items()}
+    accuracy = {temperature: float(_most_confident(given)[1].mean()) for temperature, given in samples.items()}
+    questions, k = next(iter(samples.values())).label.shape
+    forced = {t: sum(prediction.source == "fallback" for prediction in group) for t, group in groups.items()}
     return Sampling(
         max(accuracy, key=lambda temperature: accuracy[temperature]),
         tau,
         k,
         questions,
         {str(temperature): value for temperature, value in accuracy.items()},
-        {str(t): sum(one.source == "fallback" for one in group) / len(group) for t, group in groups.items()},
+        {str(temperature): count / len(groups[temperature]) for temperature, count in forced.items()},
     )
 
 
 Choice = tuple[Floats, Bools]  # confidence and correctness of the chosen answers, (Q,)
 
 
-def _chosen(given: Candidates, place: Ints) -> Choice:
-    rows = np.arange(len(place))
+def _most_confident(given: Candidates) -> Choice:
+    return _picked(given, given.confidence)
+
+
+def _picked(given: Candidates, score: Floats) -> Choice:
+    """Take the sample with the highest score. score: (Q, k)."""
+    rows, place = np.arange(len(score)), score.argmax(axis=1)
     return given.confidence[rows, place], given.correct[rows, place]
 
 
-def _most_confident(given: Candidates) -> Choice:
-    return _chosen(given, given.confidence.argmax(axis=1))
-
-
-def _mean_logprob(given: Candidates) -> Choice:
-    """The sample whose tokens were likeliest on average; a sample without that number comes last."""
-    return _chosen(given, np.where(np.isnan(given.logprob), -np.inf, given.logprob).argmax(axis=1))
-
-
 def _voted(given: Candidates, weight: Floats) -> Choice:
-    """The label with most weight; samples without a label have no vote. Summed in float64, ties within 1e-12."""
+    """Take the label with most weight; samples without a label have no vote. Sums within 1e-12 tie."""
     same = (given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :]
     support = (same * weight[:, None, :]).sum(axis=2)
     # The first sample within rounding of the best, so that equal sums in another order stay equal.
     place = (support >= support.max(axis=1, keepdims=True) - 1e-12).argmax(axis=1)
-    rows = np.arange(len(place))
-    total = weight.sum(axis=1)
+    rows, total = np.arange(len(place)), weight.sum(axis=1)
     share = np.divide(support[rows, place], total, out=np.zeros(len(place)), where=total > 0)
     return np.clip(share, 0.0, 1.0), given.correct[rows, place]
 
 
-def _majority(given: Candidates) -> Choice:
-    return _voted(given, np.ones_like(given.confidence))
-
-
-def _weighted(given: Candidates) -> Choice:
-    return _voted(given, given.confidence)
-
-
 RULES: dict[str, Callable[[Candidates], Choice]] = {
     "most confident": _most_confident,
-    "majority vote": _majority,
-    "confidence-weighted vote": _weighted,
-    "mean log-probability": _mean_logprob,
+    "majority vote": lambda given: _voted(given, np.ones_like(given.confidence)),
+    "confidence-weighted vote": lambda given: _voted(given, given.confidence),
+    # The sample whose tokens were likeliest on average; one without that number comes last.
+    "mean log-probability": lambda given: _picked(given, np.where(np.isnan(given.logprob), -np.inf, given.logprob)),
 }
 
 
 def subsets(n: int, k: int) -> tuple[Ints, bool]:
-    """All subsets of k of n sample numbers, each rising, and whether these are all: (S, k)."""
+    """Return subsets of k of n sample numbers, each rising, and whether these are all: (S, k).
+
+    >>> subsets(3, 2)[0].tolist()
+    [[0, 1], [0, 2], [1, 2]]
+    """
     if not 1 <= k <= n:
-        raise ValueError(f"k is {k}, there are {n} samples a question")
+        raise ValueError(f"k is {k}, there are {n} samples per question")
     if comb(n, k) <= MOST_SUBSETS:
-        return np.array(list(combinations(range(n), k)), dtype=np.int64), True
+        return np.array(list(combinations(range(n), k)), dtype=np.intp), True
     rng = np.random.default_rng(0)
-    drawn = (tuple(sorted(rng.choice(n, k, replace=False).tolist())) for _ in iter(int, 1))
-    return np.array(list(islice(dict.fromkeys(islice(drawn, 4 * MOST_SUBSETS)), MOST_SUBSETS)), dtype=np.int64), False
+    drawn = (tuple(sorted(rng.choice(n, k, replace=False).tolist())) for _ in range(4 * MOST_SUBSETS))
+    return np.array(list(islice(dict.fromkeys(drawn), MOST_SUBSETS)), dtype=np.intp), False
 
 
 def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
-    """Every rule at k, one random sample and the oracle."""
+    """Return every rule at k, one random sample and the oracle. Means over subsets come before those over questions."""
     chosen, exact = subsets(given.label.shape[1], k)
     parts = [given.at(subset) for subset in chosen]
-    found = {rule: [choose(part) for part in parts] for rule, choose in RULES.items()}
-    rows = [_row(rule, k, _stacked(picks), exact, seed) for rule, picks in found.items()]
+    picks = {rule: [choose(part) for part in parts] for rule, choose in RULES.items()}
     # One random sample of a random subset is one random sample of all.
-    rows.append(_row("one random sample", k, (given.confidence, given.correct.astype(np.float64)), True, seed))
-    oracle = np.stack([part.correct.any(axis=1) for part in parts], axis=1).astype(np.float64)
-    rows.append(_row("oracle", k, (np.full(oracle.shape, np.nan), oracle), exact, seed))
+    picks["one random sample"] = list(zip(given.confidence.T, given.correct.T, strict=True))
+    no_confidence: Floats = np.full(len(given.questions), np.nan)
+    picks["oracle"] = [(no_confidence, np.asarray(part.correct.any(axis=1))) for part in parts]
+    rows = []
+    for rule, choices in picks.items():
+        right = np.asarray(np.mean([correct for _, correct in choices], axis=0, dtype=np.float64))
+        interval = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
+        error = np.nan if rule == "oracle" else float(np.mean([ece(*choice) for choice in choices]))
+        whole = exact or rule == "one random sample"
+        ends = (interval.low, interval.high, error, len(right), len(choices), whole)
+        rows.append(Selected(rule, k, float(right.mean()), *ends))
     return rows
 
 
 def within_questions(given: Candidates, *, seed: int = 0) -> Within:
-    """AUROC of the confidence among the samples of the same question: above a half, confidence helps to pick one.
+    """Return the AUROC of the confidence among the samples of the same question; above a half, it helps to pick one.
 
     It is of all n samples and does not depend on k. A sample without an answer is a wrong one.
     """
-    names = [name for name in given.questions for _ in range(given.label.shape[1])]
-    return auroc_within(
-        names, given.confidence.ravel(), given.correct.ravel(), resamples=RESAMPLES, level=LEVEL, seed=seed
-    )
-
-
-def _stacked(picks: Sequence[Choice]) -> tuple[Floats, Floats]:
-    return np.stack([c for c, _ in picks], axis=1), np.stack([z for _, z in picks], axis=1).astype(np.float64)
-
-
-def _row(rule: str, k: int, picks: tuple[Floats, Floats], exact: bool, seed: int) -> Selected:
-    """Average over subsets first, then over questions. picks: confidence and correctness, (Q, S)."""
-    confidence, correct = picks
-    accuracy = correct.mean(axis=1)
-    low, high = _interval(accuracy, seed)
-    errors = (
-        [np.nan] if np.isnan(confidence).any() else [ece(c, z) for c, z in zip(confidence.T, correct.T, strict=True)]
-    )
-    value = float(accuracy.mean())
-    return Selected(rule, k, value, low, high, float(np.mean(errors)), len(accuracy), correct.shape[1], exact)
-
-
-def _interval(values: Floats, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap of the mean over questions."""
-    draws = np.random.default_rng(seed).integers(0, len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    names = np.repeat(given.questions, given.label.shape[1]).tolist()
+    return auroc_within(names, given.confidence.ravel(), given.correct.ravel(), level=LEVEL, seed=seed)
