@@ -276,8 +276,9 @@ def test_a_stage_comes_after_what_it_needs_and_once(tmp_path: Path) -> None:
     assert all(places[need.key] < place for place, stage in enumerate(found) for need in stage.needs.values())
 
 
-def test_folders_are_as_distinct_as_keys(tmp_path: Path) -> None:
+def test_folders_and_names_are_as_distinct_as_keys(tmp_path: Path) -> None:
     found = stages(recipe_of(tmp_path))
+    assert len({stage.name for stage in found}) == len(found)
     assert len({stage.folder for stage in found}) == len(found)
     assert all(re.fullmatch(r"[A-Za-z0-9.+-]+", stage.folder) for stage in found)
 

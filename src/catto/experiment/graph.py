@@ -207,7 +207,7 @@ class Graph:
                     model = self.trained(task, each, name, budget, rate)
                     needs[f"model {number} seed {each}"] = model
                     if len(rates) > 1:
-                        needs[f"validation {number} seed {each}"] = self._validated(title, task, each, model)
+                        needs[f"validation {number} seed {each}"] = self._validated(task, model)
             # No `bins` here: they are the report's, and training starts from what is chosen.
             settings = stages.ChoiceSettings(title, task, seed, seeds, rates)
             self._chosen[place] = Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
@@ -236,9 +236,9 @@ class Graph:
         title = name if temperatures == GREEDY else f"read {name}"
         return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
 
-    def _validated(self, title: str, task: str, seed: int, model: Stage) -> Stage:
-        name = f"validation {title} {task} seed {seed}"
-        return self._predicted(name, model, self.questions(task, "validation", seed), GREEDY)
+    def _validated(self, task: str, model: Stage[stages.TrainSettings]) -> Stage:
+        questions = self.questions(task, "validation", model.settings.seed)
+        return self._predicted(f"validation {model.name}", model, questions, GREEDY)
 
     def tested(self, task: str, model: Choice) -> Stage:
         """Greedy predictions on the test questions."""
@@ -250,7 +250,7 @@ class Graph:
         title, task, seed = model.settings.title, model.settings.task, model.settings.seed
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
-            validation = {"validation": self._validated(title, task, seed, model.needs[f"model 0 seed {seed}"])}
+            validation = {"validation": self._validated(task, model.needs[f"model 0 seed {seed}"])}
         return Stage("tau", f"tau {title} {task} seed {seed}", stages.StageSettings(), {"model": model, **validation})
 
     def scaled(self, title: str, task: str, model: Choice) -> Stage:
@@ -318,10 +318,9 @@ class Graph:
         cells = tuple(self.cells())
         needs: dict[str, Stage] = {}
         for cell in cells:
-            for stage in (cell.predictions, cell.candidates, cell.chosen, cell.questions):
+            for stage in (cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation):
                 if stage is not None:
                     needs[stage.name] = stage
-            needs |= {f"{cell.chosen.name} validation {at}": stage for at, stage in enumerate(cell.validation)}
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
 
 
