@@ -11,8 +11,9 @@ import pytest
 from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
+from catto.calibrate import read_labels
 from catto.files import manifest_path
-from catto.measure import read_graded, read_labels
+from catto.measure import read_graded
 from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
 from catto.metrics.errors import brier, ece, nll
 from command import run, write_lines
@@ -76,7 +77,7 @@ def test_shared_questions_are_warned_about(tmp_path: Path, capsys: Capture) -> N
     half = write_lines(tmp_path / "test.jsonl", rows(start=150))
     done = run(capsys, "calibrate", "apply", tmp_path / "c.json", half, "--out", tmp_path / "n.jsonl")
     assert done.code == 0
-    assert "150 of the questions the calibrator was fitted on stand in" in done.err
+    assert "150 of the questions the calibrator was fitted on are in" in done.err
 
 
 def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

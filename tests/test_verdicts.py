@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from catto.cli.select import select as select_command
 from catto.files import write_records
-from catto.measure import Sources, judged
+from catto.measure import Sources
 from catto.metrics.binning import reliability
-from catto.metrics.catalogue import METRICS
+from catto.metrics.catalogue import METRICS, judged
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
 from catto.metrics.ranking import auroc_within
 from catto.metrics.selection import candidates, within_questions

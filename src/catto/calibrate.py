@@ -1,6 +1,6 @@
 """Fit a calibrator on one file of answers and apply it to another, both kept as files.
 
-Beside the calibrator stands a manifest that says what it reads (`on`: confidences or label log-probabilities) and which
+Next to the calibrator is a manifest that says what it reads (`on`: confidences or label log-probabilities) and which
 questions it was fitted on, as digests, so that measuring on the fit set can be noticed.
 """
 
@@ -11,24 +11,72 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from catto.files import library_versions, manifest_path, read_manifest, read_rows, replacing, write_manifest
-from catto.measure import ColumnNames, Confidences, GradedAnswers, Unparsed, read_confidences, read_graded, read_labels
-from catto.metrics.binning import Floats
+from catto.measure import (
+    ColumnNames,
+    Confidences,
+    GradedAnswers,
+    Unparsed,
+    answer_of,
+    logprobs_of,
+    read_confidences,
+    read_graded,
+    text_of,
+)
+from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.problems import DataError
 from catto.records import Manifest
 
-__all__ = ["MANY_QUESTIONS", "Fitted", "Kind", "On", "apply_file", "fit_file", "open_fitted", "shared_questions"]
-
 On = Literal["confidence", "labels"]
 Kind = Literal["temperature", "platt", "isotonic", "histogram"]
 
-# The least digests of the fit questions are kept, and no more: of larger sets they are a fair sample.
+# Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
+NO_LABEL = -1e6
+# The smallest digests of the fit questions are kept, and no more: of larger sets they are a fair sample.
 MANY_QUESTIONS = 10_000
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """Label log-probabilities as columns. logprobs: (N, K); answer, gold: (N,) columns of it; gold None: not known.
+
+    Rows with fewer than K labels are filled up with labels of probability 0.
+    """
+
+    logprobs: Floats
+    answer: Ints
+    gold: Ints | None
+
+
+def read_labels(path: Path) -> LabelTable:
+    """Read the label log-probabilities of every row, with the place of the answer and of the gold label."""
+    rows: list[list[float]] = []
+    places: dict[str, list[int]] = {"label": [], "gold": []}
+    for row, fields in read_rows(path):
+        try:
+            logprobs = logprobs_of(fields)
+            answer = answer_of(fields)
+            labels = {"label": max(logprobs, key=logprobs.__getitem__) if answer is None else answer}
+            if "gold" in fields:
+                labels["gold"] = text_of("gold", fields)
+            for name, label in labels.items():
+                if label not in logprobs:
+                    raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
+                places[name].append(list(logprobs).index(label))
+        except ValueError as error:
+            raise DataError(path, row, str(error)) from None
+        rows.append(list(logprobs.values()))
+    if not rows:
+        raise DataError(path, None, "holds no rows")
+    width = max(map(len, rows))
+    filled = np.array([row + [NO_LABEL] * (width - len(row)) for row in rows], dtype=np.float64)
+    gold = np.array(places["gold"]) if len(places["gold"]) == len(rows) else None
+    return LabelTable(filled, np.array(places["label"]), gold)
 
 
 @dataclass(frozen=True)
@@ -54,55 +102,51 @@ def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
-    if out.exists() and path.exists() and out.samefile(path):
-        raise DataError(out, None, "is the input: write the calibrator to another file")
+    _check_other_file(path, out, "the calibrator")
     answers = read_graded(path, names, unparsed)
+    calibrator: Calibrator
     try:
-        calibrator = _fit_labels(path) if on == "labels" else CALIBRATORS[kind].fit(answers.confidence, answers.correct)
+        if on == "labels":
+            labels = read_labels(path)
+            if labels.gold is None:
+                raise ValueError("gold: missing")
+            calibrator = Temperature.fit_labels(labels.logprobs, labels.gold)
+        else:
+            calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
     except DataError:
         raise
     except ValueError as error:
         raise DataError(path, None, str(error)) from None
     if answers.correct.all() or not answers.correct.any():
-        kind_of = "right" if answers.correct.all() else "wrong"
-        raise DataError(path, None, f"all {len(answers)} answers are {kind_of}: fitting needs right and wrong ones")
+        side = "right" if answers.correct.all() else "wrong"
+        raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     fitted = Fitted(calibrator, on, None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS])
+    notes = {"on": on, "fitted_on": path.name, "questions": fitted.questions}
     save(calibrator, out)
-    write_manifest(out, _manifest(fitted, path, len(answers)))
+    counts = {"rows": len(answers)}
+    write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
     return fitted, answers
 
 
-def _fit_labels(path: Path) -> Temperature:
-    labels = read_labels(path)
-    if labels.gold is None:
-        raise DataError(path, None, "gold: missing")
-    return Temperature.fit_labels(labels.logprobs, labels.gold)
-
-
-def _manifest(fitted: Fitted, path: Path, rows: int) -> Manifest:
-    notes = {"on": fitted.on, "fitted_on": path.name, "questions": fitted.questions}
-    return Manifest(kind="calibrator", counts={"rows": rows}, versions=library_versions(), notes=notes)
+def _check_other_file(path: Path, out: Path, what: str) -> None:
+    if out.exists() and path.exists() and out.samefile(path):
+        raise DataError(out, None, f"is the input: write {what} to another file")
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
     """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
-    calibrator = load(path)
-    place = manifest_path(path)
-    if place.exists():
-        notes = read_manifest(path).notes
-        noted, questions = notes.get("on", "confidence"), notes.get("questions")
-        if noted not in ("confidence", "labels"):
-            raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
-        if questions is not None and not _texts(questions):
-            raise DataError(place, None, "notes.questions: expected a list of texts")
-        return Fitted(calibrator, on or noted, None if questions is None else tuple(questions))
-    if on is None:
-        raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
-    return Fitted(calibrator, on)
-
-
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    calibrator, place = load(path), manifest_path(path)
+    if not place.exists():
+        if on is None:
+            raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
+        return Fitted(calibrator, on)
+    notes = read_manifest(path).notes
+    noted, questions = notes.get("on", "confidence"), notes.get("questions")
+    if noted not in ("confidence", "labels"):
+        raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
+    if questions is not None and not (isinstance(questions, list) and all(isinstance(one, str) for one in questions)):
+        raise DataError(place, None, "notes.questions: expected a list of texts")
+    return Fitted(calibrator, on or noted, None if questions is None else tuple(questions))
 
 
 def _digests(questions: Iterable[str]) -> tuple[str, ...]:
@@ -110,31 +154,25 @@ def _digests(questions: Iterable[str]) -> tuple[str, ...]:
 
 
 def shared_questions(fitted: Fitted, answers: Confidences) -> int:
-    """Count the fit questions, as far as they were kept, that stand in the answers too."""
+    """Count the fit questions, as far as they were kept, that are among the answers too."""
     return len(set(fitted.questions or ()) & set(_digests(answers.question or ())))
 
 
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
-    if out.exists() and path.exists() and out.samefile(path):
-        raise DataError(out, None, "is the input: write the calibrated answers to another file")
+    _check_other_file(path, out, "the calibrated answers")
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers)
+    raw = f"{names.confidence}_raw"
     with replacing(out) as file:
         pairs = zip(read_rows(path), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
-            if fields.get(f"{names.confidence}_raw") is not None:  # catto's own predictions have it, as null
-                raise DataError(path, row, f"{names.confidence}_raw: there already, so the row was calibrated before")
-            file.write(_line(path, row, _replaced(fields, names.confidence, stated, new)))
+            if fields.get(raw) is not None:  # catto's own predictions have it, as null
+                raise DataError(path, row, f"{raw}: there already, so the row was calibrated before")
+            try:
+                line = json.dumps({**fields, names.confidence: new, raw: stated}, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
+                message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
+                raise DataError(path, row, message) from None
+            file.write(line + "\n")
     return answers, calibrated
-
-
-def _line(path: Path, row: int, fields: dict[str, Any]) -> str:
-    try:
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
-    except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
-        raise DataError(path, row, "holds a value that JSON has no form for (NaN, Infinity or a date)") from None
-
-
-def _replaced(fields: dict[str, Any], name: str, stated: float, new: float) -> dict[str, Any]:
-    return {**fields, name: new, f"{name}_raw": stated}

@@ -10,18 +10,19 @@ from __future__ import annotations
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
-from math import exp, inf, isfinite
+from math import exp, inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from catto.files import read_rows
-from catto.metrics.binning import Bools, Floats, Ints
-from catto.metrics.catalogue import METRICS
+from catto.metrics.binning import Bools, Floats
+from catto.metrics.catalogue import HEADLINE, METRICS
 from catto.metrics.errors import confidence_gap, debiased_ece
 from catto.metrics.statistics import (
     Answers,
@@ -34,8 +35,6 @@ from catto.metrics.statistics import (
     Tick,
     bootstrap_table,
     compare_table,
-    holm,
-    mark,
     null_table,
 )
 from catto.problems import DataError, did_you_mean
@@ -46,13 +45,11 @@ Unparsed = Literal["fallback", "wrong"]
 
 QUESTION_COLUMNS = ("question", "id")
 WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
-# Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
-NO_LABEL = -1e6
 # Each slice is resampled a thousand times; a column of more values is an id, not a kind.
 MOST_SLICES = 500
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
-HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", "brier", "nll", "auroc", "aurc")
+jsonable = partial(to_jsonable_python, inf_nan_mode="null")
 # Mean confidence less accuracy; it has a row of its own, whichever metrics are chosen.
 GAP = "gap"
 # 200 resamples still place the 2.5 % quantile.
@@ -240,14 +237,14 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
     elif names.correct != "correct":
         there(names.correct)
     elif "gold" in first and ("label" in first or "label_logprobs" in first):
-        readers["correct"] = lambda fields: _answer(fields) == _text("gold", fields)
+        readers["correct"] = lambda fields: answer_of(fields) == text_of("gold", fields)
     question = next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
-        readers["question"] = partial(_text, question)
+        readers["question"] = partial(text_of, question)
     if "source" in first:
         readers["source"] = lambda fields: str(fields.get("source"))
     if names.by is not None:
-        readers["by"] = partial(_text, there(names.by))
+        readers["by"] = partial(text_of, there(names.by))
     return readers
 
 
@@ -287,7 +284,7 @@ def _truth(name: str, fields: Fields) -> bool:
     return word
 
 
-def _text(name: str, fields: Fields) -> str:
+def text_of(name: str, fields: Fields) -> str:
     """Return the field as text; ids and labels may be written as numbers."""
     value = _cell(name, fields)
     if isinstance(value, str):
@@ -297,7 +294,7 @@ def _text(name: str, fields: Fields) -> str:
     return str(value)
 
 
-def _logprobs(fields: Fields) -> dict[str, float]:
+def logprobs_of(fields: Fields) -> dict[str, float]:
     """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
     logprobs = _cell("label_logprobs", fields)
     if not isinstance(logprobs, dict) or not logprobs:
@@ -309,57 +306,19 @@ def _logprobs(fields: Fields) -> dict[str, float]:
     return logprobs
 
 
-def _answer(fields: Fields) -> str | None:
+def answer_of(fields: Fields) -> str | None:
     """Return the answer's label; None where nothing could be parsed, which is never right."""
     if "label" not in fields:
-        logprobs = _logprobs(fields)
+        logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
-    return None if fields["label"] is None else _text("label", fields)
+    return None if fields["label"] is None else text_of("label", fields)
 
 
 def _answer_probability(fields: Fields) -> float:
-    logprobs, answer = _logprobs(fields), _answer(fields)
+    logprobs, answer = logprobs_of(fields), answer_of(fields)
     if answer not in logprobs:
         raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
     return exp(min(logprobs[answer], 0.0))
-
-
-@dataclass(frozen=True)
-class LabelTable:
-    """Label log-probabilities as columns. logprobs: (N, K); answer, gold: (N,) columns of it; gold None: not known.
-
-    Rows with fewer than K labels are filled up with labels of probability 0.
-    """
-
-    logprobs: Floats
-    answer: Ints
-    gold: Ints | None
-
-
-def read_labels(path: Path) -> LabelTable:
-    """Read the label log-probabilities of every row, with the place of the answer and of the gold label."""
-    rows: list[list[float]] = []
-    places: dict[str, list[int]] = {"label": [], "gold": []}
-    for row, fields in read_rows(path):
-        try:
-            logprobs = _logprobs(fields)
-            answer = _answer(fields)
-            labels = {"label": max(logprobs, key=logprobs.__getitem__) if answer is None else answer}
-            if "gold" in fields:
-                labels["gold"] = _text("gold", fields)
-            for name, label in labels.items():
-                if label not in logprobs:
-                    raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
-                places[name].append(list(logprobs).index(label))
-        except ValueError as error:
-            raise DataError(path, row, str(error)) from None
-        rows.append(list(logprobs.values()))
-    if not rows:
-        raise DataError(path, None, "holds no rows")
-    width = max(map(len, rows))
-    filled = np.array([row + [NO_LABEL] * (width - len(row)) for row in rows], dtype=np.float64)
-    gold = np.array(places["gold"]) if len(places["gold"]) == len(rows) else None
-    return LabelTable(filled, np.array(places["label"]), gold)
 
 
 @dataclass(frozen=True)
@@ -395,25 +354,6 @@ class MeasureSettings:
             name: partial(function, bins=self.bins) if "bins" in signature(function).parameters else function
             for name, function in functions.items()
         }
-
-
-def chosen(names: str | None) -> tuple[str, ...]:
-    """Return the metrics of a comma-separated list; None means the headline ones, `all` all of them.
-
-    >>> chosen("ece, brier")
-    ('ece', 'brier')
-    """
-    if names is None:
-        return HEADLINE
-    if names.strip() == "all":
-        return tuple(METRICS)
-    listed = [name.strip() for name in names.split(",") if name.strip()]
-    for name in listed:
-        if name not in METRICS:
-            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (there is {', '.join(METRICS)})")
-    if not listed:
-        raise ValueError(f"no metric named (there is {', '.join(METRICS)})")
-    return tuple(dict.fromkeys(listed))
 
 
 @dataclass(frozen=True)
@@ -532,31 +472,6 @@ def unheld(summary: Summary) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A comparison with its p-value corrected for the number of metrics compared, and the mark that it earns."""
-
-    comparison: Comparison
-    p_corrected: float
-    mark: str
-
-
-def judged(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Judged]:
-    """Correct the p-values by Holm over the metrics of which one direction is better; the others get no mark.
-
-    `judge` False, for files of mostly forced answers, gives no marks.
-    """
-    family = [name for name in comparisons if METRICS[name].better is not None]
-    corrected = dict(zip(family, holm([comparisons[name].p_value for name in family]), strict=True))
-    results = {}
-    for name, comparison in comparisons.items():
-        metric, p = METRICS[name], corrected.get(name, float("nan"))
-        ends = (comparison.low, comparison.high)
-        earned = mark(comparison.difference, ends, p, metric.better, metric.least) if judge else ""
-        results[name] = Judged(comparison, p, earned)
-    return results
-
-
 def paired(a: GradedAnswers, b: GradedAnswers) -> tuple[Answers, Answers]:
     """Return both as answers by question, or raise a DataError where they do not answer the same questions once."""
     for answers in (a, b):
@@ -572,16 +487,3 @@ def paired(a: GradedAnswers, b: GradedAnswers) -> tuple[Answers, Answers]:
             message = f"{len(missing)} questions of {here.source} are missing, first {missing[0]!r}"
             raise DataError(there.source, None, message)
     return Answers(a.question, a.confidence, a.correct), Answers(b.question, b.confidence, b.correct)
-
-
-def jsonable(value: Any) -> Any:
-    """Return dataclasses and arrays as JSON values; a number that is not finite becomes null."""
-    if hasattr(value, "__dataclass_fields__"):
-        return jsonable(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if isfinite(value) else None
-    return value

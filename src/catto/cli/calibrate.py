@@ -10,6 +10,7 @@ import typer
 
 from catto.cli.console import (
     MOST_SEED,
+    examples,
     number,
     print_table,
     refuse,
@@ -23,28 +24,20 @@ from catto.cli.console import (
 from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
 
 if TYPE_CHECKING:
-    from catto.calibrate import Fitted
-    from catto.measure import Confidences, GradedAnswers
+    from catto.measure import GradedAnswers
     from catto.metrics.binning import Floats
 
-__all__ = ["app"]
-
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  catto calibrate fit validation.jsonl --method temperature --out tau.json
-
-  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
-"""
-
+FIT = "catto calibrate fit validation.jsonl --method temperature --out tau.json"
+APPLY = "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
 SHOWN = ("ece", "nll", "brier")
+SeedOption = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")]
 
-app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file and apply it to another.", epilog=EXAMPLES)
-
-
-@app.command(
-    "fit", epilog="[bold]Example[/bold]\n\n  catto calibrate fit validation.jsonl --method platt --out platt.json"
+app = typer.Typer(
+    no_args_is_help=True, help="Fit a calibrator on one file and apply it to another.", epilog=examples(FIT, APPLY)
 )
+
+
+@app.command("fit", epilog=examples(FIT))
 def fit(
     file: Annotated[Path, typer.Argument(help="Answers to fit on, as `catto measure` reads them.")],
     out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .json file.")],
@@ -58,7 +51,7 @@ def fit(
     unparsed: UnparsedOption = "fallback",
     confidence_column: ConfidenceColumn = "confidence",
     correct_column: CorrectColumn = "correct",
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
+    seed: SeedOption = 0,
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
     from catto.calibrate import fit_file
@@ -78,9 +71,7 @@ def fit(
     say(f"Wrote {out}. These are the rows it was fitted on: measure it on others.")
 
 
-@app.command(
-    "apply", epilog="[bold]Example[/bold]\n\n  catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
-)
+@app.command("apply", epilog=examples(APPLY))
 def apply(
     calibrator: Annotated[Path, typer.Argument(help="What `catto calibrate fit` wrote.")],
     file: Annotated[Path, typer.Argument(help="Answers to calibrate; they need not be labelled.")],
@@ -91,10 +82,10 @@ def apply(
     unparsed: UnparsedOption = "fallback",
     confidence_column: ConfidenceColumn = "confidence",
     correct_column: CorrectColumn = "correct",
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
+    seed: SeedOption = 0,
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
-    from catto.calibrate import apply_file, open_fitted
+    from catto.calibrate import apply_file, open_fitted, shared_questions
     from catto.measure import ColumnNames, GradedAnswers
 
     if out.suffix.lower() != ".jsonl":
@@ -102,20 +93,11 @@ def apply(
     writable_file("--out", out)
     fitted = open_fitted(calibrator, on)
     answers, calibrated = apply_file(fitted, file, ColumnNames(confidence_column, correct_column), out)
-    _warn_shared(fitted, answers)
+    if shared := shared_questions(fitted, answers):
+        warn(f"{shared} of the questions the calibrator was fitted on are in {file}: the numbers flatter it")
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
-
-
-def _warn_shared(fitted: Fitted, answers: Confidences) -> None:
-    from catto.calibrate import shared_questions
-
-    shared = shared_questions(fitted, answers)
-    if shared:
-        warn(
-            f"{shared} of the questions the calibrator was fitted on stand in {answers.source}: the numbers flatter it"
-        )
 
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
@@ -131,10 +113,10 @@ def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
         say(both[0].warning)
     made = table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
     for name in SHOWN:
-        percent = METRICS[name].percent
-        found = [summary.metrics[name].interval for summary in both]
-        cells = [(number(one.value, percent), span(one.low, one.high, percent)) for one in found]
-        made.add_row(METRICS[name].title, *cells[0], *cells[1])
+        percent, cells = METRICS[name].percent, []
+        for interval in (summary.metrics[name].interval for summary in both):
+            cells += [number(interval.value, percent), span(interval.low, interval.high, percent)]
+        made.add_row(METRICS[name].title, *cells)
     print_table(made)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")
     for when, summary in zip(("Before", "After"), both, strict=True):

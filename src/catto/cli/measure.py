@@ -28,7 +28,8 @@ from catto.cli.console import (
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, Judged, Summary
+    from catto.measure import GradedAnswers, Summary
+    from catto.metrics.catalogue import Judged
     from catto.metrics.errors import BrierSplit
     from catto.metrics.ranking import Threshold
 
@@ -108,8 +109,9 @@ def measure(
     resampled.
     """
     from catto.cli.display import progress
-    from catto.measure import ColumnNames, MeasureSettings, chosen, compared, judged, paired, read_graded, summarise
+    from catto.measure import ColumnNames, MeasureSettings, compared, paired, read_graded, summarise
     from catto.metrics import errors
+    from catto.metrics.catalogue import chosen, judged
     from catto.metrics.ranking import threshold_for_risk
 
     if figure is not None and figure.suffix.lower() not in FIGURES:

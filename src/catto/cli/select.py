@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from catto.cli.console import MOST_SEED, finite, number, print_json, print_table, refuse, say, span, table
+from catto.cli.console import (
+    MOST_SEED,
+    examples,
+    finite,
+    number,
+    print_json,
+    print_table,
+    refuse,
+    refusing,
+    say,
+    span,
+    table,
+)
 from catto.recipe import MOST_SAMPLES
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from catto.measure import Sources
-    from catto.metrics.ranking import Within
-    from catto.metrics.selection import Selected
-    from catto.records import Prediction
-
-__all__ = ["select"]
-
-EXAMPLES = """
-[bold]Examples[/bold]
-
-  catto select predictions.jsonl --k 4 8
-
-  catto select predictions.jsonl --k 4 --fit-tau validation.jsonl
-
-  catto select predictions.jsonl --k 4 --tau 1.3 --json
-"""
+EXAMPLES = examples(
+    "catto select predictions.jsonl --k 4 8",
+    "catto select predictions.jsonl --k 4 --fit-tau validation.jsonl",
+    "catto select predictions.jsonl --k 4 --tau 1.3 --json",
+)
 
 
 def select(
@@ -53,11 +51,11 @@ def select(
 ) -> None:
     """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.
 
-    With it stands how well confidence orders the samples of the same question, and how many had no readable answer.
+    Also printed: how well confidence orders the samples of the same question, and how many had no readable answer.
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
     """
     from catto.files import read_records
-    from catto.measure import Sources
+    from catto.measure import Sources, jsonable
     from catto.metrics.selection import candidates, within_questions
     from catto.metrics.selection import select as selected
     from catto.metrics.temperature import fit_tau as fitted
@@ -68,59 +66,35 @@ def select(
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
     predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
-    try:
+    with refusing(place=f"{file}: "):
         if fit_tau is not None:
             tau = fitted(list(read_records(fit_tau, Prediction))).tau
-        given = candidates(predictions, tau)
-        found = [row for size in (*k, *(more or ())) for row in selected(given, size, seed=seed)]
-    except ValueError as error:
-        refuse(f"{file}: {error}")
-    within, counts = within_questions(given, seed=seed), Sources.of(one.source for one in predictions)
+        samples = candidates(predictions, tau)
+        rows = [row for size in (*k, *(more or ())) for row in selected(samples, size, seed=seed)]
+    within, counts = within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
+    rate = counts.share("fallback")
     if as_json:
-        print_json([_document(row, within, counts) for row in found])
+        known = {"fallback_rate": rate, "sources": jsonable(counts), "within": jsonable(within)}
+        print_json([{**jsonable(row), **known} for row in rows])
         return
     if counts.warning is not None:
         say(counts.warning)
-    _show(file, found, counts)
+    made = table(str(file), "rule", "k", "accuracy", "95 % interval", "ECE", "subsets", "fallback")
+    for row in rows:
+        cells = (number(row.accuracy, True), span(row.low, row.high, True), number(row.ece, True))
+        subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
+        made.add_row(row.rule, str(row.k), *cells, subsets, f"{100 * rate:.1f} %")
+    print_table(made)
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
-    say(f"N = {found[0].questions:,} questions, {given.label.shape[1]} samples each, {counts.told()}.")
-    say(_drawn_at(predictions, tau))
-    say(_told(within, found[0].questions))
-
-
-def _drawn_at(predictions: Sequence[Prediction], tau: float | None) -> str:
-    """At which temperatures the samples were drawn, and at which tau their confidences are compared."""
-    drawn = sorted({one.temperature for one in predictions})
+    questions, size = samples.label.shape
+    say(f"N = {questions:,} questions, {size} samples each, {counts.told()}.")
+    drawn = ", ".join(f"{value:g}" for value in sorted({one.temperature for one in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
-    return f"Sampled at temperature {', '.join(f'{value:g}' for value in drawn)}, ranked by {ranked}."
-
-
-def _told(within: Within, questions: int) -> str:
+    say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
     if not within.pairs:
-        return "AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win."
+        say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
+        return
     value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
-    resting = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
-    return f"AUROC of confidence within questions: {value}, from {resting}; at 50 confidence cannot tell which to pick."
-
-
-def _document(row: Selected, within: Within, counts: Sources) -> dict[str, object]:
-    from dataclasses import asdict
-
-    from catto.measure import jsonable
-
-    return {
-        **jsonable(row),
-        "fallback_rate": counts.share("fallback"),
-        "sources": asdict(counts),
-        "within": jsonable(within),
-    }
-
-
-def _show(file: Path, found: list[Selected], counts: Sources) -> None:
-    made = table(str(file), "rule", "k", "accuracy", "95 % interval", "ECE", "subsets", "fallback")
-    fallback = f"{100 * counts.share('fallback'):.1f} %"
-    for row in found:
-        cells = (number(row.accuracy, True), span(row.low, row.high, True), number(row.ece, True))
-        made.add_row(row.rule, str(row.k), *cells, f"{row.subsets:,}{'' if row.exact else ' drawn'}", fallback)
-    print_table(made)
+    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
+    say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")

@@ -1,7 +1,8 @@
-"""METRICS: the table of metrics that the command line and the report read."""
+"""METRICS, the table of metrics that the command line and the report read, and the marks that comparisons get."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,6 +24,8 @@ from catto.metrics.errors import (
     smooth_ece,
 )
 from catto.metrics.ranking import aurc, auroc, e_aurc
+from catto.metrics.statistics import Comparison, holm, mark
+from catto.problems import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,49 @@ METRICS: dict[str, Metric] = {
     "e_aurc": _loss(e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers."),
     "l1": _loss(l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness."),
 }
+
+HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", "brier", "nll", "auroc", "aurc")
+
+
+def chosen(names: str | None) -> tuple[str, ...]:
+    """Return the metrics of a comma-separated list; None means the headline ones, `all` all of them.
+
+    >>> chosen("ece, brier")
+    ('ece', 'brier')
+    """
+    if names is None:
+        return HEADLINE
+    if names.strip() == "all":
+        return tuple(METRICS)
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    for name in listed:
+        if name not in METRICS:
+            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (there is {', '.join(METRICS)})")
+    if not listed:
+        raise ValueError(f"no metric named (there is {', '.join(METRICS)})")
+    return tuple(dict.fromkeys(listed))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A comparison with its p-value corrected for the number of metrics compared, and the mark that it earns."""
+
+    comparison: Comparison
+    p_corrected: float
+    mark: str
+
+
+def judged(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Judged]:
+    """Correct the p-values by Holm over the metrics of which one direction is better; the others get no mark.
+
+    `judge` False, for files of mostly forced answers, gives no marks.
+    """
+    family = [name for name in comparisons if METRICS[name].better is not None]
+    corrected = dict(zip(family, holm([comparisons[name].p_value for name in family]), strict=True))
+    results = {}
+    for name, comparison in comparisons.items():
+        metric, p = METRICS[name], corrected.get(name, float("nan"))
+        ends = (comparison.low, comparison.high)
+        earned = mark(comparison.difference, ends, p, metric.better, metric.least) if judge else ""
+        results[name] = Judged(comparison, p, earned)
+    return results

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from catto.files import opened, read_records
-from catto.measure import GAP, HEADLINE, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
+from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
+from catto.metrics.catalogue import HEADLINE
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
