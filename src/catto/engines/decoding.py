@@ -244,7 +244,7 @@ class Row:
     prompt: tuple[int, ...]
     limit: int  # most tokens it may have
     ids: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, where the request asks
+    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, where a request asks
     logprob: float = 0.0  # sum over `ids` at temperature 1
     end: int | None = None  # where the stop text ends
     finish_reason: str | None = None
@@ -260,6 +260,7 @@ def decode_rows(
     """
     started = time.perf_counter()
     live = list(rows)
+    keeping = any(row.request.keep_states for row in rows)
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
     with evaluating(network) as head:
         cached = Cached(network, head, list(places))
@@ -271,10 +272,11 @@ def decode_rows(
             ]
             tokens = draw(logits, [request.temperature for request in requests], uniforms)
             logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-            for row, token, logprob, state in zip(live, tokens.tolist(), logprobs.tolist(), cached.states, strict=True):
-                stops = row.request.stop
-                if row.request.keep_states:
+            if keeping:
+                for row, state in zip(live, cached.states, strict=True):
                     row.states.append(state)
+            for row, token, logprob in zip(live, tokens.tolist(), logprobs.tolist(), strict=True):
+                stops = row.request.stop
                 if token in eos:
                     row.finish_reason = "stop"
                 else:

@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -119,7 +119,9 @@ class ServerEngine(Engine):
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         self.name = f"server openai-{openai.__version__}"
         self.model, self.batch_size = model, concurrency
-        self.base_url, self._login = split_login(base_url)
+        self.base_url, login = split_login(base_url)
+        # the login as basic authentication carries it, and the part of it that no message may show
+        self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
         self.api_key_env = api_key_env
         self.timeout, self.deadline = timeout, deadline
         self.max_retries, self.retries = max_retries, 0
@@ -215,7 +217,7 @@ class ServerEngine(Engine):
         if not (key.isascii() and key.isprintable()):
             raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
         timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
-        headers = {"Authorization": f"Basic {_encoded(self._login)}"} if self._login else None
+        headers = {"Authorization": f"Basic {self._login[0]}"} if self._login else None
         try:  # retries are ours: those of the client know no deadline and no unusable replies
             return openai.AsyncOpenAI(
                 base_url=self.base_url, api_key=key, timeout=timeout, max_retries=0, default_headers=headers
@@ -255,7 +257,7 @@ class ServerEngine(Engine):
         return Refusal(refused=self._told(fault, request), question=request.question, sample=request.sample)
 
     async def _post(self, client: openai.AsyncOpenAI, request: Request, tries: int) -> Reply:
-        """Post once; whatever goes wrong is a `_FaultError`."""
+        """Post once; whatever goes wrong is a `_FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [message.model_dump() for message in request.messages],
@@ -285,7 +287,18 @@ class ServerEngine(Engine):
             raise self._connection_fault(error, tries) from None
         except openai.OpenAIError as error:
             raise _FaultError(str(error), again=False, of_all=True) from None
-        return _usable(bytes(content), tries)
+        try:
+            reply = Reply.model_validate_json(bytes(content))
+        except ValidationError as error:
+            what = "HTML" if content.lstrip()[:1] == b"<" else first_problem(error)
+            raise _FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
+        choice, message = reply.choices[0], reply.choices[0].message
+        if choice.finish_reason == "content_filter" and not message.text:
+            raise _FaultError("the reply was withheld: finish_reason content_filter", again=False)
+        # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
+        if message.content is None and message.refusal is None and message.reasoned is None:
+            raise _FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
+        return reply
 
     def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
         choice = reply.choices[0]
@@ -324,18 +337,16 @@ class ServerEngine(Engine):
 
     def _told(self, fault: _FaultError, request: Request) -> str:
         """Why it failed, in one line without secrets or prompt."""
-        user, password = self._login or ("", "")
-        secrets = [self._key() or "", _encoded(self._login) if self._login else "", password or user]
-        return one_line(fault.reason, secrets, [message.content for message in request.messages])
+        return one_line(fault.reason, [self._key() or "", *self._login], [turn.content for turn in request.messages])
 
     def _status_fault(self, error: openai.APIStatusError, tries: int) -> _FaultError:
         """What an HTTP error says of the request and of the server."""
-        status, said = error.status_code, _said(error)
+        status, body, said = error.status_code, error.body, error.message
+        if isinstance(body, dict) and isinstance(text := body.get("message") or body.get("detail"), str):
+            said = f"{text} ({body['code']})" if isinstance(body.get("code"), str) else text
         if status == 401:
-            what = "was refused" if self._key() else "is not set"
-            return _FaultError(
-                f"401: the key in environment variable {self.api_key_env} {what}", again=False, of_all=True
-            )
+            key = f"the key in environment variable {self.api_key_env}"
+            return _FaultError(f"401: {key} {'was refused' if self._key() else 'is not set'}", again=False, of_all=True)
         headers = error.response.headers
         wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
@@ -384,6 +395,7 @@ def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
             ended.set_result(asyncio.run(main()))
         except BaseException as error:  # raised in the caller's thread
             ended.set_exception(error)
+        cancel.cancel()  # where the loop did not even start
         arrived.put(ended)
 
     thread = threading.Thread(target=drive, daemon=True)
@@ -393,7 +405,7 @@ def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
             yield item
         item.result()
     finally:
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
+        with contextlib.suppress(RuntimeError, CancelledError):  # the loop is closed already
             cancel.result()()
         thread.join()
 
@@ -412,35 +424,6 @@ def split_login(base_url: str) -> tuple[str, tuple[str, str] | None]:
             login = (unquote(url.username or ""), unquote(url.password or "")) if "@" in url.netloc else None
             return urlunsplit(url._replace(netloc=url.netloc.rpartition("@")[2])), login
     raise ValueError("base_url: expected http:// or https://, a host and a path, such as http://localhost:8000/v1")
-
-
-def _encoded(login: tuple[str, str]) -> str:
-    return base64.b64encode(":".join(login).encode()).decode()
-
-
-def _usable(content: bytes, tries: int) -> Reply:
-    """Read a reply; one that cannot be used is a fault, and one that a filter has emptied is not asked for again."""
-    try:
-        reply = Reply.model_validate_json(content)
-    except ValidationError as error:
-        what = "HTML" if content.lstrip()[:1] == b"<" else first_problem(error)
-        raise _FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
-    choice = reply.choices[0]
-    if choice.finish_reason == "content_filter" and not choice.message.text:
-        raise _FaultError("the reply was withheld: finish_reason content_filter", again=False)
-    # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
-    if choice.message.content is None and choice.message.refusal is None and choice.message.reasoned is None:
-        raise _FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
-    return reply
-
-
-def _said(error: openai.APIStatusError) -> str:
-    """The message of an HTTP error, with its code where there is one."""
-    body: Any = error.body
-    if not isinstance(body, dict):
-        return error.message
-    said, code = body.get("message") or body.get("detail"), body.get("code")
-    return error.message if not isinstance(said, str) else f"{said} ({code})" if isinstance(code, str) else said
 
 
 def wished_wait(headers: Mapping[str, str]) -> float | None:

@@ -64,15 +64,9 @@ def prompt_fields(tokenizer: Any, chat: Sequence[Message], prefix: Sequence[int]
 
 def generate_fields(request: Request) -> dict[str, Any]:
     """Sampling parameters of a request; `logprobs` 0 returns that of the drawn token."""
-    return {
-        "temperature": request.temperature,
-        "seed": request.seed,
-        "max_tokens": request.max_tokens,
-        "stop": list(request.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "logprobs": 0,
-    }
+    drawn = {"temperature": request.temperature, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
+    text = {"stop": list(request.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
+    return drawn | text
 
 
 def score_fields(context: Context) -> dict[str, Any]:

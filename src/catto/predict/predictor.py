@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -71,11 +71,11 @@ def evaluate(
     """
     job = _Job(engine, questions, **settings)
 
-    def predictor(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Prediction | Refusal]]:
-        reader = job.reader()
-        return lambda keys: job.read(reader, job.generate(keys, cap, keep_states=True), cap)
+    def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
+        reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
+        return job.read(reader, job.generate(keys, keep_states=True))
 
-    return job.collect(Prediction, predictor, out, progress and _right(progress), max_refused, retry_refused)
+    return job.collect(Prediction, predict, out, progress and _right(progress), max_refused, retry_refused)
 
 
 def generate(
@@ -90,13 +90,8 @@ def generate(
 ) -> list[Generation]:
     """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way."""
     job = _Job(engine, questions, **settings)
-
-    def generator(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Generation | Refusal]]:
-        job.check_labels()
-        return lambda keys: job.generate(keys, cap)
-
     counting = None if progress is None else lambda done, total: progress(len(done), total)
-    return job.collect(Generation, generator, out, counting, max_refused, retry_refused)
+    return job.collect(Generation, job.generate, out, counting, max_refused, retry_refused)
 
 
 def read(
@@ -119,14 +114,11 @@ def read(
     if foreign := written.keys() - set(job.keys):
         raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
 
-    def refused(key: Key) -> Refusal:
-        return Refusal(refused="the request was refused when it was generated", question=key[0], sample=key[1])
+    def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
+        why = "the request was refused when it was generated"
+        return job.read(job.reader, [written.get(k) or Refusal(refused=why, question=k[0], sample=k[1]) for k in keys])
 
-    def predictor(cap: RefusalCap) -> Callable[[Sequence[Key]], list[Prediction | Refusal]]:
-        reader = job.reader()
-        return lambda keys: job.read(reader, [written.get(key) or refused(key) for key in keys], cap)
-
-    return job.collect(Prediction, predictor, out, progress and _right(progress), 1.0, False)
+    return job.collect(Prediction, predict, out, progress and _right(progress), 1.0, False)
 
 
 def evaluate_model(
@@ -227,16 +219,11 @@ class _Job:
         self.run = Run(engine.name, engine.model, each, seed, max_tokens, reasoning, chunk)
         self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
         self.keys = [(question.id, sample) for question in listed for sample in range(k)]
+        self.cap = RefusalCap(1.0)
 
-    def check_labels(self) -> None:
-        """Raise ValueError unless the engine's tokens tell the labels of every question apart."""
-        if self.engine.exchanges == "tokens":
-            for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
-                check_labels(self.engine.tokenizer, labels)
-
+    @cached_property
     def reader(self) -> Reader:
         """What reads the labels of this engine's responses."""
-        self.check_labels()
         if self.engine.exchanges == "tokens":
             return partial(read_tokens, self.engine)
         from catto.engines.server import ServerEngine
@@ -244,9 +231,7 @@ class _Job:
         assert isinstance(self.engine, ServerEngine)
         return server_reader(self.engine)
 
-    def generate(
-        self, keys: Sequence[Key], cap: RefusalCap, *, keep_states: bool = False
-    ) -> list[Generation | Refusal]:
+    def generate(self, keys: Sequence[Key], *, keep_states: bool = False) -> list[Generation | Refusal]:
         """What the engine gives for these keys, in their order."""
         requests = [
             Request(
@@ -265,22 +250,20 @@ class _Job:
         for outcome in self.engine.generate(requests):
             outcomes[outcome.key] = outcome
             if isinstance(outcome, Refusal):
-                cap.refused(outcome)
+                self.cap.refused(outcome)
             else:
-                cap.answered(outcome.key)
+                self.cap.answered(outcome.key)
         if missing := next((key for key in keys if key not in outcomes), None):
             raise RuntimeError("{}: question {} sample {} never came".format(self.engine.name, *missing))
         return [outcomes[key] for key in keys]
 
-    def read(
-        self, reader: Reader, outcomes: Sequence[Generation | Refusal], cap: RefusalCap
-    ) -> list[Prediction | Refusal]:
+    def read(self, reader: Reader, outcomes: Sequence[Generation | Refusal]) -> list[Prediction | Refusal]:
         """The predictions of a chunk; a refusal stays in its place."""
         cases = [Case(*self.cases[one.question], one) for one in outcomes if isinstance(one, Generation)]
         predictions: dict[Key, Prediction | Refusal] = {}
         for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
             if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
-                cap.refused(answer)
+                self.cap.refused(answer)
                 predictions[answer.key] = answer
                 continue
             predictions[generation.key] = Prediction(
@@ -303,13 +286,13 @@ class _Job:
     def collect(
         self,
         kind: type[R],
-        maker: Callable[[RefusalCap], Callable[[Sequence[Key]], list[R | Refusal]]],
+        make: Callable[[Sequence[Key]], list[R | Refusal]],
         out: Path | None,
         progress: Callable[[list[R], int], None] | None,
         max_refused: float,
         retry_refused: bool,
     ) -> list[R]:
-        """All records: from the file as far as it has them, the others from `maker`'s function, chunk by chunk.
+        """All records: from the file as far as it has them, the others from `make`, chunk by chunk.
 
         `progress` gets the records so far and how many there will be: refused requests are taken off the total.
         """
@@ -331,12 +314,14 @@ class _Job:
                 done = {outcome.key: outcome for outcome in journal.outcomes()}
             refused_before: list[Key] = [key for key, outcome in done.items() if isinstance(outcome, Refusal)]
             chunks = [self.keys[start : start + width] for start in range(len(done), len(self.keys), width)]
-            make = maker(RefusalCap(max_refused, done.keys() - {*refused_before}, refused_before)) if chunks else None
             if retry_refused and refused_before:
                 chunks.append(refused_before)
+            if chunks and self.engine.exchanges == "tokens":  # labels that tokens cannot tell apart are refused first
+                for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
+                    check_labels(self.engine.tokenizer, labels)
+            self.cap = RefusalCap(max_refused, done.keys() - {*refused_before}, refused_before)
             for chunk in chunks:
-                if chunk is refused_before or make is None:
-                    make = maker(RefusalCap(1.0))
+                self.cap = RefusalCap(1.0) if chunk is refused_before else self.cap
                 outcomes = make(chunk)
                 outcomes = outcomes if journal is None else journal.append(*outcomes, sync=True)
                 done |= {outcome.key: outcome for outcome in outcomes}
