@@ -1,10 +1,10 @@
 r"""Which label an answer gives, by a closed list of written forms.
 
 The whole answer has to be one of them, or it is no answer. The text is normalised first: NFKC, case folded, invisible
-characters out, white space single. Then its formatting is taken off from the outside in (brackets, quotes, markdown,
+characters removed, white space single. Then its formatting is removed from the outside in (brackets, quotes, markdown,
 `\boxed{}`, a final full stop, special tokens), and at most two leads ("The correct answer is", "option"). What is left
 has to be a label, a label with its own option's text, or a label that "is correct". Nothing is searched for, so a
-second label, a negation or a word too many leaves no form. The table of forms is in docs/conventions.md.
+second label, a negation or an extra word matches no form. The table of forms is in docs/conventions.md.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CHOOSE += r"|settle on|have chosen)"
 _OPENER = r"(?:so|thus|therefore|hence|then|ok|okay|finally|clearly|overall|in conclusion|in summary|to conclude"
 _OPENER += r"|(?:i|we) (?:think|believe|conclude|would say)(?: that)?|i['\u2019]d say"
 _OPENER += r"|i(?: am|['\u2019]m) (?:sure|confident)(?: that)?),?"
-# Leads that state an answer, wherever they stand.
+# Leads that state an answer, also in prose.
 _STATING = [
     rf"{_THE}(?:{_WHICH})*(?:answer|ans|label){_ABOUT}(?:{_IS})?",
     rf"{_THE}(?:{_WHICH})+(?:option|choice|letter){_ABOUT}(?:{_IS})?",
@@ -65,7 +65,7 @@ _STATING = [
     rf"(?:i|we)(?: (?:would|will|shall|must|should|have to)|['\u2019]d|['\u2019]ll)? {_CHOOSE}",
     r"antwort|réponse|respuesta|risposta|resposta|ответ",
 ]
-# Leads that answer only where nothing else stands: in prose "it is" may speak of anything, "option" of every option.
+# Leads that answer only outside prose, where "it is" may speak of anything and "option" of every option.
 _NAMING = [r"(?:the )?(?:option|choice|letter|number)", rf"(?:it|this|that)(?:{_IS}|['\u2019]s)", "choose|pick|select"]
 _LEAD = re.compile(
     rf"""(?P<open>\*\*|__|[*_`"'])?"""
@@ -184,7 +184,7 @@ def _read(answer: str, offset: int, known: _Labels) -> Reading | None:
 
 
 class _Form:
-    """An answer that is read from the outside in: text[i:j] is what has not been taken off."""
+    """An answer that is read from the outside in: text[i:j] is what is left."""
 
     def __init__(self, answer: str, known: _Labels) -> None:
         self.answer, self.known, self.states = answer, known, False
@@ -216,7 +216,7 @@ class _Form:
         return self.read_with_more(i, j, leads > 0)
 
     def label(self, i: int, j: int) -> Reading | None:
-        """The label that text[i:j] is; labels that fold alike are told apart by the original's characters."""
+        """The label that text[i:j] is; of labels that fold alike, the one with the original's characters."""
         labels = self.known.folded.get(self.text[i:j], ()) if i < j else ()
         if not labels:
             return None

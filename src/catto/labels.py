@@ -100,7 +100,7 @@ def opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> Opening:
     alike, or do not begin at the same place.
     """
     written = {label: _written(tokenizer, text, label, _ENDING) for label in labels}
-    split = _split(tokenizer, {label: one.path for label, one in written.items()}, text)
+    split = _split(tokenizer, {label: form.path for label, form in written.items()}, text)
     before, path, _ = written[labels[0]]
     if other := next((label for label in labels if written[label].before != before), None):
         raise ValueError(f"labels {labels[0]!r} and {other!r} begin at different tokens in {_name(tokenizer)}")

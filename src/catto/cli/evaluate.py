@@ -119,7 +119,7 @@ def _loader(
 def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
-    from catto.engines.replies import told
+    from catto.engines.replies import count_reasons
     from catto.files import read_manifest
     from catto.predict.predictor import refusals_of
 
@@ -130,7 +130,7 @@ def _show(path: Path) -> None:
     say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
     if refused:
         total = counts["predictions"] + len(refused)
-        say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({told(refused)}).")
+        say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({count_reasons(refused)}).")
         say("--retry-refused asks them again.")
     if counts.get("other_model"):
         say(f"{counts['other_model']:,} replies came under another model name than the one asked for.")

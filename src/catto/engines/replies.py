@@ -71,10 +71,10 @@ class RefusalCap:
         return ServerError(f"{what}, such as question {last.question} sample {last.sample}: {last.refused}")
 
 
-def told(refusals: Iterable[Refusal]) -> str:
+def count_reasons(refusals: Iterable[Refusal]) -> str:
     """Count the refusals by reason, the commonest first.
 
-    >>> told([Refusal(refused="400 in try 1: flagged", question="q", sample=n) for n in range(2)])
+    >>> count_reasons([Refusal(refused="400 in try 1: flagged", question="q", sample=n) for n in range(2)])
     '2 x 400 in try 1: flagged'
     """
     reasons = Counter(refusal.refused for refusal in refusals)

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from catto.answers import VERSION
 from catto.engines import Engine, Generation, Key, Request
-from catto.engines.replies import MOST_REFUSED, RefusalCap, told
+from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
 from catto.files import library_versions, manifest_path, read_manifest, read_records
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
@@ -259,7 +259,8 @@ class _Job:
 
     def read(self, reader: Reader, outcomes: Sequence[Generation | Refusal]) -> list[Prediction | Refusal]:
         """The predictions of a chunk; a refusal stays in its place."""
-        cases = [Case(*self.cases[one.question], one) for one in outcomes if isinstance(one, Generation)]
+        generations, _ = _parted(outcomes)
+        cases = [Case(*self.cases[generation.question], generation) for generation in generations]
         predictions: dict[Key, Prediction | Refusal] = {}
         for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
             if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
@@ -281,7 +282,7 @@ class _Job:
                 engine=self.run.engine,
                 model=generation.model,
             )
-        return [one if isinstance(one, Refusal) else predictions[one.key] for one in outcomes]
+        return [predictions[outcome.key] if isinstance(outcome, Generation) else outcome for outcome in outcomes]
 
     def collect(
         self,
@@ -333,7 +334,7 @@ class _Job:
             if journal is not None:
                 journal.publish(self.manifest(kind, records, refused))
             elif refused:
-                why = told(refused)
+                why = count_reasons(refused)
                 warnings.warn(f"{len(refused)} of {len(done)} requests were refused: {why}", stacklevel=3)
         return records
 
@@ -387,5 +388,11 @@ def _plural(kind: type[Generation] | type[Prediction]) -> str:
 
 def _parted(outcomes: Iterable[R | Refusal]) -> tuple[list[R], list[Refusal]]:
     """Records and refusals, each in order."""
-    listed = list(outcomes)
-    return [one for one in listed if not isinstance(one, Refusal)], [one for one in listed if isinstance(one, Refusal)]
+    records: list[R] = []
+    refused: list[Refusal] = []
+    for outcome in outcomes:
+        if isinstance(outcome, Refusal):
+            refused.append(outcome)
+        else:
+            records.append(outcome)
+    return records, refused

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from catto.engines.replies import told
+from catto.engines.replies import count_reasons
 from catto.prompts import completion, messages
 from catto.recipe import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
@@ -216,7 +216,7 @@ def summarise(
         tokens=tokens["generated"] if tokens["counted"] else None,
         rows={},
         refused=len(refused),
-        reasons=told(refused),
+        reasons=count_reasons(refused),
         other_models=dict(sorted((+names).items())),
         examples=tuple([*examples.values(), *(r for r in first if r not in examples.values())][:EXAMPLES]),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from catto.files import building, opened
 from catto.problems import DataError
+from catto.prompts import TAGS
 from catto.recipe import ScratchModel
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,6 @@ def _convert(file: Path, folder: Path, dtype: str) -> None:
 # ---- from scratch ----------------------------------------------------------------------------------------------------
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<turn>")
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ROLES = ("system", "user", "assistant", "\n", " ")
 # A word includes the space before it and a percent sign after it, which halves the number of tokens.
 PATTERN = r"</?\w+>| ?\w+%?|\s|[^\w\s]"
