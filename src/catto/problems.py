@@ -19,7 +19,7 @@ MOST_CHARACTERS = 500
 # Lists and objects inside each other; a record has four levels.
 MOST_DEPTH = 64
 TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
-UNKNOWN = object()  # an input that is not at hand
+UNKNOWN = object()  # an input that is not available
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80

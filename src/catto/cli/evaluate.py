@@ -35,7 +35,7 @@ def evaluate(
         int | None, typer.Option(min=1, max=1_000_000, help="How many questions.", show_default="all of the task's")
     ] = None,
     k: Annotated[
-        int, typer.Option(min=1, max=MOST_SAMPLES, help="Samples a question; above 1 give a temperature.")
+        int, typer.Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")
     ] = 1,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=100.0, callback=finite, help="Of the samples; 0 is greedy.")

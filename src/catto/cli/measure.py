@@ -68,7 +68,7 @@ class Result:
 
 
 def measure(
-    file: Annotated[Path, typer.Argument(help="JSON lines, JSON or CSV (.gz too), of any model of anybody.")],
+    file: Annotated[Path, typer.Argument(help="JSON lines, JSON or CSV (.gz too), of any model.")],
     bins: Annotated[int, typer.Option(min=1, max=MOST_BINS, help="Confidence bins of equal width.")] = 20,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names, or `all`.")] = None,
     resamples: Annotated[

@@ -130,7 +130,7 @@ class Graph:
     def _sampled(
         self, name: str, model: Choice, questions: Stage[QuestionSettings], outcome: OutcomeSettings | None = None
     ) -> Stage:
-        """Rows of one sampled response a question: the model is asked as a teacher would be."""
+        """Rows of one sampled response per question: the model is asked as a teacher would be."""
         generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
             n=1,

@@ -111,8 +111,8 @@ class Sampling:
 def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     """Choose among the temperatures of the predictions the one at which the most confident of k samples is best.
 
-    Every temperature has the same questions and k samples of each, ranked by their confidence at tau; of equals the
-    lowest temperature is chosen.
+    Every temperature has the same questions and k samples of each, ranked by their confidence at tau. In case of a tie
+    the lowest temperature is chosen.
     """
     groups: dict[float, list[Prediction]] = {}
     for prediction in sorted(predictions, key=lambda prediction: prediction.temperature):

@@ -366,8 +366,8 @@ def compare_table(
     A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
     p-value.
 
-    There are as many swaps as resamples. Where those give a p-value below ALPHA and `swaps` is more, the test goes on
-    to so many: a correction for many comparisons needs small p-values, and only a test that may still show something
+    There are as many swaps as resamples. If those give a p-value below ALPHA and `swaps` is larger, the test continues
+    to `swaps`: a correction for many comparisons needs small p-values, and only a test that may still show something
     needs the work. Stopping the others early can only lose differences.
     """
     resamples, level, seed, tick = _filled(options)
@@ -457,7 +457,7 @@ def mark(
 
     Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
     and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap test
-    notices a shift of every confidence by 0.001, whatever that does to the metric on other questions, or for anybody.
+    detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
 
     >>> mark(-0.03, (-0.05, -0.01), 0.004, "lower")
     '*'

@@ -326,7 +326,7 @@ def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], threshold: Thresho
 
 
 def draw_history(axes: Axes, content: tuple[str, Trainings]) -> None:
-    """A validation metric over the steps, one line a method: the mean over seeds where they have the value."""
+    """A validation metric over the steps, one line per method: the mean over seeds where they have the value."""
     metric, rows = content
     for (method, _), trainings in rows.items():
         points = [point for training in trainings for point in training.history if {"step", metric} <= point.keys()]

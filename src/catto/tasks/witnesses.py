@@ -132,7 +132,7 @@ def _exact(question: Question) -> dict[str, float]:
 
 
 def bayes_answer(question: Question) -> str:
-    """The label of the largest posterior probability, the first of equals."""
+    """The label of the largest posterior probability, the first in case of a tie."""
     exact = _exact(question)
     return max(exact, key=lambda label: exact[label])
 

@@ -68,7 +68,7 @@ class BuiltInTeacher:
         raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
-        """Yield one response a request, in order."""
+        """Yield one response per request, in order."""
         for request in requests:
             if request.key not in done:
                 text = self.text(request)

@@ -135,7 +135,7 @@ class Monitored(Trainer):  # type: ignore[misc]
         return results
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Transformers' rule, which keeps the earliest of equals; by our own metrics the latest is kept."""
+        """Transformers' rule, which keeps the earliest in case of a tie; by our own metrics the latest is kept."""
         best: bool = super()._determine_best_metric(metrics, trial)
         name = str(self.args.metric_for_best_model).removeprefix("eval_")
         if not best and name in KEEP and metrics[f"eval_{name}"] == self.state.best_metric:
