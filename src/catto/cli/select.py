@@ -30,7 +30,7 @@ EXAMPLES = examples(
 
 
 def select(
-    file: Annotated[Path, typer.Argument(help="Predictions with several samples a question.")],
+    file: Annotated[Path, typer.Argument(help="Predictions with several samples per question.")],
     k: Annotated[list[int], typer.Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
     more: Annotated[list[int] | None, typer.Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
     tau: Annotated[
