@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data._utils.pin_memory import pin_memory
 
 import pairs
 from catto.training import preference
@@ -91,7 +92,7 @@ def test_the_layout_is_that_of_trl_tensors() -> None:
     assert torch.equal(torch.zeros_like(expected).index_put((rows, columns), torch.tensor(True)), expected)
 
 
-def test_every_tensor_of_a_layout_moves() -> None:
+def test_every_tensor_of_a_layout_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = step(CATTOTrainer, CATTOConfig, calibration="outcome").batch
     layout = pair_batch(batch, batch[KEY], 0, shared=True)
     moved = layout.to(torch.device("meta"), non_blocking=True)
@@ -99,3 +100,6 @@ def test_every_tensor_of_a_layout_moves() -> None:
     assert len(tensors) == 9
     assert all(getattr(moved, name).device.type == "meta" for name in tensors)
     assert moved.rows is layout.rows
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 1)  # needs an accelerator
+    pinned = pin_memory({KEY: {"layout": layout}})[KEY]["layout"]
+    assert all(torch.equal(getattr(pinned, name), getattr(layout, name) + 1) for name in tensors)

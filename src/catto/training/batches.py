@@ -7,7 +7,7 @@ first token of several responses, so targets are not aligned with positions: eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,8 +54,16 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Move every tensor."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()})  # type: ignore[arg-type]
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Pin every tensor, which lets the data loader copy it to a device without waiting."""
+        return self.map(Tensor.pin_memory)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Apply a function to every tensor."""
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     def without_queries(self) -> Batch:
         """The same batch, with no label probabilities to compute."""

@@ -22,8 +22,8 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 from catto.engines.decoding import evaluating
 from catto.metrics import errors
 from catto.training import model_forward as head
-from catto.training.batches import Query, build
-from catto.training.tokenize import Example
+from catto.training.batches import build
+from catto.training.tokenize import Example, label_queries
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
 LAST = "last"  # the other rule: the last step's
@@ -81,8 +81,7 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
-            queries = [Query(k, example.label.at, example.label.candidates) for k, example in enumerate(some)]
-            batch = build([example.before_label() for example in some], queries, 0, pad, shared=False)
+            batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
             values = head.call(model, batch.to(model.device), ()).labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()

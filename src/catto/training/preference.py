@@ -26,10 +26,10 @@ from trl.trainer.utils import FusedCausalLMOutput
 from catto.files import replacing
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.training import model_forward as head
-from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, Query, build, pair_batch
+from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.tokenize import Example, Fits, fitting, label_columns, numbered
+from catto.training.tokenize import Example, Fits, fitting, label_columns, label_queries, numbered
 
 logger = logging.getLogger(__name__)
 TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
@@ -354,8 +354,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             layout = build(rows, [], len(rows), **options)
         elif streamed:
             rows = [*layout.rows, *(example.before_label() for example in streamed)]
-            labels = enumerate((example.label for example in streamed), pairs)
-            layout = build(rows, [Query(n, label.at, label.candidates) for n, label in labels], pairs, **options)
+            layout = build(rows, label_queries(streamed, pairs), pairs, **options)
         elif args.calibration != "outcome":
             layout = layout.without_queries()
         head.install(self.accelerator.unwrap_model(model))

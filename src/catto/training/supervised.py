@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from transformers.trainer_callback import ExportableState
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import model_forward as head
-from catto.training.batches import Batch, Query, build
+from catto.training.batches import Batch, build
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.tokenize import Example
+from catto.training.tokenize import Example, label_queries
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
@@ -31,20 +31,13 @@ RCFT_BINS = 10
 Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
-@dataclass
-class _Collator:
+def collate(examples: list[Example], pad: int, *, reads_labels: bool) -> dict[str, Any]:
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
-
-    pad: int
-    reads_labels: bool
-
-    def __call__(self, examples: list[Example]) -> dict[str, Any]:
-        labels = [example.label for example in examples] if self.reads_labels else []
-        queries = [Query(number, label.at, label.candidates) for number, label in enumerate(labels)]
-        batch = build([example.row for example in examples], queries, len(examples), self.pad, shared=False)
-        names = [example.question for example in examples]
-        # `shift_labels`, since Transformers leaves the first of `labels` out of its count
-        return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
+    queries = label_queries(examples) if reads_labels else []
+    batch = build([example.row for example in examples], queries, len(examples), pad, shared=False)
+    names = [example.question for example in examples]
+    # `shift_labels`, since Transformers leaves the first of `labels` out of its count
+    return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
 
 
 class SupervisedTrainer(Monitored):
@@ -75,7 +68,7 @@ class SupervisedTrainer(Monitored):
                 model=model,
                 args=args,
                 train_dataset=list(examples),
-                data_collator=_Collator(processing_class.pad_token_id, rcft_weight > 0),
+                data_collator=partial(collate, pad=processing_class.pad_token_id, reads_labels=rcft_weight > 0),
                 processing_class=processing_class,
                 callbacks=[EvaluateAtEnd(), *([bins] if bins is not None else [])],
             )

@@ -18,7 +18,7 @@ from catto.labels import label_place
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
-from catto.training.batches import Row
+from catto.training.batches import Query, Row
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,12 @@ def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = No
         label = Label(at, candidates, row.labels.index(row.gold))
         made.append(Example(row.question, ids, label, row.correctness_rate))
     return fitting(made, max_length, lambda example: example.tokens)
+
+
+def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
+    """Ask for the label probabilities of examples whose rows are numbered from `first`."""
+    labels = enumerate((example.label for example in examples), first)
+    return [Query(row, label.at, label.candidates) for row, label in labels]
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
