@@ -107,7 +107,9 @@ def ask(
                 if drawn and (missing := len(requests) - len(journal.places)):
                     raise RuntimeError(f"{source.name}: {missing} requests were never answered")
                 counts = {"generations": answered, "refused": len(journal.refused)}
-                notes = {"source": source.name, "drawn": drawn, **getattr(source, "notes", {})}
+                notes: dict[str, Any] = {"source": source.name, "drawn": drawn}
+                if isinstance(source, StoredResponses):
+                    notes |= source.notes
                 journal.publish(_manifest("generations", counts, settings, journal.manifest.recipe_hash, notes))
         journal.remove()
 
