@@ -297,6 +297,7 @@ class Graph:
                 candidates = None if scaling or not recipe.evaluation.k else self.candidates(task, model)
                 # Validation predictions exist where a temperature is fitted or a learning rate chosen.
                 measured = self.tau(model) if scaling or candidates is not None else model
+                validation = [need for role, need in measured.needs.items() if role.startswith("validation")]
                 alike = task == source and not (scaling and recipe.evaluation.decode == "sample")
                 cell = stages.CellPlan(
                     task=task,
@@ -308,7 +309,7 @@ class Graph:
                     candidates=candidates,
                     chosen=model,
                     questions=self.questions(task, "test", seed),
-                    validation=_validations(measured) if alike else (),
+                    validation=tuple(validation) if alike else (),
                 )
                 cells.append(cell)
         return cells
@@ -322,11 +323,6 @@ class Graph:
                 if stage is not None:
                     needs[stage.name] = stage
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
-
-
-def _validations(stage: Stage) -> tuple[Stage, ...]:
-    """Return the validation predictions that a stage needs, each once."""
-    return tuple({need.key: need for role, need in stage.needs.items() if role.startswith("validation")}.values())
 
 
 def _titled(name: str, budget: Budget) -> str:
