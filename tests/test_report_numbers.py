@@ -156,6 +156,24 @@ def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Me
     assert [one.model_dump_json() for one in afresh.cells] == [one.model_dump_json() for one in world.numbers.cells]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ('"low": ', '"lou": ', "low"),
+        ('"std": ', '"std": "x", "was": ', "std"),
+        ('"mean": ', '"mean": [], "was": ', "mean"),
+    ],
+)
+def test_damaged_numbers_are_named_with_what_to_do(
+    world: Measured, tmp_path: Path, old: str, new: str, field: str
+) -> None:
+    path = tmp_path / "numbers.json"
+    store.write(world.numbers, path)
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(DataError, match=rf"{field}.*; delete it to measure afresh"):
+        store.read(path)
+
+
 def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_path: Path) -> None:
     store.write(world.numbers.model_copy(update={"version": 0}), tmp_path / "numbers.json")
     assert store.read(tmp_path / "numbers.json") is None

@@ -7,7 +7,7 @@ is null there and nan in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, f
 
 from catto.files import first_problem, replacing
 from catto.measure import Sources
-from catto.methods import Budget, known, method
+from catto.methods import Budget
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary, mark
 from catto.problems import DataError
@@ -96,12 +96,15 @@ class Versus(Comparison):
         return mark(self.difference, (self.low, self.high), self.p_corrected, of.better, of.least)
 
 
+# The fields of the statistics that numbers.json does not hold.
+NOT_STORED = {"level": nan, "a": nan, "b": nan, "n": 0}
+
+
 def _read(kind: type[Any], value: object) -> object:
-    """Make the statistics object of its fields in numbers.json; what is not stored there is nan."""
     if not isinstance(value, Mapping):
         return value
-    stored = {name: nan if item is None and name not in ("reason", "std") else item for name, item in value.items()}
-    return kind(**{field.name: nan for field in fields(kind) if field.default is MISSING} | stored)
+    others = {field.name: NOT_STORED[field.name] for field in fields(kind) if field.name in NOT_STORED}
+    return others | {key: nan if item is None and key not in ("reason", "std") else item for key, item in value.items()}
 
 
 def _written(names: str, value: object) -> dict[str, Any]:
@@ -109,22 +112,19 @@ def _written(names: str, value: object) -> dict[str, Any]:
     return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
 
 
-# Intervals, null bands, differences and spreads over seeds, as numbers.json holds them.
 Number = Annotated[
     Interval, BeforeValidator(partial(_read, Interval)), PlainSerializer(partial(_written, "value low high reason"))
 ]
 Band = Annotated[
     NullBand, BeforeValidator(partial(_read, NullBand)), PlainSerializer(partial(_written, "mean low high"))
 ]
+Spread = Annotated[
+    SeedSummary, BeforeValidator(partial(_read, SeedSummary)), PlainSerializer(partial(_written, "mean std"))
+]
 Difference = Annotated[
     Versus,
     BeforeValidator(partial(_read, Versus)),
     PlainSerializer(partial(_written, "difference low high p_value p_corrected")),
-]
-
-
-Spread = Annotated[
-    SeedSummary, BeforeValidator(partial(_read, SeedSummary)), PlainSerializer(partial(_written, "mean std"))
 ]
 
 
@@ -190,11 +190,6 @@ class GroupNumbers(Place):
     def within_null(self) -> bool:
         """Whether the ECE lies at or below the upper end of the null band."""
         return self.metrics["ece"].mean <= self.null.high
-
-    @property
-    def title(self) -> str:
-        """The method as tables print it."""
-        return method(self.method).title if known(self.method) else self.method
 
     def named(self, name: str) -> Spread | None:
         """Look a number up by its name; None where the group does not have it."""

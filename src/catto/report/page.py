@@ -223,7 +223,7 @@ def headline(numbers: Numbers) -> Headline:
     for group in numbers.groups:
         if group.sources.forced:
             budgeted = group.budget is not None and known(group.method) and method(group.method).budgeted
-            where = f"{group.title} on {setting_title(group.trained_on, group.task)}"
+            where = f"{method_title(group.method)} on {setting_title(group.trained_on, group.task)}"
             where += f", {budget_title(group.budget).lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
     lead, compared = "", defaultdict(list)  # budgets with the same differences share a sentence

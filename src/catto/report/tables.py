@@ -1,4 +1,4 @@
-"""The tables of the report: tables.toml describes what those of results show; here they are filled with numbers.
+"""The tables of the report: tables.toml describes them, and here they are filled with numbers.
 
 The paper's printed numbers are in `paper.csv`, in the units of our tables: `table` is the kind of table and `quantity`
 the metric of the column that they are printed beside. They are copied from its tables (its text differs in places);
@@ -124,7 +124,7 @@ class Spec:
     columns: tuple[Column, ...]
     settings: tuple[Setting, ...] = ("in",)
     shows: Literal["mean", "all", "std"] = "mean"
-    needs: Literal["metrics", "selection", "world", "risk"] = "metrics"
+    needs: Literal["metrics", "selection", "world", "risk", "training"] = "metrics"
     each: bool = False
 
 
@@ -158,7 +158,10 @@ def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
 
 def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     """Build every table of the report, in order, without those that have no number."""
-    tables = [*group_tables(numbers, *(spec.kind for spec in specs())), *training_tables(results)]
+    tables = [
+        *group_tables(numbers, *{spec.kind for spec in specs()} - {"rates", "training"}),
+        *training_tables(results),
+    ]
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
 
 
@@ -318,38 +321,22 @@ def _range(values: Iterable[float | None]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-RATES = (
-    "Chosen by validation ECE, seed by seed. paper: the paper's choice for the same seed number, where pairs "
-    "and epochs are the paper's."
-)
-EFFORT = (
-    "Each method's own stage, without that of the model it starts from; mean over seeds. A row is a pair for "
-    "preference methods and a trace for supervised ones. Kept step: the one whose weights are tested, of all steps "
-    "(keep: {keep}). paper: minutes on one A100, for the paper's budget."
-)
-EFFORT_COLUMNS = (
-    Column("Minutes", "minutes"),
-    Column("ms a row and epoch", "each"),
-    Column("Million tokens", "tokens"),
-    Column("Kept step", "kept"),
-)
-
-
 def training_tables(results: Results) -> list[Table]:
     """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps."""
-    trained = trained_cells(results)
+    rates, effort = (spec for spec in specs() if spec.needs == "training")
+    trained, tables = trained_cells(results), []
     tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
-    tables = []
     for task in tasks:
         shown = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
-        seeds = sorted({cell.seed for cell, _ in shown})
-        rates = tuple(Column(str(seed), str(seed), top="Seed", task=task) for seed in seeds)
-        title, lines = f"Learning rates, trained on {task_title(task)}", _training_lines("rates", shown, rates)
-        tables.append(Table(f"learning-rates-{task}", title, RATES, rates, lines, None, "rates"))
-    columns = tuple(replace(one, top=task_title(task), task=task) for task in tasks for one in EFFORT_COLUMNS)
-    caption = EFFORT.format(keep=results.recipe.get("keep", "as trained"))
-    lines = _training_lines("training", trained, columns)
-    return [*tables, Table("training", "Training time and tokens", caption, columns, lines, None, "training")]
+        seeds = map(str, sorted({cell.seed for cell, _ in shown}))
+        columns = tuple(replace(rates.columns[0], name=seed, metric=seed, task=task) for seed in seeds)
+        name, title = f"{rates.stem}-{task}", f"{rates.title} {task_title(task)}"
+        lines = _training_lines("rates", shown, columns)
+        tables.append(Table(name, title, rates.caption, columns, lines, None, rates.kind))
+    columns = tuple(replace(one, top=task_title(task), task=task) for task in tasks for one in effort.columns)
+    caption, lines = effort.caption, _training_lines("training", trained, columns)
+    caption = caption.format(keep=results.recipe.get("keep", "as trained"))
+    return [*tables, Table(effort.stem, effort.title, caption, columns, lines, None, effort.kind)]
 
 
 def _training_lines(kind: str, trained: Sequence[tuple[Cell, Training]], columns: Sequence[Column]) -> tuple[Line, ...]:
