@@ -129,22 +129,16 @@ def plan(
 
     read = _read(recipe, sets, seeds)
     root, graph = folder(read, out), Graph(read)
-    stages = [
-        (stage, standing, runner.seconds_of(root, stage)) for stage, standing in runner.plan(root, [graph.report()])
-    ]
-    if as_json:
-        names = ("kind", "name", "folder")
-        console.print_json(
-            [
-                {**{name: getattr(stage, name) for name in names}, "standing": standing, "seconds": seconds}
-                for stage, standing, seconds in stages
-            ]
-        )
-        return
-    groups = defaultdict(list)
-    for stage, standing, seconds in stages:
+    groups, described = defaultdict(list), []
+    for stage, standing in runner.plan(root, [graph.report()]):
+        seconds = runner.seconds_of(root, stage)
+        named = {"kind": stage.kind, "name": stage.name, "folder": stage.folder}
+        described.append({**named, "standing": standing, "seconds": seconds})
         group = f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
         groups[group].append((standing, seconds or 0.0))
+    if as_json:
+        console.print_json(described)
+        return
     rows = console.table(str(root), "stages", *STANDINGS, "time of the done ones")
     for name, members in [*groups.items(), ("all", [member for group in groups.values() for member in group])]:
         if name == "all":
@@ -154,9 +148,7 @@ def plan(
     console.print_table(rows)
     several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in read.methods)
     if read.lr_choice == "mean" and len(read.seeds) > 1 and several_rates:
-        console.say(
-            "lr_choice mean: a learning rate is chosen by its mean over the seeds, so choices wait for every seed."
-        )
+        console.say("lr_choice mean: a learning rate is chosen by its mean over seeds, so choices wait for every seed.")
 
 
 def run(
