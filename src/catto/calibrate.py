@@ -68,6 +68,8 @@ def read_labels(path: Path) -> LabelTable:
                 if label not in logprobs:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
                 places[name].append(list(logprobs).index(label))
+        except KeyError as error:
+            raise DataError(path, row, f"{error.args[0]}: missing") from None
         except ValueError as error:
             raise DataError(path, row, str(error)) from None
         rows.append(list(logprobs.values()))

@@ -205,6 +205,8 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
                 steps = [(columns[name].append, read) for name, read in readers.items()]
             for append, read in steps:
                 append(read(fields))
+        except KeyError as error:
+            raise DataError(path, row, f"{error.args[0]}: missing") from None
         except ValueError as error:
             raise DataError(path, row, str(error)) from None
     if not steps:
@@ -248,17 +250,9 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
     return readers
 
 
-def _cell(name: str, fields: Fields) -> Any:
-    """Return the field, which must exist; it may be null."""
-    try:
-        return fields[name]
-    except KeyError:
-        raise ValueError(f"{name}: missing") from None
-
-
 def _probability(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
-    value = number = _cell(name, fields)
+    value = number = fields[name]
     if type(value) is float and 0.0 <= value <= 1.0:  # nearly every cell
         return value
     if isinstance(value, str):
@@ -275,7 +269,7 @@ def _probability(name: str, fields: Fields) -> float:
 
 def _truth(name: str, fields: Fields) -> bool:
     """Return a boolean, also from 0, 1 and the words of a CSV file."""
-    value = _cell(name, fields)
+    value = fields[name]
     if isinstance(value, bool):
         return value
     word = WORDS.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
@@ -286,7 +280,7 @@ def _truth(name: str, fields: Fields) -> bool:
 
 def text_of(name: str, fields: Fields) -> str:
     """Return the field as text; ids and labels may be written as numbers."""
-    value = _cell(name, fields)
+    value = fields[name]
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, dict | list):
@@ -296,7 +290,7 @@ def text_of(name: str, fields: Fields) -> str:
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
     """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
-    logprobs = _cell("label_logprobs", fields)
+    logprobs = fields["label_logprobs"]
     if not isinstance(logprobs, dict) or not logprobs:
         raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
     for label, value in logprobs.items():

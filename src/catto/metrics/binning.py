@@ -180,17 +180,21 @@ class Groups:
         """Sum of the confidence of each group. (R, G)."""
         return self.count * self.value
 
+    @cached_property
+    def _tallies(self) -> dict[int, Reliability]:
+        return {}
+
     def tally(self, bins: int) -> Reliability:
         """Return the sums of the bins of equal width that hold any of the confidences. (R, M)."""
-        if bins not in (known := self.__dict__.setdefault("_tallies", {})):
+        if bins not in self._tallies:
             edges = bin_edges(self.value, bins)
             # Confidences rise, so each bin is a run of them.
             ends = np.searchsorted(self.value, edges[1:-1], side="right")
             starts = np.unique(np.append(0, ends[ends < len(self.value)]))
             columns = (self.count, self.confidence_sum, self.right)
-            known[bins] = Reliability(edges, *(np.add.reduceat(column, starts, axis=-1) for column in columns))
-        tallied: Reliability = known[bins]
-        return tallied
+            sums = (np.add.reduceat(column, starts, axis=-1) for column in columns)
+            self._tallies[bins] = Reliability(edges, *sums)
+        return self._tallies[bins]
 
 
 # A metric of R resamples. -> (R,).
