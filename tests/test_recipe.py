@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from catto.experiment.checks import open_recipe
-from catto.experiment.graph import Graph
+from catto.experiment.graph import Graph, open_recipe
 from catto.experiment.stages import ordered
 from catto.methods import METHODS
 from catto.problems import DataError

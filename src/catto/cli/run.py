@@ -76,7 +76,7 @@ def go(
 ) -> None:
     """Run what is missing; exit with code 1 if a stage failed, with 130 if the user interrupted it."""
     from catto.cli.display import Left, RunDisplay, bars
-    from catto.experiment.checks import check_places
+    from catto.experiment.graph import check_places
     from catto.experiment.runner import refused_stages, retry, run, set_damaged_aside
     from catto.experiment.stages import done, ordered
 
@@ -107,7 +107,7 @@ def go(
 
 
 def _read(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
-    from catto.experiment.checks import open_recipe
+    from catto.experiment.graph import open_recipe
 
     if seeds and len(set(seeds)) < len(seeds):
         console.refuse(f"--seed: {', '.join(map(str, seeds))} names a seed twice")

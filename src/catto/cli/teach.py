@@ -32,8 +32,7 @@ def teach(
     retry_refused: RetryOption = False,
 ) -> None:
     """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes."""
-    from catto.experiment.checks import check_places, open_recipe
-    from catto.experiment.graph import Graph
+    from catto.experiment.graph import Graph, check_places, open_recipe
     from catto.experiment.stages import place
     from catto.teacher import Yield
 

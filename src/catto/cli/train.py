@@ -37,8 +37,7 @@ def train(
     sets: SetOption = None,
 ) -> None:
     """Train one method and the models it starts from; of several learning rates the best is chosen."""
-    from catto.experiment.checks import open_recipe
-    from catto.experiment.graph import Graph
+    from catto.experiment.graph import Graph, open_recipe
     from catto.experiment.stages import chosen, place
 
     if method.endswith(SCALED) and method.removesuffix(SCALED) in METHODS:
