@@ -323,7 +323,8 @@ def null_table(
         prepared = [on_counts(metric)(value) for metric in metrics.values()]
         values = []
         for size in _parts(simulations, len(c), tick if place == 0 else lambda: None):
-            right = (rng.random((size, len(c))) < c).take(order, axis=1).astype(np.float64)
+            drawn = rng.random((size, len(c))) < c
+            right = (drawn if len(c) > BLOCK else drawn.take(order, axis=1)).astype(np.float64)
             if len(starts) < len(c):
                 right = np.add.reduceat(right, starts, axis=1)
             rows = Groups(value, np.broadcast_to(count, right.shape), right)
