@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from catto.engines import check_server
 from catto.engines.server import ServerEngine, ServerError, back_off, wished_wait
 from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
@@ -331,6 +332,12 @@ def test_what_is_thrown_back_of_the_prompt_is_not_kept() -> None:
     assert "Featherstonehaugh" not in found.refused
     assert found.refused.startswith("400 in try 1: Invalid prompt:")
     assert found.refused.endswith("was flagged")
+
+
+def test_the_refusal_of_an_address_shows_no_login() -> None:
+    with pytest.raises(ValueError, match="expected an address such as") as refusal:
+        check_server(f"http://me:{SENTINEL}@localhost:99999/v1")
+    assert SENTINEL not in str(refusal.value)
 
 
 def test_a_login_in_the_address_is_used_and_never_shown(

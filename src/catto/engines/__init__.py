@@ -153,7 +153,8 @@ def check_server(url: str) -> None:
     except ValueError:
         complete = False
     if not complete:
-        raise ValueError(f"expected an address such as http://localhost:8000/v1, got {url!r}")
+        shown = "another" if "@" in url else repr(url)  # a login is never printed
+        raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
 
 
 def open_engine(name: Literal["transformers", "vllm"], model: str, **options: Any) -> Engine:
