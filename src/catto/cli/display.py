@@ -95,8 +95,10 @@ class Bar:
 
     def update(self, finished: int, total: int, note: str) -> None:
         """Show how far the work is. The first call sets where the pace is measured from: resumed work starts midway."""
-        update = self._shown.update if self._task.total == total else self._shown.reset
-        update(self.id, total=total, completed=finished, note=note)
+        if self._task.total != total:
+            self._shown.reset(self.id, total=total, completed=finished, note=note)
+        else:  # the end of short work falls between two of the display's own refreshes
+            self._shown.update(self.id, completed=finished, note=note, refresh=finished == total)
         now = self._shown.get_time()
         if self._shown.disable and now - self._last >= max(QUIET, QUIET_SHARE * (now - self.began)):
             self._last = now

@@ -24,7 +24,7 @@ from catto.metrics.errors import (
     smooth_ece,
 )
 from catto.metrics.ranking import aurc, auroc, e_aurc
-from catto.metrics.statistics import Comparison, holm, mark
+from catto.metrics.statistics import ALPHA, Comparison, holm
 from catto.problems import did_you_mean
 
 
@@ -109,6 +109,29 @@ def chosen(names: str | None) -> tuple[str, ...]:
     if not listed:
         raise ValueError(f"no metric named (there is {', '.join(METRICS)})")
     return tuple(dict.fromkeys(listed))
+
+
+def mark(
+    difference: float, interval: tuple[float, float], corrected: float, better: str | None, least: float = 0.005
+) -> Literal["", "*", "†"]:
+    """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
+
+    Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
+    and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap test
+    detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
+
+    >>> mark(-0.03, (-0.05, -0.01), 0.004, "lower")
+    '*'
+    >>> mark(-0.0008, (-0.0012, -0.0004), 0.004, "lower")
+    ''
+    """
+    # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
+    if better is None or not (corrected < ALPHA and abs(difference) >= least):
+        return ""
+    more, (low, high) = difference > 0, interval
+    if not (low > 0 if more else high < 0):
+        return ""
+    return "*" if more == (better == "higher") else "†"
 
 
 @dataclass(frozen=True)

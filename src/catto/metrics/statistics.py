@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from statistics import NormalDist
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
-from numpy.random import Generator, default_rng
+from numpy.random import default_rng
 from numpy.typing import ArrayLike, NDArray
 
 from catto.metrics.binning import Bools, Floats, Groups, Ints, by_confidence, checked, checked_confidence, on_counts
@@ -25,7 +26,6 @@ from catto.metrics.binning import Bools, Floats, Groups, Ints, by_confidence, ch
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]
 Method = Literal["percentile", "bca"]
-Mark = Literal["", "*", "†"]
 Tick = Callable[[], object]  # called once per step of a progress bar
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
 
@@ -38,6 +38,8 @@ JACKKNIFE_PARTS = 200
 BLOCK = 1 << 14
 # Resamples computed at once: at most so many, and at most so many weights.
 MOST_AT_ONCE, WEIGHTS_AT_ONCE = 100, 1 << 17
+# Counts that are kept for the next number of the same questions, two bytes each.
+KEPT_COUNTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def bootstrap_table(
     columns = [checked(run.confidence, run.correct) for run in runs]
     codes, questions = _numbered([run.question for run in runs], [c for c, _ in columns])
     resampled = _Resampled(metrics, [(c, z, code) for (c, z), code in zip(columns, codes, strict=True)])
-    drawn = question_counts(questions, resamples, default_rng(seed), tick)
+    drawn = question_counts(questions, resamples, seed, tick)
     draws = left_out = np.hstack([resampled.values(weights) for weights in drawn])
     if method == "bca":
         left_out = np.hstack([resampled.values(weights) for weights in _jackknife(questions)])
@@ -246,18 +248,34 @@ def _parts(total: int, units: int, tick: Tick) -> Iterator[int]:
             tick()
 
 
-def question_counts(questions: int, resamples: int, rng: Generator, tick: Tick = lambda: None) -> Iterator[Weights]:
+def question_counts(questions: int, resamples: int, seed: int, tick: Tick = lambda: None) -> Iterator[Weights]:
     """Draw as many questions as there are, with replacement: yield how often each was drawn, in parts of (R, Q).
 
-    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
-    distribution as one draw over all, in an order that reads memory block by block.
-
-    >>> [part.sum(axis=1).tolist() for part in question_counts(5, 3, default_rng(0))]
+    >>> [part.sum(axis=1).tolist() for part in question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
-    starts = np.arange(0, questions, BLOCK)
+    kept = questions * resamples <= KEPT_COUNTS
+    for counts in (_kept_counts if kept else _drawn_counts)(questions, resamples, seed):
+        yield counts
+        for _ in counts:
+            tick()
+
+
+@lru_cache(maxsize=2)
+def _kept_counts(questions: int, resamples: int, seed: int) -> tuple[Weights, ...]:
+    """Keep the last draws: a report resamples the same questions for hundreds of numbers."""
+    return tuple(_drawn_counts(questions, resamples, seed))
+
+
+def _drawn_counts(questions: int, resamples: int, seed: int) -> Iterator[Weights]:
+    """Draw block by block, in the order in which memory is read.
+
+    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
+    distribution as one draw over all.
+    """
+    rng, starts = default_rng(seed), np.arange(0, questions, BLOCK)
     lengths = np.diff(starts, append=questions)
-    for size in _parts(resamples, questions, tick):
+    for size in _parts(resamples, questions, lambda: None):
         counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
         for row in counts:
             drawn = rng.multinomial(questions, lengths / questions)
@@ -290,7 +308,7 @@ def _bca_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> 
 def ratio_interval(numerator: Floats, denominator: Floats, **options: Unpack[BootstrapOptions]) -> Interval:
     """Return `sum(numerator) / sum(denominator)` and its percentile bootstrap interval over questions. (Q,), (Q,)."""
     resamples, level, seed, tick = _filled(options)
-    parts = question_counts(len(numerator), resamples, default_rng(seed), tick)
+    parts = question_counts(len(numerator), resamples, seed, tick)
     draws = np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts])
     low, high = np.quantile(draws, _tails(level)).tolist()
     return Interval(float(numerator.sum() / denominator.sum()), low, high, level)
@@ -386,7 +404,7 @@ def compare_table(
     def differences(first: Weights, second: Weights) -> Floats:
         return resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
 
-    drawn = question_counts(questions, resamples, default_rng(seed), tick)
+    drawn = question_counts(questions, resamples, seed, tick)
     draws = np.hstack([differences(weights, np.zeros_like(weights)) for weights in drawn])
     values = np.array(
         [[np.mean([metric(*pair[side]) for pair in pairs]) for side in (0, 1)] for metric in metrics.values()]
@@ -449,29 +467,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     factors = np.arange(len(order), 0, -1)
     corrected[order] = np.minimum(np.maximum.accumulate(factors * p[order]), 1.0)
     return [float(value) for value in corrected]
-
-
-def mark(
-    difference: float, interval: tuple[float, float], corrected: float, better: str | None, least: float = 0.005
-) -> Mark:
-    """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
-
-    Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
-    and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap test
-    detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
-
-    >>> mark(-0.03, (-0.05, -0.01), 0.004, "lower")
-    '*'
-    >>> mark(-0.0008, (-0.0012, -0.0004), 0.004, "lower")
-    ''
-    """
-    # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
-    if better is None or not (corrected < ALPHA and abs(difference) >= least):
-        return ""
-    more, (low, high) = difference > 0, interval
-    if not (low > 0 if more else high < 0):
-        return ""
-    return "*" if more == (better == "higher") else "†"
 
 
 @dataclass(frozen=True)

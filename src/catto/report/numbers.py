@@ -18,8 +18,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, f
 from catto.files import first_problem, replacing
 from catto.measure import Sources
 from catto.methods import Budget
-from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary, mark
+from catto.metrics.catalogue import METRICS, mark
+from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary
 from catto.problems import DataError
 from catto.records import Record, checked_name
 from catto.report import VERSION
