@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp, softmax
 
 from catto.engines import TAU_GRID
-from catto.metrics.calibrators import Platt, Temperature
-from catto.metrics.ranking import auroc
-from catto.metrics.temperature import calibrated, confidence_at, fit_calibrator, fit_tau, rescaled
+from catto.metrics.calibrators import Temperature
+from catto.metrics.temperature import confidence_at, fit_tau, rescaled
 from catto.records import Prediction
 
 LABELS = ("A", "B", "C", "D")
@@ -156,15 +155,8 @@ def test_scaling_keeps_the_answers_and_lowers_the_nll() -> None:
     assert np.mean([one.confidence for one in scaled]) == pytest.approx(right, abs=0.04)
 
 
-def test_calibrators_apply_to_stored_predictions() -> None:
+def test_rescaling_starts_from_the_stated_confidence() -> None:
     rows = drawn(2.0)
-    fitted = fit_calibrator("platt", rows)
-    assert isinstance(fitted, Platt)
-    found = calibrated(rows, fitted)
-    confidence, right = [one.confidence for one in rows], [one.label == one.gold for one in rows]
-    assert [one.confidence for one in found] == fitted.apply(confidence).tolist()
-    assert [one.confidence_raw for one in found] == confidence
-    assert rescaled(found, 2.0) == rescaled(rows, 2.0)
-    assert auroc([one.confidence for one in found], right) == pytest.approx(auroc(confidence, right))
-    with pytest.raises(ValueError, match="'nothing' is not one of temperature"):
-        fit_calibrator("nothing", rows)
+    once = rescaled(rows, 3.0)
+    assert [prediction.confidence_raw for prediction in once] == [prediction.confidence for prediction in rows]
+    assert rescaled(once, 2.0) == rescaled(rows, 2.0)

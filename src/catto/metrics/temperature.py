@@ -18,7 +18,6 @@ import numpy as np
 
 from catto.engines import TAU_GRID
 from catto.metrics.binning import Floats
-from catto.metrics.calibrators import CALIBRATORS, Calibrator
 from catto.records import Prediction
 
 Kind = Literal["raw", "normalized"]
@@ -153,24 +152,9 @@ def fit_tau(predictions: Sequence[Prediction]) -> Scaling:
 
 def rescaled(predictions: Sequence[Prediction], tau: float, kind: Kind = "raw") -> list[Prediction]:
     """Return the same answers with their confidence at tau."""
-    return _with(predictions, [confidence_at(prediction, tau, kind) for prediction in predictions])
-
-
-def fit_calibrator(name: str, predictions: Sequence[Prediction]) -> Calibrator:
-    """Fit a calibrator of `catto.metrics.calibrators` to the confidence of validation predictions."""
-    if name not in CALIBRATORS:
-        raise ValueError(f"calibrator {name!r} is not one of {', '.join(CALIBRATORS)}")
-    confidence = [prediction.confidence for prediction in predictions]
-    return CALIBRATORS[name].fit(confidence, [prediction.label == prediction.gold for prediction in predictions])
-
-
-def calibrated(predictions: Sequence[Prediction], calibrator: Calibrator) -> list[Prediction]:
-    """Return the same answers with their confidence through the calibrator."""
-    return _with(predictions, calibrator.apply([prediction.confidence for prediction in predictions]).tolist())
-
-
-def _with(predictions: Sequence[Prediction], confidences: Sequence[float]) -> list[Prediction]:
     return [
-        prediction.model_copy(update={"confidence": confidence, "confidence_raw": _stated(prediction)})
-        for prediction, confidence in zip(predictions, confidences, strict=True)
+        prediction.model_copy(
+            update={"confidence": confidence_at(prediction, tau, kind), "confidence_raw": _stated(prediction)}
+        )
+        for prediction in predictions
     ]
