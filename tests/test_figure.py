@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from catto.metrics.binning import reliability
 from catto.metrics.errors import accuracy, ece, mean_confidence
 from catto.metrics.statistics import NullBand
 from catto.problems import DataError
-from catto.report.reliability import Panel, figure, save
+from catto.report.reliability import STYLE, Panel, figure, save
 
 RNG = np.random.default_rng(0)
 CONFIDENCE = RNG.beta(5, 1, 400)
@@ -117,3 +118,15 @@ def test_a_full_disk_leaves_the_old_figure_and_is_one_line(
     assert capsys.readouterr().err == f"catto: {drawn}: cannot be written: {os.strerror(errno.ENOSPC)}\n"
     assert drawn.read_text() == "the old one"
     assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", "reliability.svg"}
+
+
+def test_a_long_title_overlaps_nothing_and_stays_in_the_figure() -> None:
+    confidence, title = np.array([0.3, 0.6, 0.9]), "DPO + outcome + temperature scaling"
+    with matplotlib.rc_context(fname=STYLE):
+        drawn = figure([Panel(title, reliability(confidence, confidence > 0.5))] * 2)
+        drawn.draw_without_rendering()
+        for axes in drawn.axes[:2]:
+            (text,) = [child for child in axes.get_children() if getattr(child, "get_text", str)().startswith("DPO")]
+            extent = text.get_window_extent()
+            assert not extent.overlaps(axes.get_legend().get_window_extent())
+            assert extent.x1 <= drawn.bbox.x1

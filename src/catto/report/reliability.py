@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ BLUE, RED, PALE, INK, GREY = "#5B9BD5", "#C8321E", "#F7D6CF", "#1F2933", "#9AA5B
 STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
 UNDATED: dict[str, Any] = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}, ".png": {}}
 FEW = 10  # a bin with fewer answers is drawn pale: a single answer moves its accuracy by more than 10 points
+# Characters of a panel's title before it is broken.
+TITLE_WIDTH = 30
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,12 @@ def draw_gap(axes: Axes, panel: Panel) -> None:
     axes.bar(left, accuracy, **bar, color=BLUE, edgecolor=INK, linewidth=0.6, label="Accuracy")
     axes.bar(left, gap, bottom=low, **bar, facecolor=PALE, edgecolor=RED, linewidth=0.8, hatch="////", label="Gap")
     axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
-    axes.set_title(panel.title, pad=6 + 10 * max(3, len(panel.note().splitlines())))
-    axes.text(0.0, 1.02, panel.note(), transform=axes.transAxes, fontsize=8.0, va="bottom")
     few = bins.count[full] < FEW
     pale = f"pale: under {FEW} answers" if few.any() else None
+    # The title is above the note on the left and the legend on the right, and no wider than the panel.
+    lines = max(len(panel.note().splitlines()), 3 if pale is None else 4)
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 10 * lines)
+    axes.text(0.0, 1.02, panel.note(), transform=axes.transAxes, fontsize=8.0, va="bottom")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=pale, title_fontsize=7)
     for patch, faded in zip(axes.patches, np.tile(few, 2), strict=True):
         patch.set_alpha(0.4 if faded else None)
