@@ -13,7 +13,7 @@ JOBS ?= 2
 MINUTES ?= 10
 SEED ?=
 
-.PHONY: test test-all fuzz lint wheel format install quickstart clean help
+.PHONY: test test-all fuzz lint wheel docs format install quickstart clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,16 +47,25 @@ lint: install ## ruff and mypy, as the gate runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 
-# In an environment of its own and in another folder, so that nothing but the wheel can be found.
-wheel: ## build the wheel and try it in a clean environment, without torch
+# The wheel is built from the source archive, which shows that the archive is complete. It is tried in an environment of
+# its own and in another folder, so that nothing but the wheel can be found.
+wheel: ## build and check the source archive and the wheel; try the wheel in a clean environment, without torch
 	rm -rf build/wheel && mkdir -p build/wheel/try
+	$(PYTHON) -m venv build/wheel/tools
+	build/wheel/tools/bin/pip install --quiet --constraint constraints.txt build twine
+	build/wheel/tools/bin/python -m build --outdir build/wheel . > build/wheel/build.log || (cat build/wheel/build.log; exit 1)
+	build/wheel/tools/bin/twine check --strict build/wheel/*.tar.gz build/wheel/*.whl
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	build/wheel/venv/bin/pip install --quiet --constraint constraints.txt build/wheel/*.whl
 	printf '{"confidence": 0.9, "correct": %s}\n' true false true > build/wheel/try/answers.jsonl
 	cd build/wheel/try && ../venv/bin/catto run quickstart --help
 	cd build/wheel/try && ../venv/bin/catto plan quickstart
 	cd build/wheel/try && ../venv/bin/catto measure answers.jsonl --figure reliability.svg
+
+# Warnings are errors: a link without a target, a page outside the contents, a docstring that cannot be rendered.
+docs: install ## build the site in build/docs from README, docs/ and the docstrings; a broken link fails
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --conf-dir docs . build/docs
 
 format: install ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,75 @@
+"""The site: README, the pages of docs/ and the API reference, built by `make docs`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from catto import __version__
+
+project, author, release = "catto", "The catto authors", __version__
+copyright = author  # noqa: A001
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"catto {release}"
+
+# The sources are read from the repository's root, so that their links are the same in a checkout and on the site.
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md"]
+exclude_patterns = [".*", "build", "runs"]
+myst_heading_anchors = 4
+suppress_warnings = ["misc.highlighting_failure"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+
+# Pages in the order in which they are read; others follow by name.
+CONTENTS = """
+
+```{toctree}
+:hidden:
+:glob:
+
+docs/method
+docs/recipes
+docs/conventions
+docs/results
+docs/*
+CONTRIBUTING
+CHANGELOG
+```
+"""
+
+
+def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
+    """Give the README, the first page, the table of contents that the sidebar shows."""
+    if name == root_doc:
+        source[0] += CONTENTS
+
+
+def as_markdown(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Read docstrings as Markdown does: single backticks hold code, an indented line continues its paragraph."""
+    paragraphs = "\n".join(lines).split("\n\n")
+    for place, paragraph in enumerate(paragraphs):
+        if ">>>" not in paragraph:
+            parts = re.split(r"`([^`]+)`", re.sub(r"\n +", " ", paragraph))
+            parts[::2] = [re.sub(r"([|*_])", r"\\\1", text) for text in parts[::2]]
+            parts[1::2] = [f"``{code}``" for code in parts[1::2]]
+            paragraphs[place] = "".join(parts)
+    lines[:] = "\n\n".join(paragraphs).split("\n")
+
+
+def add_front_page(app: Sphinx, error: Exception | None) -> None:
+    """Copy the first page to the address that servers look for."""
+    if error is None:
+        shutil.copy(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above."""
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-docstring", as_markdown)
+    app.connect("build-finished", add_front_page)
