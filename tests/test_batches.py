@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.training.batches import Batch, Query, Row, block_mask, build, flex_mask
+from catto.training.batches import Batch, Query, Row, block_mask, build, dense_mask
 
 PAD = 0
 ROWS = [Row([1, 2, 3], [4, 5]), Row([7], [8]), Row([1, 2, 3], [6])]
@@ -41,33 +41,40 @@ def test_separate_layout_worked_by_hand() -> None:
     assert batch.query_source.tolist() == [[2, 3], [0, 2]]
 
 
-def test_block_mask_worked_by_hand() -> None:
+def test_packed_layout_worked_by_hand() -> None:
+    """The two sequences of the shared layout in one line: row 1's prompt stands at column 6, its token at 7."""
+    batch = build(ROWS, QUERIES, 3, PAD, shared=True, packed=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
+    assert batch.sequences.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
+    assert batch.targets.tolist() == [4, 5, 8, 6]
+    assert batch.source.tolist() == [[0, 2], [0, 3], [0, 6], [0, 2]]
+    assert batch.place.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
+    assert batch.query_source.tolist() == [[0, 5], [0, 2]]
+
+
+def test_mask_worked_by_hand() -> None:
     """[p p | y1 y1 | y2 | pad]: y2 sees the prompt and itself, never y1; padding sees something."""
-    seen = block_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]), torch.float32)[0, 0] == 0
+    rows = [Row([1, 2], [3, 4]), Row([1, 2], [5]), Row([6], [1, 2, 3, 4, 5])]
+    seen = dense_mask(build(rows, [], 3, PAD, shared=True), torch.float32)[0, 0] == 0
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
         [1, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],
+        [0, 0, 0, 0, 0, 1],
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_block_mask_is_additive_and_finite(dtype: torch.dtype) -> None:
-    mask = block_mask(torch.tensor([[0, 1, 2]]), dtype)
+def test_mask_is_additive_and_finite(dtype: torch.dtype) -> None:
+    mask = dense_mask(build([Row([1], [2]), Row([1], [3])], [], 2, PAD, shared=True), dtype)
     assert mask.dtype == dtype
     assert mask.shape == (1, 1, 3, 3)
     assert mask.isfinite().all()
     assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
-
-
-def test_flex_attention_has_the_same_mask() -> None:
-    segments = torch.tensor([[0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 2, 2, 3]])
-    rule = flex_mask(segments).mask_mod
-    g, q, k = torch.meshgrid(torch.arange(2), torch.arange(7), torch.arange(7), indexing="ij")
-    assert torch.equal(rule(g, torch.zeros_like(g), q, k), block_mask(segments, torch.float32)[:, 0] == 0)
 
 
 _ids = st.integers(1, 9)
@@ -79,17 +86,19 @@ _rows = st.lists(
 
 
 def _context(batch: Batch, source: list[int]) -> tuple[list[int], list[int]]:
-    """The tokens that a position sees, and their positions, in order of position."""
-    sequence, position = source
-    seen = (block_mask(batch.segments, torch.float32)[sequence, 0, position] == 0).nonzero().flatten()
-    return batch.input_ids[sequence, seen].tolist(), batch.position_ids[sequence, seen].tolist()
+    """The tokens that a column sees, and their positions, in order of position."""
+    line, column = source
+    seen = (dense_mask(batch, torch.float32)[line, 0, column] == 0).nonzero().flatten()
+    return batch.input_ids[line, seen].tolist(), batch.position_ids[line, seen].tolist()
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=_rows, shared=st.booleans())
-def test_every_token_is_predicted_from_exactly_what_stands_before_it(rows: list[Row], shared: bool) -> None:
+@given(rows=_rows, shared=st.booleans(), packed=st.booleans())
+def test_every_token_is_predicted_from_exactly_what_stands_before_it(
+    rows: list[Row], shared: bool, packed: bool
+) -> None:
     queries = [Query(number, len(row.completion), [1, 2]) for number, row in enumerate(rows)]
-    batch = build(rows, queries, len(rows), PAD, shared=shared)
+    batch = build(rows, queries, len(rows), PAD, shared=shared, packed=packed)
     tokens = [(row, i) for row in rows for i in range(len(row.completion))]
     assert batch.targets.tolist() == [row.completion[i] for row, i in tokens]
     asked = [(row, len(row.completion)) for row in rows]
@@ -106,6 +115,35 @@ def test_sharing_computes_each_prompt_once(rows: list[Row]) -> None:
     assert batch.input_ids.shape[0] == len(prompts)
     tokens = sum(map(len, prompts)) + sum(len(row.completion) for row in rows)
     assert int(batch.attention_mask.sum()) == tokens
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=_rows, shared=st.booleans())
+def test_packing_leaves_no_padding(rows: list[Row], shared: bool) -> None:
+    padded, packed = (build(rows, [], len(rows), PAD, shared=shared, packed=packed) for packed in (False, True))
+    assert packed.input_ids.shape == (1, int(padded.attention_mask.sum()))
+    assert packed.attention_mask.all()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["rows", "shared"])
+def test_masked_blocks_are_not_computed(shared: bool) -> None:
+    """Four pairs of 160 + 64 + 64 tokens in one line: FlexAttention's list has the blocks that hold a visible pair.
+
+    A block has 128 x 128 pairs of tokens: 30 of the 196 are listed for eight rows and 21 of the 81 with shared prompts,
+    which also make the square less than half as large.
+    """
+    rows = [Row([pair + 1] * 160, [side + 5] * 64) for side in range(2) for pair in range(4)]
+    batch = build(rows, [], len(rows), PAD, shared=shared, packed=True)
+    mask = block_mask(batch)
+    size = batch.input_ids.shape[1]
+    assert size == (4 * (160 + 64 + 64) if shared else 8 * 224)
+    edge = -(-size // 128)
+    seen = torch.zeros(edge * 128, edge * 128, dtype=torch.bool)
+    seen[:size, :size] = dense_mask(batch, torch.float32)[0, 0] == 0
+    needed = seen.view(edge, 128, edge, 128).any(3).any(1)
+    listed = int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
+    assert torch.equal(mask.to_dense()[0, 0].bool(), needed)
+    assert (listed, edge**2) == ((21, 81) if shared else (30, 196))
 
 
 def test_a_first_token_without_prompt_is_not_scored() -> None:

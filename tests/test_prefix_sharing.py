@@ -48,7 +48,7 @@ def _assert_equal(shared: Step, padded: Step) -> None:
 def test_shared_prompts_give_the_padded_loss_and_gradient(arch: str, attention: str, reference: str) -> None:
     options = {"arch": arch, "attention": attention, **REFERENCES[reference]}
     shared, padded = _step(True, **options), _step(False, **options)
-    assert shared.trainer.sharing() is True
+    assert shared.trainer.arrangement()["shared"] is True
     _assert_equal(shared, padded)
 
 
@@ -80,7 +80,7 @@ def test_load_balancing_is_that_of_the_padded_pairs(stream: bool) -> None:
         step(CATTOTrainer, CATTOConfig, model=_experts(), prefix_sharing=sharing, **options)
         for sharing in (True, False)
     )
-    assert shared.trainer.sharing() is True
+    assert shared.trainer.arrangement()["shared"] is True
     _assert_equal(shared, padded)
     for ours in (shared, padded):
         assert ours.metrics["aux_loss"] == pytest.approx(theirs.metrics["aux_loss"], abs=1e-6)
@@ -166,5 +166,5 @@ def test_models_that_take_no_positions_are_an_obstacle(model: Any) -> None:
 def test_a_reference_that_cannot_share_is_an_obstacle(caplog: pytest.LogCaptureFixture) -> None:
     trainer = made(CATTOTrainer, CATTOConfig, prefix_sharing=True)
     trainer.ref_model = tiny_model(arch="mistral", sliding_window=8)
-    assert trainer.sharing() is False
+    assert trainer.arrangement()["shared"] is False
     assert "prefix_sharing is off" in caplog.text

@@ -1,8 +1,9 @@
-"""Rows of token ids -> one batch for one forward: padded side by side, or with each prompt computed once.
+"""Rows of token ids -> one batch for one forward: padded side by side, packed, or with each prompt computed once.
 
 With sharing, the responses to one prompt follow it in a single sequence, [prompt | y1 | y2 | ...]: every response sees
 the prompt and itself, and its positions continue from the prompt's end. The last prompt position then predicts the
 first token of several responses, so targets are not aligned with positions: each names the position that predicts it.
+Packed, the sequences follow each other in one line and see nothing of each other, so no token is padding.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward takes, and where its numbers belong. N scored tokens, M queries, G sequences of S tokens."""
+    """What one forward takes, and where its numbers belong. N scored tokens, M queries, G lines of S tokens."""
 
     rows: Sequence[Row]  # what was laid out; stays on the host
     shared: bool
+    packed: bool
     lengths: list[int]  # scored tokens of each scored row
     input_ids: Tensor  # (G, S)
     segments: Tensor  # (G, S): 0 the prompt, k > 0 its k-th response, -1 padding
+    sequences: Tensor  # (G, S): which sequence a token is of, -1 padding
     position_ids: Tensor  # (G, S)
     counts: Tensor  # (G, S): in how many of the balanced rows each token is
-    source: Tensor  # (N, 2): (sequence, position) that predicts each scored token
+    source: Tensor  # (N, 2): (line, column) that predicts each scored token
     place: Tensor  # (N, 2): (row, index of the token in prompt + completion, minus one): TRL's shifted layout
     targets: Tensor  # (N,)
     query_source: Tensor  # (M, 2)
@@ -76,50 +79,67 @@ class Batch:
 
 
 def build(
-    rows: Sequence[Row], queries: Sequence[Query], scored: int, pad: int, *, shared: bool, balanced: int | None = None
+    rows: Sequence[Row],
+    queries: Sequence[Query],
+    scored: int,
+    pad: int,
+    *,
+    shared: bool,
+    packed: bool = False,
+    balanced: int | None = None,
 ) -> Batch:
     """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
 
+    shared: compute each prompt once. packed: one line for all sequences, without padding.
     balanced: how many of the first rows count in a mixture of experts' load balancing; None: all that are scored.
     """
     balanced = scored if balanced is None else balanced
     arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
-    sequences: dict[Any, int] = {}  # by prompt where prompts are shared
+    numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
     sizes: list[int] = []  # tokens of each sequence
-    seats = []  # of each row: its sequence and the position of its completion there
+    seats = []  # of each row: its sequence and where its completion begins there
     for number, (prompt, completion) in enumerate(arrays):
-        key = prompt.tobytes() if shared else number
-        sequence = sequences.setdefault(key, len(sizes))
+        sequence = numbers.setdefault(prompt.tobytes() if shared else number, len(sizes))
         if sequence == len(sizes):
             sizes.append(len(prompt))
         seats.append((sequence, sizes[sequence]))
         sizes[sequence] += len(completion)
-    input_ids, segments, positions, counts = (np.full((len(sizes), max(sizes)), value) for value in (pad, -1, 0, 0))
+    # Of each sequence: its line and where it begins there.
+    starts = [(0, sum(sizes[:n])) for n in range(len(sizes))] if packed else [(n, 0) for n in range(len(sizes))]
+    shape = (1, sum(sizes)) if packed else (len(sizes), max(sizes))
+    input_ids, segments, sequences, positions, counts = (np.full(shape, value) for value in (pad, -1, -1, 0, 0))
     responses = [0] * len(sizes)
     tokens = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
     for number, ((prompt, completion), (sequence, start)) in enumerate(zip(arrays, seats, strict=True)):
+        line, origin = starts[sequence]
         responses[sequence] += 1
         parts = ((prompt, 0, 0, 0), (completion, start, len(prompt), responses[sequence]))
         for ids, begin, position, segment in parts:
-            span = sequence, slice(begin, begin + len(ids))
-            input_ids[span], segments[span] = ids, segment
+            span = line, slice(origin + begin, origin + begin + len(ids))
+            input_ids[span], segments[span], sequences[span] = ids, segment, sequence
             positions[span] = np.arange(position, position + len(ids))
             counts[span] += number < balanced
         if number < scored:
             source = np.arange(start - 1, start + len(completion) - 1)
             source[:1] = len(prompt) - 1  # the prompt's end predicts the first token
             place = np.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-            table = np.stack(np.broadcast_arrays(sequence, source, number, place, completion))
+            table = np.stack(np.broadcast_arrays(line, origin + source, number, place, completion))
             tokens.append(table if len(prompt) else table[:, 1:])  # nothing predicts a first token without a prompt
     joined = np.concatenate(tokens, axis=1)
-    asked = [(seats[q.row], q.token, len(rows[q.row].prompt)) for q in queries]
-    sources = [(sequence, start + at - 1 if at else prompt - 1) for (sequence, start), at, prompt in asked]
+    sources = []
+    for query in queries:
+        sequence, start = seats[query.row]
+        line, origin = starts[sequence]
+        following = start + query.token if query.token else len(rows[query.row].prompt)
+        sources.append((line, origin + following - 1))
     return Batch(
         rows=rows,
         shared=shared,
+        packed=packed,
         lengths=[part.shape[1] for part in tokens[1:]],
         input_ids=torch.from_numpy(input_ids),
         segments=torch.from_numpy(segments),
+        sequences=torch.from_numpy(sequences),
         position_ids=torch.from_numpy(positions),
         counts=torch.from_numpy(counts),
         source=torch.tensor(joined[:2].T),
@@ -137,34 +157,42 @@ def padded(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
     return torch.tensor(table, dtype=torch.long).view(-1, width)
 
 
-# ---- the attention mask of shared sequences --------------------------------------------------------------------------
+# ---- the attention mask of shared and packed sequences ---------------------------------------------------------------
 
 
-def block_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask of shared sequences. segments: (G, S) -> (G, 1, S, S), 0 where a token may look.
+def visible(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
+    """Whether a token may look at another, by (line, head, its column, the other's column), each a tensor or a number.
 
-    A token sees what comes before it in the prompt and in its own response. Additive and never boolean: eager
-    attention adds the mask, and a boolean one would be silently wrong there. Padding sees itself, else its row of
-    the softmax has nothing to sum.
+    A token sees what comes before it in its sequence's prompt and in its own response. Padding sees itself, else its
+    row of the softmax has nothing to sum.
     """
-    length = segments.shape[1]
-    before = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    q, k = segments.unsqueeze(-1), segments.unsqueeze(-2)
-    seen = before & ((k == 0) | (k == q)) & (k >= 0)
-    seen |= torch.eye(length, dtype=torch.bool, device=segments.device)
+    segments, sequences = batch.segments, batch.sequences
+
+    def seen(g: Any, h: Any, q: Any, k: Any) -> Any:
+        own = (segments[g, k] == 0) | (segments[g, k] == segments[g, q])
+        together = (sequences[g, k] == sequences[g, q]) & (sequences[g, k] >= 0)
+        return ((q >= k) & own & together) | (q == k)
+
+    return seen
+
+
+def dense_mask(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """The additive mask: (G, 1, S, S), 0 where a token may look.
+
+    Never boolean: eager attention adds the mask, and a boolean one would be silently wrong there.
+    """
+    lines, columns = (torch.arange(size, device=batch.segments.device) for size in batch.segments.shape)
+    seen = visible(batch)(lines[:, None, None], None, columns[:, None], columns)
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def flex_mask(segments: Tensor) -> Any:
-    """The same mask for FlexAttention, which skips the blocks that no token may look at."""
+def block_mask(batch: Batch) -> Any:
+    """The same mask for FlexAttention, which skips the blocks in which no token may look at another."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        prompt, own = segments[b, k] == 0, segments[b, k] == segments[b, q]
-        return ((q >= k) & (prompt | own) & (segments[b, k] >= 0)) | (q == k)
-
-    size = segments.shape[1]
-    return create_block_mask(seen, segments.shape[0], None, size, size, device=segments.device)
+    (lines, size), device = batch.segments.shape, batch.segments.device
+    # Compiled on a GPU, where the mask of every pair of tokens is then never held.
+    return create_block_mask(visible(batch), lines, None, size, size, device=device, _compile=device.type == "cuda")
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -179,11 +207,11 @@ COLUMNS = ("row", *LABEL_COLUMNS, "correctness_rate")
 class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     """TRL's collator, its tensors unchanged, with ours under `KEY` and the layout of the batch.
 
-    shared: whether prompts are shared in the layout. None leaves the layout to the training step: where Accelerate
+    layout: whether prompts are shared and rows packed. None leaves the layout to the training step: where Accelerate
     concatenates, broadcasts and slices batches along dimension 0, a batch may hold only tensors of 2 B rows.
     """
 
-    shared: bool | None = None
+    layout: Mapping[str, bool] | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
@@ -197,13 +225,13 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
             known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
             rates = [float(example.get("correctness_rate") or 0.0) for example, _ in both]  # read by `outcome` alone
             known["correctness_rate"] = torch.tensor(rates)
-        if self.shared is not None:
-            known["layout"] = pair_batch(output, known, self.pad_token_id, shared=self.shared)
+        if self.layout is not None:
+            known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known
         return output
 
 
-def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, *, shared: bool) -> Batch:
+def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors: they are what it trains on, whatever its collator has cut off.
 
     Labels, where they are known, become queries.
@@ -218,4 +246,4 @@ def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: i
                 row = int(known["row"][number])
                 raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
             queries.append(Query(number, at, [token for token in known["candidates"][number].tolist() if token >= 0]))
-    return build(rows, queries, len(rows), pad, shared=shared)
+    return build(rows, queries, len(rows), pad, **layout)

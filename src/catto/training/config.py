@@ -42,6 +42,9 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     outcome_score: str = _knob("brier", "The outcome's proper score: brier or log.")
     outcome_rows_per_pair: int = _knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = _knob(False, "Whether a prompt is computed once for all responses to it.")
+    padding_free: bool | None = _knob(
+        None, "Whether rows are packed into one line and not padded. None: on CUDA, where FlexAttention runs."
+    )
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():

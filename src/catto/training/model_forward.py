@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_triton_available
 
 from catto.objectives import TokenStats, label_logprobs, token_stats
-from catto.training.batches import Batch, block_mask, flex_mask
+from catto.training.batches import Batch, block_mask, dense_mask
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
-SHARING_ATTENTION = ("sdpa", "eager", "flex_attention")
+DENSE, SPARSE = ("sdpa", "eager"), ("flex_attention", "catto")
 
 
 class Output(NamedTuple):
@@ -66,7 +72,7 @@ def call(model: Any, batch: Batch, extras: tuple[str, ...], **more: Any) -> Outp
             model(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids if batch.shared else None,
+                position_ids=batch.position_ids if batch.shared or batch.packed else None,
                 catto_batch=batch,
                 catto_extras=extras,
                 **more,
@@ -84,11 +90,11 @@ def _forward(
 ) -> dict[str, Tensor | None]:
     """The backbone and the head. A plain dictionary: what wraps the model's forward finds the tensors in it."""
     device = batch.input_ids.device  # where the losses are computed
-    if batch.shared and model.config._attn_implementation == "flex_attention":
-        attention_mask = flex_mask(batch.segments)
-    elif batch.shared:
+    if batch.shared or batch.packed:
         mixed = torch.is_autocast_enabled(device.type)
-        attention_mask = block_mask(batch.segments, torch.get_autocast_dtype(device.type) if mixed else model.dtype)
+        dtype = torch.get_autocast_dtype(device.type) if mixed else model.dtype
+        sparse = model.config._attn_implementation in SPARSE
+        attention_mask = block_mask(batch) if sparse else dense_mask(batch, dtype)
     given = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
     outputs = model.base_model(attention_mask=attention_mask, **{**given, "use_cache": False})
     hidden = outputs.last_hidden_state
@@ -150,10 +156,38 @@ def whole_head(model: Any) -> Iterator[dict[str, Any]]:
         layer.reshard()
 
 
+# ---- attention with a mask of blocks ---------------------------------------------------------------------------------
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    """FlexAttention where the mask is one of blocks, else SDPA: a model that generates keeps what it had."""
+    if not isinstance(attention_mask, BlockMask):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if torch.is_autocast_enabled(query.device.type):  # casts the inputs of SDPA, and of FlexAttention not
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return flex_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register("catto", _attention)
+AttentionMaskInterface.register("catto", sdpa_mask)
+
+
+def skips_blocks(model: Any, device: torch.device) -> bool:
+    """Whether masked blocks are not computed. On CUDA, SDPA is replaced here, for batches with such a mask alone."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    usable = device.type == "cuda" and is_triton_available() and base._supports_flex_attn
+    whole = len(set((getattr(base, "hf_device_map", None) or {}).values())) < 2  # the mask stays on one device
+    if base.config._attn_implementation == "sdpa" and usable and whole and not getattr(config, "attention_dropout", 0):
+        base.set_attn_implementation("catto")
+    return base.config._attn_implementation in SPARSE
+
+
 def sharing_obstacle(model: Any) -> str | None:
-    """Why this model cannot compute a prompt once for several responses; None where it can."""
+    """Why this model cannot compute a prompt once for several responses, or packed rows; None where it can."""
     config = model.config.get_text_config()
-    if model.config._attn_implementation not in SHARING_ATTENTION:
+    if model.config._attn_implementation not in DENSE + SPARSE:
         return f"attention implementation {model.config._attn_implementation!r} takes no block mask"
     if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"not all of its layers attend to the whole context ({', '.join(sorted(kinds))})"

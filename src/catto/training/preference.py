@@ -1,9 +1,9 @@
 """`CATTOTrainer`: TRL's DPOTrainer with a calibration term, one policy forward per step.
 
-With calibration none or weight 0 and no prefix sharing, everything is TRL's own code and the loss is TRL's to the
-last bit. Otherwise TRL's `_compute_loss` receives a `Policy` in the model's place, which runs our head once and
-returns the fields that TRL reads; the term is added to what TRL returns. The private parts of TRL and Transformers
-that this depends on are listed in tests/test_trl_contract.py.
+With calibration none or weight 0, and neither prefix sharing nor packing, everything is TRL's own code and the loss is
+TRL's to the last bit. Otherwise TRL's `_compute_loss` receives a `Policy` in the model's place, which runs our head
+once and returns the fields that TRL reads; the term is added to what TRL returns. The private parts of TRL and
+Transformers that this depends on are listed in tests/test_trl_contract.py.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         args = CATTOConfig(output_dir="catto") if args is None else CATTOConfig.of(args)
-        self._share: bool | None = None  # decided at the first batch: precomputation runs inside TRL's constructor
+        # decided at the first batch: precomputation runs inside TRL's constructor
+        self._arrangement: dict[str, bool] | None = None
+        # TRL does not implement its option and says so: it sees it unset
+        self._padding_free, args.padding_free = args.padding_free, None
         self._step_pairs: float | None = None  # a process's mean share of the step's pairs
         self._stream = _stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
@@ -186,6 +189,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             _refuse_empty(argument)
         with evaluating_without_dataset(args, () if kwargs.get("eval_dataset") is not None else validation):
             super().__init__(model, ref_model, args, *more, **kwargs)
+        args.padding_free = self._padding_free
         if validation:
             self.add_callback(EvaluateAtEnd())
         head.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
@@ -197,18 +201,21 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     @property
     def _own_head(self) -> bool:
-        return bool(self.args.weight) or self.args.prefix_sharing
+        return bool(self.args.weight or self.args.prefix_sharing or self._padding_free)
 
-    def sharing(self) -> bool:
-        """Whether prompts are shared: as configured, unless the policy or its reference cannot; that is logged once."""
-        if self._share is None:
-            models = [model for model in (self.model, self.ref_model) if model is not None and self.args.prefix_sharing]
-            obstacles = [head.sharing_obstacle(self.accelerator.unwrap_model(model)) for model in models]
-            obstacle = next(filter(None, obstacles), None)
-            if obstacle:
-                logger.warning("prefix_sharing is off: %s", obstacle)
-            self._share = self.args.prefix_sharing and obstacle is None
-        return self._share
+    def arrangement(self) -> dict[str, bool]:
+        """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
+        if self._arrangement is None:
+            models = [self.accelerator.unwrap_model(m) for m in (self.model, self.ref_model) if m is not None]
+            obstacle = next(filter(None, map(head.sharing_obstacle, models)), None)
+            for name, wanted in (("prefix_sharing", self.args.prefix_sharing), ("padding_free", self._padding_free)):
+                if wanted and obstacle:
+                    logger.warning("%s is off: %s", name, obstacle)
+            sparse = all(head.skips_blocks(model, self.args.device) for model in models)
+            packed = sparse if self._padding_free is None else self._padding_free
+            chosen = {"shared": self.args.prefix_sharing, "packed": packed}
+            self._arrangement = {name: value and obstacle is None for name, value in chosen.items()}
+        return self._arrangement
 
     # ---- data
 
@@ -223,8 +230,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """
         if type(self.data_collator) in (DataCollatorForPreference, PairCollator):
             dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
-            shared = self.sharing() if self._own_head and not dispatched else None
-            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), "shared": shared})
+            layout = self.arrangement() if self._own_head and not dispatched else None
+            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), "layout": layout})
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Tokenise as TRL does (or take the token ids that are there), find labels, drop rows that TRL drops.
@@ -274,7 +281,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._set_collator(dataset)
         theirs = vars(self)["_precompute_model_hash"]
         if self._own_head:
-            ours = (theirs, "catto", self.accelerator.mixed_precision, self.sharing())
+            ours = (theirs, "catto", self.accelerator.mixed_precision, *self.arrangement().values())
             self._precompute_model_hash: Any = ours
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -299,7 +306,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """The pairs' batch as the collator has laid it out, or laid out here where it could not."""
         layout: Batch | None = inputs[KEY].get("layout")
         if layout is None:
-            layout = pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, shared=self.sharing())
+            layout = pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
         return layout
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
@@ -348,7 +355,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         args, pairs = self.args, len(layout.rows)
         extras = (*TRL_EXTRAS, *(["log_doubt"] if args.weight and args.calibration == "bce" else []))
         extras = (*extras, *(["log_sum_sq"] if self.use_weighting else []))
-        options = {"pad": self.data_collator.pad_token_id, "shared": layout.shared, "balanced": pairs}
+        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, **self.arrangement()}
         if streamed and args.calibration == "replay":
             rows = [*layout.rows, *(example.row for example in streamed)]
             layout = build(rows, [], len(rows), **options)

@@ -31,10 +31,11 @@ RCFT_BINS = 10
 Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
-def collate(examples: list[Example], pad: int, *, reads_labels: bool) -> dict[str, Any]:
+def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
     queries = label_queries(examples) if reads_labels else []
-    batch = build([example.row for example in examples], queries, len(examples), pad, shared=False)
+    rows = [example.row for example in examples]
+    batch = build(rows, queries, len(rows), pad, shared=False, packed=packed)
     names = [example.question for example in examples]
     # `shift_labels`, since Transformers leaves the first of `labels` out of its count
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
@@ -63,12 +64,14 @@ class SupervisedTrainer(Monitored):
         self._step_samples: float | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
         head.install(model)
+        packed = head.sharing_obstacle(model) is None and head.skips_blocks(model, args.device)
+        options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
         with evaluating_without_dataset(args, validation):
             super().__init__(
                 model=model,
                 args=args,
                 train_dataset=list(examples),
-                data_collator=partial(collate, pad=processing_class.pad_token_id, reads_labels=rcft_weight > 0),
+                data_collator=partial(collate, **options),
                 processing_class=processing_class,
                 callbacks=[EvaluateAtEnd(), *([bins] if bins is not None else [])],
             )
