@@ -6,15 +6,18 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
 from catto.prompts import completion
 from catto.recipe import TeacherSettings
 from catto.records import Option, Question
-from catto.teacher import Yield, teach
+from catto.teacher import Yield, ask, write_rows
+from catto.teacher.responses import GENERATIONS
+from catto.teacher.sources import Source
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
 LABELS = ("A", "B", "C", "D")
@@ -42,6 +45,20 @@ def questions(count: int) -> list[Question]:
         )
         for i in range(count)
     ]
+
+
+def teach(
+    questions: Iterable[Question],
+    source: Source | None,
+    settings: TeacherSettings,
+    out: Path,
+    *more: Any,
+    **options: Any,
+) -> Yield:
+    """Ask for the responses and write the rows made of them, all in one folder."""
+    asked = list(questions)
+    ask(asked, source, settings, out, *more, **options)
+    return write_rows(asked, settings, out / GENERATIONS, out)
 
 
 def server_settings(url: str, **more: object) -> TeacherSettings:

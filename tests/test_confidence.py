@@ -289,7 +289,7 @@ def test_bad_arguments_are_refused() -> None:
         evaluate(engine(), questions(2), k=4)
     with pytest.raises(ValueError, match="k is 0"):
         evaluate(engine(), questions(2), k=0)
-    with pytest.raises(ValueError, match="'q0' is there more than once"):
+    with pytest.raises(ValueError, match="'q0' occurs more than once"):
         evaluate(engine(), [*questions(1), *questions(1)])
     with pytest.raises(ValueError, match="no questions"):
         evaluate(engine(), [])

@@ -30,10 +30,10 @@ from catto.predict.predictor import evaluate, refusals_of, refused_path
 from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow
-from catto.teacher import dry_run, teach
+from catto.teacher import dry_run
 from catto.teacher.responses import forget_refusals, refusals
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
-from teacher_world import Scripted, calm, questions, scripted, serve, server_settings
+from teacher_world import Scripted, calm, questions, scripted, serve, server_settings, teach
 
 SIX = ("q0", "q1", "q2", "q3", "q4", "q5")
 
@@ -606,8 +606,8 @@ def test_one_line_drops_secrets_and_quotations_and_keeps_the_rest() -> None:
 def test_the_limit_counts_what_was_stored() -> None:
     cap = RefusalCap(0.2, [(f"a{i}", 0) for i in range(16)], [(f"r{i}", 0) for i in range(4)])
     with pytest.raises(ServerError, match="5 of 21 questions"):
-        cap.refused(Refusal(refused="no", question="new", sample=0))
-    RefusalCap(1.0, [], [(f"r{i}", 0) for i in range(40)]).refused(Refusal(refused="no", question="new", sample=0))
+        cap.count(Refusal(refused="no", question="new", sample=0))
+    RefusalCap(1.0, [], [(f"r{i}", 0) for i in range(40)]).count(Refusal(refused="no", question="new", sample=0))
 
 
 # An experiment

@@ -48,11 +48,11 @@ def test_an_unknown_answer_names_file_row_field_and_labels(tmp_path: Path) -> No
         (
             "commonsense_qa",
             {**CSQA, "choices": {"label": ["A"], "text": ["a"]}},
-            "choices: expected the labels A, B, C, D, E",
+            "choices: expected 5 options, got 1",
         ),
         ("mmlu", {**MMLU, "answer": 4}, "answer 4 is not one of 0, 1, 2, 3"),
         ("mmlu", {**MMLU, "answer": True}, "answer True is not one of"),
-        ("mmlu", {**MMLU, "choices": ["1", "2"]}, "choices: expected 4, got 2"),
+        ("mmlu", {**MMLU, "choices": ["1", "2"]}, "choices: expected 4 options, got 2"),
         ("mmlu", {**MMLU, "choices": "1234"}, "choices: expected a list of texts, got str"),
         ("mmlu", {**MMLU, "question": "half \ud800"}, "text is not valid Unicode"),
         ("snli", {**SNLI, "label": 3}, "label 3 is not one of 0, 1, 2"),

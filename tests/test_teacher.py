@@ -19,10 +19,22 @@ from catto.problems import DataError
 from catto.prompts import Parsed, messages, parse, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
-from catto.teacher import dry_run, teach
+from catto.teacher import dry_run
 from catto.teacher.responses import Requests, draw
 from openai_server import Reply, Seen, error
-from teacher_world import LABELS, Scripted, answer, calm, questions, run, scripted, serve, server_settings, stormy
+from teacher_world import (
+    LABELS,
+    Scripted,
+    answer,
+    calm,
+    questions,
+    run,
+    scripted,
+    serve,
+    server_settings,
+    stormy,
+    teach,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 from catto.engines import Key
-from catto.teacher import teach
 from catto.teacher.responses import draw
 from openai_server import Reply, Seen
-from teacher_world import calm, faults_of, questions, serve, server_settings, stormy
+from teacher_world import calm, faults_of, questions, serve, server_settings, stormy, teach
 
 QUESTIONS, SAMPLES, CONCURRENCY, KILLS = 40, 6, 8, 5
 TOTAL = QUESTIONS * SAMPLES

@@ -13,9 +13,8 @@ from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
 from catto.records import Option, Question, Response, SftRow
 from catto.tasks import witnesses
-from catto.teacher import teach
 from catto.teacher.responses import draw
-from teacher_world import LABELS, questions
+from teacher_world import LABELS, questions, teach
 
 
 def stored(tmp_path: Path, rows: list[dict[str, object]], **fields: str | None) -> TeacherSettings:

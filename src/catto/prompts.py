@@ -12,8 +12,10 @@ A response that is trained on or asked for has this form, each tag on its own li
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -89,6 +91,21 @@ def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ..
         options = ("\n\n" if any("\n" in line for line in lines) else "\n").join(lines)
     user = "\n".join(parts) + "\n\n" + options
     return Message(role="system", content=system), Message(role="user", content=user)
+
+
+def check_ids(questions: Iterable[Question]) -> None:
+    """Raise ValueError where two questions share an id."""
+    if repeated := [name for name, count in Counter(question.id for question in questions).items() if count > 1]:
+        raise ValueError(f"question id {repeated[0]!r} occurs more than once")
+
+
+def asked_hash(asked: Iterable[tuple[Question, tuple[Message, ...]]]) -> str:
+    """Hash questions with the messages that ask them: what responses depend on beside the model."""
+    digest = hashlib.sha256()
+    for question, chat in asked:
+        digest.update(question.model_dump_json().encode())
+        digest.update(repr(chat).encode())
+    return digest.hexdigest()
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

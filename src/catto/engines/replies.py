@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, field_validator
 
 from catto.engines import Key, stop_end
-from catto.records import Refusal
+from catto.records import Refusal, Sampled
 
 MOST_REFUSED = 0.2
 # A share is judged from so many questions on.
@@ -42,23 +42,21 @@ class RefusalCap:
         stored = {question for question, _ in answered}
         self._asked, self._some, self._requests = self._refused | stored, bool(stored), 0
 
-    def answered(self, key: Key) -> None:
-        """Count an answer."""
-        self._asked.add(key[0])
-        self._some = True
-
-    def refused(self, refusal: Refusal) -> None:
-        """Count a refusal; raise ServerError where it is one too many."""
-        self._refused.add(refusal.question)
-        self._asked.add(refusal.question)
+    def count(self, outcome: Sampled) -> None:
+        """Count an answer or a refusal; raise ServerError where there is one refusal too many."""
+        self._asked.add(outcome.question)
+        if not isinstance(outcome, Refusal):
+            self._some = True
+            return
+        self._refused.add(outcome.question)
         self._requests += 1
         if self.most >= 1:
             return
         if not self._some and self._requests >= ENOUGH:
-            raise self._error(f"all of the first {self._requests} requests were refused", refusal)
+            raise self._error(f"all of the first {self._requests} requests were refused", outcome)
         if len(self._asked) >= ENOUGH and len(self._refused) > self.most * len(self._asked):
             share = f"{len(self._refused)} of {len(self._asked)} questions were refused, max_refused is {self.most:g}"
-            raise self._error(share, refusal)
+            raise self._error(share, outcome)
 
     @staticmethod
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:

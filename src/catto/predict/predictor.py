@@ -10,7 +10,6 @@ whole chunk, with the same batches and so the same numbers. Refused requests end
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
 from catto.predict.label_reader import Case, Reader, read_tokens, server_reader
 from catto.problems import DataError
-from catto.prompts import messages
+from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
 
 R = TypeVar("R", Generation, Prediction)
@@ -153,12 +152,8 @@ def check_questions(questions: list[Question], k: int, temperature: float | Sequ
         raise ValueError(f"{len(each)} temperatures for k = {k} samples")
     if each.count(0) > 1:
         raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise ValueError(f"question id {question.id!r} is there more than once")
-        seen.add(question.id)
-    if not seen:
+    check_ids(questions)
+    if not questions:
         raise ValueError("no questions to evaluate")
     return each
 
@@ -249,10 +244,7 @@ class _Job:
         outcomes: dict[Key, Generation | Refusal] = {}
         for outcome in self.engine.generate(requests):
             outcomes[outcome.key] = outcome
-            if isinstance(outcome, Refusal):
-                self.cap.refused(outcome)
-            else:
-                self.cap.answered(outcome.key)
+            self.cap.count(outcome)
         if missing := next((key for key in keys if key not in outcomes), None):
             raise RuntimeError("{}: question {} sample {} never came".format(self.engine.name, *missing))
         return [outcomes[key] for key in keys]
@@ -264,7 +256,7 @@ class _Job:
         predictions: dict[Key, Prediction | Refusal] = {}
         for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
             if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
-                self.cap.refused(answer)
+                self.cap.count(answer)
                 predictions[answer.key] = answer
                 continue
             predictions[generation.key] = Prediction(
@@ -353,10 +345,6 @@ class _Job:
 
     def manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
         """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
-        digest = hashlib.sha256()
-        for question, chat in self.cases.values():
-            digest.update(question.model_dump_json().encode())
-            digest.update(repr(chat).encode())
         settings, parser = asdict(self.run), VERSION if kind is Prediction else None
         notes = {**settings, "k": self.k}
         if len(set(self.run.temperatures)) == 1:
@@ -375,7 +363,7 @@ class _Job:
         return Manifest(
             kind=_plural(kind),
             counts=counts,
-            recipe_hash=content_hash([settings, digest.hexdigest(), parser]),
+            recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser]),
             seed=self.run.seed,
             versions=library_versions("transformers", "torch", "vllm", "openai"),
             notes=notes,

@@ -306,10 +306,8 @@ class _Loading:
             yield Entry(place, name, group, content), draft
 
     def _parsed(self, file: str, number: int, raw: dict[str, Any]) -> Draft | str:
-        if self.task.parse is None:
-            raise ValueError(f"{self.task.name} has no rows to parse")
         try:
-            return self.task.parse(raw)
+            return self.task.read(raw)
         except ValueError as error:
             raise DataError(file, number, str(error)) from None
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from catto.teacher.pairing import Yield
-from catto.teacher.responses import ask, dry_run, teach, write_rows
+from catto.teacher.responses import ask, dry_run, write_rows
 
-__all__ = ["Yield", "ask", "dry_run", "teach", "write_rows"]
+__all__ = ["Yield", "ask", "dry_run", "write_rows"]

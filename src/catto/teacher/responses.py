@@ -7,7 +7,6 @@ was killed asks only for what is missing.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from catto.files import (
     write_manifest,
 )
 from catto.journal import Journal, journal_path, read_refusals
-from catto.prompts import messages, parse_answer
+from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Message, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, grouped, summarise
@@ -40,31 +39,6 @@ OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new
 CHARACTERS_A_TOKEN = 4
 
 Progress = Callable[[int, int], None]
-
-
-def teach(
-    questions: Iterable[Question],
-    source: Source | None,
-    settings: TeacherSettings,
-    out: Path,
-    progress: Progress | None = None,
-    *,
-    retry_refused: bool = False,
-) -> Yield:
-    """Ask for n responses to every training question and write the rows made of them, all in `out`.
-
-    `ask`, then `write_rows`. `progress(done, total)` counts responses.
-
-    >>> import tempfile
-    >>> from catto.tasks import load
-    >>> settings = TeacherSettings(source="witnesses", n=4)
-    >>> summary = teach(load("witnesses", "train", limit=5), None, settings, Path(tempfile.mkdtemp()))
-    >>> summary.responses, summary.rows["outcome"]
-    (20, 20)
-    """
-    training = training_questions(questions)
-    ask(training, source, settings, out, progress, retry_refused=retry_refused)
-    return write_rows(training, settings, out / GENERATIONS, out)
 
 
 def ask(
@@ -82,7 +56,16 @@ def ask(
     nothing. `source` None: the one that the settings name, opened only if something is to be asked.
 
     Requests that the server refuses for good go into refused.jsonl with the reason and are left out; `retry_refused`
-    asks them again. Too many of them (`settings.max_refused`) raise ServerError.
+    asks them again. Too many of them (`settings.max_refused`) raise ServerError. `progress(done, total)` counts
+    responses.
+
+    >>> import tempfile
+    >>> from catto.tasks import load
+    >>> settings, out = TeacherSettings(source="witnesses", n=4), Path(tempfile.mkdtemp())
+    >>> questions = list(load("witnesses", "train", limit=5))
+    >>> ask(questions, None, settings, out)
+    >>> write_rows(questions, settings, out / GENERATIONS, out).rows["outcome"]
+    20
     """
     training = training_questions(questions)
     with locked(out / LOCK):
@@ -95,10 +78,7 @@ def ask(
                 cap = RefusalCap(settings.max_refused, journal.places.keys() - journal.refused.keys(), journal.refused)
                 for outcome in source.generate(requests, set(journal.places)):
                     (outcome,) = journal.append(outcome)
-                    if isinstance(outcome, Refusal):
-                        cap.refused(outcome)
-                    else:
-                        cap.answered(outcome.key)
+                    cap.count(outcome)
                     if progress is not None:
                         progress(len(journal.places), len(requests))
                 answered = len(journal.places) - len(journal.refused)
@@ -259,8 +239,7 @@ def dry_run(
 def training_questions(questions: Iterable[Question]) -> list[Question]:
     """The questions of the train split, which alone are asked; none or a repeated id is an error."""
     training = [question for question in questions if question.split == "train"]
-    if repeated := [name for name, count in Counter(question.id for question in training).items() if count > 1]:
-        raise ValueError(f"question id {repeated[0]!r} occurs more than once")
+    check_ids(training)
     if not training:
         raise ValueError("no question of the train split")
     return training
@@ -307,14 +286,11 @@ def _journal(
     training: Sequence[Question], source: Source | None, settings: TeacherSettings, out: Path
 ) -> Journal[Generation]:
     """The journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
-    digest = hashlib.sha256()
-    for question in training:
-        digest.update(question.model_dump_json().encode())
-        digest.update(repr(messages(question, reasoning=settings.reasoning)).encode())
+    prompts = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)
     model = settings.model or (source.model if source is not None else settings.source)
     # Stored responses are read with their given labels when they are taken in: that needs no teacher.
     parser = VERSION if settings.source == "responses" else None
-    recipe = content_hash([settings.asked(), model, digest.hexdigest(), parser])
+    recipe = content_hash([settings.asked(), model, prompts, parser])
     keys = ((question.id, sample) for question in training for sample in range(settings.n))
     return _opened(out, recipe, keys)
 
