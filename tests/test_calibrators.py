@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_softmax, logit
 from sklearn.isotonic import IsotonicRegression
+from sklearn.metrics import log_loss
 
 from catto.metrics.calibrators import (
     CALIBRATORS,
@@ -24,7 +25,7 @@ from catto.metrics.calibrators import (
     load,
     save,
 )
-from catto.metrics.errors import EPSILON, accuracy, ece, label_nll, nll
+from catto.metrics.errors import EPSILON, accuracy, ece, nll
 from catto.metrics.ranking import auroc
 from catto.problems import DataError
 
@@ -115,6 +116,10 @@ def test_temperature_finds_the_minimum_of_the_loss() -> None:
     assert fitted.tau == pytest.approx(direct.x, abs=1e-6)
     assert fitted.tau == pytest.approx(2.0, abs=0.35)
     assert ece(fitted.apply(c), z) < ece(c, z)
+
+
+def label_nll(logprobs: Any, gold: Any) -> float:
+    return float(log_loss(gold, np.exp(logprobs), labels=range(logprobs.shape[1])))
 
 
 def test_label_temperature_finds_the_minimum_of_the_gold_loss() -> None:

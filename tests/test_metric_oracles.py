@@ -75,13 +75,6 @@ def test_scores_equal_scikit_learn(rows: Any) -> None:
     assert ranking.auroc(c, z) == pytest.approx(roc_auc_score(z, c), abs=1e-13)
 
 
-def test_label_nll_equals_scikit_learn_on_normalised_rows() -> None:
-    rng = np.random.default_rng(0)
-    p = rng.dirichlet(np.ones(4), size=200)
-    gold = rng.integers(4, size=200)
-    assert errors.label_nll(np.log(p), gold) == pytest.approx(log_loss(gold, p, labels=range(4)), abs=1e-12)
-
-
 def test_aurc_equals_a_plain_loop_without_ties() -> None:
     rng = np.random.default_rng(0)
     c = rng.permutation(300) / 300

@@ -12,6 +12,7 @@ import pytest
 
 from catto.metrics import binning, errors, ranking
 from catto.metrics.binning import bin_edges, bin_index
+from catto.metrics.calibrators import Temperature
 from catto.metrics.catalogue import METRICS
 
 # Four answers in two of 20 bins: 0.62 and 0.64 in (0.60, 0.65], 0.91 and 0.93 in (0.90, 0.95].
@@ -162,11 +163,6 @@ def test_the_two_classwise_errors_differ_by_name_and_value() -> None:
     assert errors.per_class_ece(np.stack([1 - p1, p1], axis=1), gold) == pytest.approx(0.25, abs=1e-15)
 
 
-def test_label_nll_is_the_mean_surprise_of_the_gold_label() -> None:
-    value = errors.label_nll(np.log([[0.5, 0.25], [0.1, 0.8]]), [0, 1])
-    assert value == pytest.approx(-(log(0.5) + log(0.8)) / 2, abs=1e-15)
-
-
 BAD: list[tuple[Any, Any, str]] = [
     ([0.5] * 17 + [nan], [1] * 18, r"confidence\[17\] is nan"),
     ([0.2, 1.0000001], [1, 1], r"confidence\[1\] is 1.0000001, expected a number in \[0, 1\]"),
@@ -198,8 +194,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: errors.true_class_ece(*FOUR, gold=[1, 2]), r"gold has shape \(2,\)"),
     (lambda: errors.per_class_ece(np.full((2, 2), 0.5), [0, 2]), "whole numbers from 0 to 1"),
     (lambda: errors.per_class_ece([0.5, 0.5], [0, 1]), r"probabilities has shape \(2,\)"),
-    (lambda: errors.label_nll([[0.5, -1.0]], [0]), r"label_logprobs\[0, 0\] is 0.5"),
-    (lambda: errors.label_nll([[-inf, -1.0]], [0]), r"label_logprobs\[0, 0\] is -inf"),
+    (lambda: Temperature.fit_labels([[0.5, -1.0]], [0]), r"label_logprobs\[0, 0\] is 0.5"),
+    (lambda: Temperature.fit_labels([[-inf, -1.0]], [0]), r"label_logprobs\[0, 0\] is -inf"),
     (lambda: ranking.accuracy_at_coverage(*FOUR, coverage=0.0), "coverage is 0.0"),
     (lambda: ranking.coverage_at_risk(*FOUR, risk=1.5), "risk is 1.5"),
 ]

@@ -18,7 +18,7 @@ from rich.console import Console
 from catto.measure import HEADLINE, Sources
 from catto.metrics.catalogue import METRICS
 from catto.metrics.selection import Candidates, select
-from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, holm
+from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held, holm
 from catto.report import render
 from catto.report.figures import look
 from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
@@ -371,7 +371,7 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
 def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
     withheld = {
         "intervals": {
-            name: Interval(0.05, 0.06, 0.07, 0.95).held() if name == "ece" else Interval(0.5, 0.4, 0.6, 0.95)
+            name: held(Interval(0.05, 0.06, 0.07, 0.95)) if name == "ece" else Interval(0.5, 0.4, 0.6, 0.95)
             for name in ("accuracy", "ece", "brier", "auroc")
         },
         "gap": Interval(0.012, -0.034, 0.056, 0.95),

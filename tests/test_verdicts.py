@@ -27,6 +27,7 @@ from catto.metrics.statistics import (
     Interval,
     bootstrap,
     compare,
+    held,
     holm,
     null_band,
 )
@@ -121,10 +122,10 @@ def test_an_interval_that_does_not_hold_its_value_is_withheld_with_a_reason() ->
     c, z = exact()
     found = bootstrap(ece, c, z, resamples=200)
     assert found.value < 1e-12 < found.low
-    assert np.isnan([found.held().low, found.held().high]).all()
-    assert found.held().reason == OUTSIDE
+    assert np.isnan([held(found).low, held(found).high]).all()
+    assert held(found).reason == OUTSIDE
     inside = Interval(0.03, 0.02, 0.05, 0.95)
-    assert inside.held() is inside
+    assert held(inside) is inside
 
 
 def test_rounding_is_no_reason_to_withhold_an_interval() -> None:
@@ -132,11 +133,11 @@ def test_rounding_is_no_reason_to_withhold_an_interval() -> None:
     for name, metric in METRICS.items():
         if not metric.calibration:
             found = bootstrap(metric.function, [0.1] * 37, [True] * 30 + [False] * 7, resamples=50)
-            assert found.held().reason is None, name
+            assert held(found).reason is None, name
 
 
 def test_a_difference_outside_its_interval_is_withheld_too() -> None:
-    found = Comparison(0.02, 0.01, 0.01, -0.02, -0.001, 0.95, 0.5).held()
+    found = held(Comparison(0.02, 0.01, 0.01, -0.02, -0.001, 0.95, 0.5))
     assert np.isnan([found.low, found.high]).all()
     assert found.reason == OUTSIDE
     assert found.difference == 0.01
@@ -170,13 +171,13 @@ def test_calibrate_prints_no_interval_that_does_not_hold_the_ece_it_fitted(tmp_p
 @pytest.mark.parametrize("shift", [0.0, 0.15])
 def test_the_interval_of_the_gap_is_nominal_also_for_a_calibrated_model(shift: float) -> None:
     """An interval that truly covers 94 % passes 99.9 times in 100; that of ECE covers 0 % at shift 0."""
-    rng, sets, held = np.random.default_rng(round(100 * shift)), 200, 0
+    rng, sets, inside = np.random.default_rng(round(100 * shift)), 200, 0
     for number in range(sets):
         c = 0.5 + 0.5 * rng.random(300)
         found = bootstrap(confidence_gap, c, rng.random(300) < c - shift, resamples=150, seed=number)
-        held += found.low <= shift <= found.high
+        inside += found.low <= shift <= found.high
     low, high = binom.ppf([0.0005, 0.9995], sets, 0.94)
-    assert low <= held <= high
+    assert low <= inside <= high
 
 
 # ---- comparisons ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from catto.metrics.statistics import (
     Tick,
     bootstrap_table,
     compare_table,
+    held,
     null_table,
 )
 from catto.problems import DataError, did_you_mean
@@ -253,13 +254,13 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
 def _probability(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
     value = number = fields[name]
-    if type(value) is float and 0.0 <= value <= 1.0:  # nearly every cell
-        return value
     if isinstance(value, str):
         try:
             number = float(value)
         except ValueError:
             number = None
+    if type(number) is float and 0.0 <= number <= 1.0:  # nearly every cell
+        return number
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
         percent = isinstance(number, int | float) and 1 < number <= 100
         hint = "; divide percentages by 100" if percent else ""
@@ -272,7 +273,9 @@ def _truth(name: str, fields: Fields) -> bool:
     value = fields[name]
     if isinstance(value, bool):
         return value
-    word = WORDS.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
+    word = WORDS.get(value) if isinstance(value, str) else None  # nearly every cell of a CSV file
+    if word is None and isinstance(value, str | int | float):
+        word = WORDS.get(str(value).strip().lower())
     if word is None:
         raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
     return word
@@ -361,7 +364,7 @@ class Measured:
 def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = lambda: None) -> dict[str, Measured]:
     """Measure the metrics of one run of a model, or their mean over several; `gap` may be among their names.
 
-    Intervals that do not hold their value are removed, see `Interval.held`.
+    Intervals that do not hold their value are removed, see `held`.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
     >>> measured([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
@@ -372,7 +375,7 @@ def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = la
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
     bands = null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
     return {
-        name: Measured(interval if name == GAP else interval.held(), bands.get(name))
+        name: Measured(interval if name == GAP else held(interval), bands.get(name))
         for name, interval in intervals.items()
     }
 
@@ -382,7 +385,7 @@ def compared(
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
     comparisons = compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
-    return {name: comparison.held() for name, comparison in comparisons.items()}
+    return {name: held(comparison) for name, comparison in comparisons.items()}
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,10 @@ def parse_json(text: str) -> Any:
     except ValueError:
         return _strict(text)
     spaced = " :" in text or (("\t" in text or "\n" in text or "\r" in text) and _SPACED.search(text) is not None)
-    return value if _count_keys(value) == text.count('":') and not spaced else _strict(text)
+    flat = type(value) is dict and "[" not in text  # an object in it that is not empty brings keys of its own
+    keys = text.count('":')
+    whole = (flat and len(value) == keys) or _count_keys(value) == keys
+    return value if whole and not spaced else _strict(text)
 
 
 def _count_keys(value: Any, left: int = MOST_DEPTH) -> int:

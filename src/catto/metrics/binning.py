@@ -64,7 +64,7 @@ def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[
 
 def blocks(length: int) -> Iterator[slice]:
     """Cut so many columns into parts of at most BLOCK."""
-    return (slice(start, start + BLOCK) for start in range(0, length, BLOCK))
+    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
 
 
 def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width") -> Floats:
@@ -179,6 +179,13 @@ class Groups:
     def confidence_sum(self) -> Floats:
         """Sum of the confidence of each group. (R, G)."""
         return self.count * self.value
+
+    @cached_property
+    def at_least(self) -> Ints:
+        """Number of rows that are at least as confident as each group, and 0 at the end. (R, G + 1)."""
+        ranks = np.zeros((len(self.count), len(self.value) + 1), dtype=np.intp)
+        np.cumsum(self.count, axis=-1, out=ranks[:, 1:])  # of whole numbers: 3x as fast as of floats
+        return np.subtract(ranks[:, -1:].copy(), ranks, out=ranks)
 
     @cached_property
     def _tallies(self) -> dict[int, Reliability]:

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from catto.files import first_problem, read_json, replacing
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
-from catto.metrics.errors import EPSILON, checked_gold, checked_logprobs
+from catto.metrics.errors import EPSILON, checked_gold
 from catto.problems import DataError, shortened
 from catto.records import Record
 
@@ -68,7 +68,7 @@ class Temperature(_Stored):
         """Fit tau to the gold labels: the softmax over the labels of log p / tau. (N, K), (N,) in [0, K)."""
         from scipy.special import log_softmax
 
-        score = checked_logprobs(label_logprobs)
+        score = _checked_logprobs(label_logprobs)
         gold_score = score[np.arange(len(score)), checked_gold(gold, score.shape)]
 
         def slope(beta: float) -> float:
@@ -81,7 +81,19 @@ class Temperature(_Stored):
         """Return the label log-probabilities at tau, normalised over the labels. (N, K) -> (N, K)."""
         from scipy.special import log_softmax
 
-        return np.asarray(log_softmax(checked_logprobs(label_logprobs) / self.tau, axis=1), dtype=np.float64)
+        return np.asarray(log_softmax(_checked_logprobs(label_logprobs) / self.tau, axis=1), dtype=np.float64)
+
+
+def _checked_logprobs(label_logprobs: ArrayLike) -> Floats:
+    """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
+    logprobs = np.asarray(label_logprobs, dtype=np.float64)
+    if logprobs.ndim != 2 or 0 in logprobs.shape:
+        raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
+    bad = ~(np.isfinite(logprobs) & (logprobs <= 1e-6))
+    if bad.any():
+        row, label = np.argwhere(bad)[0]
+        raise ValueError(f"label_logprobs[{row}, {label}] is {logprobs[row, label]}, expected a finite number <= 0")
+    return logprobs
 
 
 def _logits(confidence: Floats) -> Floats:

@@ -186,25 +186,6 @@ def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
     return index.astype(np.intp)
 
 
-def label_nll(label_logprobs: ArrayLike, gold: ArrayLike) -> float:
-    """Return `-mean log p(gold)`. label_logprobs: (N, K) finite, <= 0; gold: (N,) whole numbers in [0, K)."""
-    logprobs = checked_logprobs(label_logprobs)
-    index = checked_gold(gold, logprobs.shape)
-    return float(-logprobs[np.arange(len(index)), index].mean())
-
-
-def checked_logprobs(label_logprobs: ArrayLike) -> Floats:
-    """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
-    logprobs = np.asarray(label_logprobs, dtype=np.float64)
-    if logprobs.ndim != 2 or 0 in logprobs.shape:
-        raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
-    bad = ~(np.isfinite(logprobs) & (logprobs <= 1e-6))
-    if bad.any():
-        row, label = np.argwhere(bad)[0]
-        raise ValueError(f"label_logprobs[{row}, {label}] is {logprobs[row, label]}, expected a finite number <= 0")
-    return logprobs
-
-
 @dataclass(frozen=True)
 class BrierSplit:
     """Parts of the Brier score; `total` is the score itself, exactly, for any bins.
@@ -299,25 +280,32 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
 def _smooth_on_counts(c: Floats) -> CountMetric:
     from scipy.optimize import brentq
 
+    # Residuals are summed once, over the cells of the finest grid; a coarser one adds up those.
+    position = c * MOST_CELLS
+    finest = np.minimum(position.astype(np.intp), MOST_CELLS - 1)
+    starts = np.flatnonzero(np.append(True, finest[1:] != finest[:-1]))
+    place = position - finest
+    finest = finest[starts]
+
     @cache
     def grid(cells: int) -> tuple[Ints, Ints, Floats, Floats, Floats]:
-        """Return where the confidences of each filled cell start, these cells, and the places of all within theirs.
+        """Return where the finest cells of each filled cell start, these cells, and the places of all within theirs.
 
         Then, for each frequency: what spreading onto two nodes multiplies it by, and the log of what sigma = 1 does.
         """
-        position = c * cells
-        cell = np.minimum(position.astype(np.intp), cells - 1)
-        starts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
+        position = finest * (cells / MOST_CELLS)  # exact: both are powers of two
+        cell = position.astype(np.intp)
+        firsts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
         frequency = np.arange(cells + 1.0)
         decay: Floats = -0.5 * (np.pi * frequency) ** 2
-        return starts, cell[starts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
+        return firsts, cell[firsts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
 
-    def fixed_point(residual: Floats, rows: float, cells: int) -> float:
-        starts, filled, place, spread, decay = grid(cells)
-        share = residual * place
+    def fixed_point(residual: Floats, inner: Floats, rows: float, cells: int) -> float:
+        """residual: sum of each finest cell; inner: the same, each times its place within that cell."""
+        firsts, filled, offset, spread, decay = grid(cells)
+        shares = np.add.reduceat(residual * offset + inner * (cells / MOST_CELLS), firsts)
         mass = np.zeros(cells + 1)
-        shares = np.add.reduceat(share, starts)
-        mass[filled] = np.add.reduceat(residual, starts) - shares
+        mass[filled] = np.add.reduceat(residual, firsts) - shares
         mass[filled + 1] += shares
         mass /= rows
         total = abs(float(mass.sum()))
@@ -335,18 +323,19 @@ def _smooth_on_counts(c: Floats) -> CountMetric:
         # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
         return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
 
-    def value(residual: Floats, rows: float) -> float:
-        if not residual.any():
+    def value(row: Floats, rows: float) -> float:
+        if not row.any():
             return 0.0
+        residual, inner = np.add.reduceat(row, starts), np.add.reduceat(row * place, starts)
         cells = FEWEST_CELLS
-        while (sigma := fixed_point(residual, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
+        while (sigma := fixed_point(residual, inner, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
             finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
             cells = min(MOST_CELLS, max(2 * cells, finer))
         return sigma
 
     def values(rows: Groups) -> Floats:
-        residuals = zip(rows.right - rows.confidence_sum, rows.rows, strict=True)
-        return np.array([value(residual, count) for residual, count in residuals])
+        residuals = rows.right - rows.confidence_sum
+        return np.array([value(row, count) for row, count in zip(residuals, rows.rows, strict=True)])
 
     return values
 

@@ -24,13 +24,11 @@ def auroc(rows: Groups) -> Floats:
     >>> auroc([0.9, 0.4, 0.6], [True, False, False])
     1.0
     """
-    right_total, won, below = rows.right.sum(axis=-1), np.zeros(len(rows.rows)), np.zeros((len(rows.rows), 1))
+    # A right row loses to the rows above it and to half of its group; the pairs of right rows are half won, half lost.
+    right_total, lost = rows.right.sum(axis=-1), np.zeros(len(rows.rows))
     for part in blocks(len(rows.value)):
-        right = rows.right[:, part]
-        wrong = rows.count[:, part] - right
-        up_to = below + np.cumsum(wrong, axis=-1)
-        below = up_to[:, -1:]
-        won += np.vecdot(right, up_to - 0.5 * wrong)
+        lost += np.vecdot(rows.right[:, part], rows.at_least[:, part] - 0.5 * rows.count[:, part])
+    won = right_total * (rows.rows - 0.5 * right_total) - lost
     pairs = right_total * (rows.rows - right_total)
     share: Floats = np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
     return share
@@ -57,14 +55,11 @@ def _aurc(rows: Groups) -> Floats:
     S_j = H_0 + ... + H_(j-1) = j H_j - j.
     """
     harmonic, summed = _harmonic(int(rows.rows.max()))
-    area, last = np.zeros(len(rows.rows)), rows.rows[:, None]
+    area = np.zeros(len(rows.rows))
     for part in blocks(len(rows.value)):
-        count = rows.count[:, part]
-        error_rate = 1.0 - rows.right[:, part] / np.maximum(count, 1.0)
-        before = last - np.cumsum(count, axis=-1)
-        ends = summed.take(np.hstack([last, before]).astype(np.intp))
-        area -= np.vecdot(error_rate, ends[:, :-1] - ends[:, 1:])
-        last = before[:, -1:]
+        error_rate = 1.0 - rows.right[:, part] / np.maximum(rows.count[:, part], 1.0)
+        sums = summed.take(rows.at_least[:, part.start : part.stop + 1])
+        area += np.vecdot(error_rate, sums[:, 1:] - sums[:, :-1])
     wrong = rows.rows - rows.right.sum(axis=-1)
     return np.asarray((area + wrong * harmonic.take(rows.rows.astype(np.intp))) / rows.rows)
 

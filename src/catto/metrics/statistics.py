@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from statistics import NormalDist
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.random import default_rng
@@ -28,6 +28,8 @@ MetricFunction = Callable[..., float]
 Method = Literal["percentile", "bca"]
 Tick = Callable[[], object]  # called once per step of a progress bar
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
+
+H = TypeVar("H", "Interval", "Comparison")
 
 # A difference is marked where its corrected p-value lies below.
 ALPHA = 0.05
@@ -62,16 +64,6 @@ class Interval:
     undefined: int = 0
     reason: str | None = None  # why low and high are nan, where `held` removed them
 
-    def held(self) -> Interval:
-        """Return the same without ends, and with a reason, where they do not hold the value.
-
-        >>> Interval(0.0, 0.018, 0.064, 0.95).held().reason
-        'the value lies outside its own bootstrap interval'
-        """
-        if _inside(self.value, self.low, self.high):
-            return self
-        return replace(self, low=float("nan"), high=float("nan"), reason=OUTSIDE)
-
 
 @dataclass(frozen=True)
 class NullBand:
@@ -98,16 +90,18 @@ class Comparison:
     undefined: int = 0
     reason: str | None = None  # why low and high are nan, where `held` removed them
 
-    def held(self) -> Comparison:
-        """Return the same without ends, and with a reason, where they do not hold the difference."""
-        if _inside(self.difference, self.low, self.high):
-            return self
-        return replace(self, low=float("nan"), high=float("nan"), reason=OUTSIDE)
 
+def held(result: H) -> H:
+    """Return the same without ends, and with a reason, where they do not hold the value, or the difference.
 
-def _inside(value: float, low: float, high: float) -> bool:
-    """Whether an interval holds its value; means of equal confidences differ by rounding. True where one is nan."""
-    return not (value < low - 1e-12 or value > high + 1e-12)
+    >>> held(Interval(0.0, 0.018, 0.064, 0.95)).reason
+    'the value lies outside its own bootstrap interval'
+    """
+    value = result.value if isinstance(result, Interval) else result.difference
+    # Means of equal confidences differ by rounding. A comparison with nan is False.
+    if value < result.low - 1e-12 or value > result.high + 1e-12:
+        return replace(result, low=float("nan"), high=float("nan"), reason=OUTSIDE)
+    return result
 
 
 class _Resampled:
@@ -240,6 +234,9 @@ def _numbered(questions: Sequence[Sequence[object] | None], confidences: Sequenc
 
 def _parts(total: int, units: int, tick: Tick) -> Iterator[int]:
     """Cut so many resamples of so many units into parts that are computed at once."""
+    # Freeing a block of 31 MB makes glibc keep freed memory up to twice that (mallopt(3), M_MMAP_THRESHOLD). Without it
+    # the arrays of each resample of a million rows were mapped afresh, which took as long as the sums over them.
+    np.empty(31 << 17)
     most = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
     for start in range(0, total, most):
         size = min(most, total - start)
