@@ -184,7 +184,7 @@ class Groups:
     def at_least(self) -> Ints:
         """Number of rows that are at least as confident as each group, and 0 at the end. (R, G + 1)."""
         ranks = np.zeros((len(self.count), len(self.value) + 1), dtype=np.intp)
-        np.cumsum(self.count, axis=-1, out=ranks[:, 1:])  # of whole numbers: 3x as fast as of floats
+        np.cumsum(self.count, axis=-1, dtype=np.intp, out=ranks[:, 1:])  # 3x as fast as a sum of floats
         return np.subtract(ranks[:, -1:].copy(), ranks, out=ranks)
 
     @cached_property

@@ -280,32 +280,25 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
 def _smooth_on_counts(c: Floats) -> CountMetric:
     from scipy.optimize import brentq
 
-    # Residuals are summed once, over the cells of the finest grid; a coarser one adds up those.
-    position = c * MOST_CELLS
-    finest = np.minimum(position.astype(np.intp), MOST_CELLS - 1)
-    starts = np.flatnonzero(np.append(True, finest[1:] != finest[:-1]))
-    place = position - finest
-    finest = finest[starts]
-
     @cache
     def grid(cells: int) -> tuple[Ints, Ints, Floats, Floats, Floats]:
-        """Return where the finest cells of each filled cell start, these cells, and the places of all within theirs.
+        """Return where the confidences of each filled cell start, these cells, and the places of all within theirs.
 
         Then, for each frequency: what spreading onto two nodes multiplies it by, and the log of what sigma = 1 does.
         """
-        position = finest * (cells / MOST_CELLS)  # exact: both are powers of two
-        cell = position.astype(np.intp)
-        firsts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
+        position = c * cells
+        cell = np.minimum(position.astype(np.intp), cells - 1)
+        starts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
         frequency = np.arange(cells + 1.0)
         decay: Floats = -0.5 * (np.pi * frequency) ** 2
-        return firsts, cell[firsts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
+        return starts, cell[starts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
 
-    def fixed_point(residual: Floats, inner: Floats, rows: float, cells: int) -> float:
-        """residual: sum of each finest cell; inner: the same, each times its place within that cell."""
-        firsts, filled, offset, spread, decay = grid(cells)
-        shares = np.add.reduceat(residual * offset + inner * (cells / MOST_CELLS), firsts)
+    def fixed_point(residual: Floats, rows: float, cells: int) -> float:
+        starts, filled, place, spread, decay = grid(cells)
+        share = residual * place
         mass = np.zeros(cells + 1)
-        mass[filled] = np.add.reduceat(residual, firsts) - shares
+        shares = np.add.reduceat(share, starts)
+        mass[filled] = np.add.reduceat(residual, starts) - shares
         mass[filled + 1] += shares
         mass /= rows
         total = abs(float(mass.sum()))
@@ -323,19 +316,18 @@ def _smooth_on_counts(c: Floats) -> CountMetric:
         # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
         return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
 
-    def value(row: Floats, rows: float) -> float:
-        if not row.any():
+    def value(residual: Floats, rows: float) -> float:
+        if not residual.any():
             return 0.0
-        residual, inner = np.add.reduceat(row, starts), np.add.reduceat(row * place, starts)
         cells = FEWEST_CELLS
-        while (sigma := fixed_point(residual, inner, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
+        while (sigma := fixed_point(residual, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
             finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
             cells = min(MOST_CELLS, max(2 * cells, finer))
         return sigma
 
     def values(rows: Groups) -> Floats:
-        residuals = rows.right - rows.confidence_sum
-        return np.array([value(row, count) for row, count in zip(residuals, rows.rows, strict=True)])
+        residuals = zip(rows.right - rows.confidence_sum, rows.rows, strict=True)
+        return np.array([value(residual, count) for residual, count in residuals])
 
     return values
 
