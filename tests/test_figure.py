@@ -65,8 +65,11 @@ def test_histogram_has_the_two_lines() -> None:
     assert places == pytest.approx([PANEL.confidence, PANEL.accuracy])
 
 
-def test_box_says_ece_null_band_and_n() -> None:
-    assert PANEL.note() == f"ECE {100 * PANEL.ece:.1f}\nby chance 2.0 to 6.5\nN = 400, 20 bins"
+def test_box_says_ece_null_band_and_n_with_the_decimals_that_n_supports() -> None:
+    """A question of 400 is worth 0.25 points, one of 1,000 a tenth of a point."""
+    assert PANEL.note() == f"ECE {100 * PANEL.ece:.0f}\nby chance 2 to 6\nN = 400, 20 bins"
+    large = Panel("", reliability(np.resize(CONFIDENCE, 1000), np.resize(CORRECT, 1000)), PANEL.null)
+    assert large.note() == f"ECE {100 * large.ece:.1f}\nby chance 2.0 to 6.5\nN = 1,000, 20 bins"
 
 
 def test_panels_stand_side_by_side_on_the_same_axes() -> None:

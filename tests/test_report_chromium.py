@@ -255,3 +255,64 @@ def test_a_page_with_figures_is_as_quiet(tab: Page) -> None:
     assert tab.run("document.querySelectorAll('figure svg').length") > 10
     widths = tab.run("[...document.querySelectorAll('main > section > figure svg')].map(one => one.clientWidth)")
     assert min(widths) > 100
+
+
+def test_the_first_screen_holds_answer_table_and_picture(tab: Page) -> None:
+    tab.resize(1280, 900)
+    tab.open(built(TINY) / "out" / "report.html")
+    bottom = (
+        "Math.max(...[...document.querySelectorAll('h1, .first > *')].map(one => one.getBoundingClientRect().bottom))"
+    )
+    assert tab.run("document.querySelectorAll('.first > .scroll, .first > figure').length") == 2
+    assert tab.run(bottom) < 900
+    tab.resize(390, 844, mobile=True)
+    tab.run("new Promise(requestAnimationFrame)")
+    assert tab.run("document.querySelector('.summary').getBoundingClientRect().bottom") < 844
+    assert tab.run("(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.first .scroll'))")
+
+
+# The lowest contrast of any visible text with the ground behind it (WCAG 2: 4.5 for text of this size).
+CONTRAST = """(() => {
+  const rgba = colour => {  // rgb(246 247 248), or color(srgb 0.96 0.97 0.97 / 0.88) of a mix
+    const [r, g, b, a = 1] = (colour.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+    const unit = colour.startsWith("color") ? 255 : 1;
+    return [r * unit, g * unit, b * unit, a];
+  };
+  const over = (top, under) => top.slice(0, 3).map((part, i) => part * top[3] + under[i] * (1 - top[3]));
+  const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = colour => colour.reduce((sum, v, i) => sum + linear(v / 255) * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = one => {
+    const layers = [];
+    for (let at = one; at; at = at.parentElement) layers.push(rgba(getComputedStyle(at).backgroundColor));
+    return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+  };
+  const worded = one => [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  const seen = [...document.querySelectorAll("body *:not(script):not(option)")]
+    .filter(one => one.checkVisibility() && worded(one));
+  return seen.map(one => {
+    const style = getComputedStyle(one), back = ground(one);
+    const ink = rgba(one instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [light(over(ink, back)), light(back)].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), one.textContent.trim().slice(0, 40)];
+  }).sort((x, y) => x[0] - y[0])[0];
+})()"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_can_be_read_in_both_themes(tab: Page, theme: str) -> None:
+    tab.resize(1280, 900)
+    tab.prefer(theme)
+    tab.open(built(TINY) / "out" / "report.html")
+    tab.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    ratio, text = tab.run(CONTRAST)
+    assert ratio >= 4.5, text
+
+
+def test_the_keyboard_reaches_the_results_and_shows_where_it_is(page: Page) -> None:
+    page.press("Tab")
+    assert page.run("document.activeElement.className") == "skip"
+    assert page.run("document.activeElement.getBoundingClientRect().left") >= 0
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    page.run("document.activeElement.click()")
+    page.press("Tab")
+    assert page.run("document.activeElement.closest('main') !== null")

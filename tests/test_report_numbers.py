@@ -12,7 +12,7 @@ import pytest
 
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
-from catto.measure import HEADLINE, Sources
+from catto.measure import HEADLINE, MeasureSettings, Sources
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import THRESHOLDS
@@ -21,8 +21,18 @@ from catto.problems import DataError
 from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
-from catto.report.measuring import answered, blocks, measure, predictions_of, risk_of, selection_of, steps
-from catto.report.numbers import Cell
+from catto.report.measuring import (
+    Answered,
+    answered,
+    blocks,
+    decided,
+    measure,
+    predictions_of,
+    risk_of,
+    selection_of,
+    steps,
+)
+from catto.report.numbers import Cell, GroupNumbers
 from catto.report.tables import group_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
@@ -302,3 +312,48 @@ def test_a_table_has_swaps_enough_for_its_number_of_comparisons(world: Measured)
     """50 resamples alone give p >= 1/51, and 32 comparisons would make that 0.63: nothing could be shown."""
     least = min(one.p_value for group in world.numbers.groups for one in group.versus.values())
     assert least < 1 / 51
+
+
+def test_the_verdict_is_by_the_true_error_where_every_posterior_is_known() -> None:
+    world = measured(replace(SMALL, tasks=("witnesses",)))
+    verdict, groups = world.numbers.verdict, [group for _, group in world.numbers.first_screen]
+    assert verdict.metric == "true_error"
+    wanted = {group.method: group.world["true_error"].mean for group in groups}
+    assert verdict.losses == pytest.approx(wanted, abs=1e-12)
+    assert list(verdict.losses.values()) == sorted(wanted.values())
+    first = next(iter(verdict.losses))
+    assert set(verdict.behind) == set(wanted) - {first}
+    for name, one in verdict.behind.items():
+        assert one.difference == pytest.approx(wanted[name] - wanted[first], abs=1e-12)
+        assert one.p_corrected == min(1.0, 10 * one.p_value)  # five methods: ten pairs
+
+
+def test_the_verdict_is_by_the_brier_score_where_a_posterior_is_unknown(world: Measured) -> None:
+    verdict = world.numbers.verdict
+    assert (verdict.metric, verdict.n) == ("brier", 30)
+    for name, loss in verdict.losses.items():
+        groups = [group for _, group in world.numbers.first_screen if group.method == name]
+        assert {(group.task, group.budget) for group in groups} == {("snli", "matched"), ("witnesses", "matched")}
+        assert loss == pytest.approx(sum(group.metrics["brier"].mean for group in groups) / 2, abs=1e-12)
+
+
+def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measured) -> None:
+    settings = MeasureSettings(resamples=20)
+    groups = [(group, [cell for cell in world.cells if is_of(cell, group)]) for _, group in world.numbers.first_screen]
+    first = next(iter(world.numbers.verdict.losses))
+    unread = Sources(free=9, fallback=51)
+    forced = [(g.model_copy(update={"sources": unread}) if g.method == first else g, cells) for g, cells in groups]
+    verdict = decided(forced, world.questions, settings)
+    assert set(verdict.losses) == set(world.numbers.verdict.losses) - {first}
+    alone = [(group, cells) for group, cells in groups if group.method == first]
+    assert decided(alone, world.questions, settings) is None
+    twins = [(group, cells) for group, cells in groups if group.method == "dpo"]
+    twins += [(group.model_copy(update={"method": "twin"}), cells) for group, cells in twins]
+    assert decided(twins, world.questions, settings).leaders == ["dpo", "twin"]
+
+
+def is_of(answers: Answered, group: GroupNumbers) -> bool:
+    cell = answers.cell
+    return (cell.task, cell.trained_on, cell.method) == (group.task, group.trained_on, group.method) and (
+        cell.budget in (None, group.budget)
+    )

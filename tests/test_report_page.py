@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,31 @@ def test_a_second_build_draws_nothing_again_and_gives_the_same_page(built: Path)
     assert (built / "out" / "report.html").read_bytes() == page_before
 
 
+def test_the_first_screen_is_an_answer_a_table_and_a_picture_and_what_was_run_is_at_the_foot(built: Path) -> None:
+    text = (built / "out" / "report.html").read_text()
+    marks = (
+        "<h1>",
+        "<caption>SNLI, N = 20, matched budget</caption>",
+        'id="first-reliability-snli-dpo-matched',
+        "<h2>",
+    )
+    places = [text.index(mark) for mark in (*marks, 'id="definitions"', "52296b8c0ffee", "catto 0.1.0", "<footer>")]
+    assert places == sorted(places)
+    assert text.count("52296b8c0ffee") == text.count("synthetic/model</dd>") == 1
+
+
+def test_headings_step_down_by_one_and_every_table_has_a_caption_and_scopes(plain: str) -> None:
+    levels = [int(level) for level in re.findall(r"<h(\d)[ >]", plain.partition("<script")[0])]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    tables = re.findall(r"<table.*?</table>", plain.partition("<script")[0], re.DOTALL)
+    assert len(tables) > 10
+    for table in tables:
+        assert re.search(r"<caption[^>]*>[^<]+</caption>", table)
+        assert set(re.findall(r"<th\b( scope=)?", table)) == {" scope="}
+
+
 def test_ids_are_unique_and_every_reference_is_inside_the_page(built: Path) -> None:
     found = Reader((built / "out" / "report.html").read_text())
     assert len(found.ids) == len(set(found.ids))
@@ -241,14 +267,15 @@ def test_every_table_entry_of_the_page_points_at_its_group(plain: str) -> None:
         assert scale * groups[int(place)]["metrics"][metric]["mean"] == pytest.approx(float(text), abs=0.00501)
 
 
-def test_forced_answers_are_named_above_the_headline_and_above_their_number() -> None:
+def test_forced_answers_are_named_above_all_numbers_and_above_their_own() -> None:
     world = measured(SMALL)
     forced = {"sources": Sources(free=9, fallback=51), "fallback_rate": SeedSummary(0.85, 0.0, 2)}
     groups = [g.model_copy(update=forced) if g.method == "rcft" else g for g in world.numbers.groups]
     numbers = world.numbers.model_copy(update={"groups": tuple(groups)})
     text = page(world.results, numbers, all_tables(numbers, world.results), [], world.browser)
     warning = "RCFT on SNLI, paper&#39;s budget: 51 of 60 answers had to be forced: its numbers describe the fallback"
-    assert 0 < text.index(warning) < text.index("<h1>")
+    assert text.index("<h1>") < text.index(warning) < text.index("<table")
+    assert '<tr data-method="rcft" class="unread">' in text[: text.index('<section id="in">')]
     row = text[text.index('<tr data-method="rcft">') :]
     assert row.index("85 % forced") < row.index('class="num"')
     cards = json.loads(Reader(text).scripts[0])["groups"]

@@ -22,7 +22,7 @@ from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, hel
 from catto.report import render
 from catto.report.figures import look
 from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
-from catto.report.numbers import Numbers, Training, Versus
+from catto.report.numbers import Numbers, Training, Verdict, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
@@ -34,6 +34,7 @@ from catto.report.tables import (
     method_title,
     printed,
     specs,
+    summary,
     training_tables,
 )
 from report_world import HOSTILE, SMALL, TINY, measured
@@ -502,3 +503,71 @@ def test_a_suffix_scales_any_trained_method() -> None:
     rates = [table for table in training_tables(world.results) if table.kind == "rates"]
     assert rates
     assert not [line for table in rates for line in table.lines if line.method == name]
+
+
+def verdict(metric: str, n: int = 400, **losses: float) -> Verdict:
+    """Losses in order, lowest first; a method that is more than 0.05 behind the first is measurably worse."""
+    named = {name.replace("_", "+"): loss for name, loss in losses.items()}
+    first = next(iter(named.values()))
+    behind = {
+        name: versus(loss - first, loss - first - 0.01, loss - first + 0.01, 0.001 if loss - first > 0.05 else 0.9)
+        for name, loss in named.items()
+    }
+    behind.pop(next(iter(named)))
+    return Verdict(input="", metric=metric, n=n, losses=named, behind=behind)
+
+
+ANSWERS = {
+    "DPO + CATTO states the most honest confidence: 18 points from the true probability; DPO: 27.": verdict(
+        "true_error", dpo_catto=0.178, dpo=0.267
+    ),
+    "RCFT and SFT share the most honest confidence: 17.8 to 18.0 points from the true probability; DPO: 26.7.": verdict(
+        "true_error", 1000, rcft=0.178, sft=0.18, dpo=0.267
+    ),
+    "RCFT and 3 others share the most honest confidence: 18 points from the true probability.": verdict(
+        "true_error", rcft=0.178, sft=0.179, cft=0.18, dpo=0.18, dpo_catto=0.267
+    ),
+    "400 questions cannot tell the 2 methods apart: 18 to 22 points from the true probability.": verdict(
+        "true_error", dpo=0.18, sft=0.22
+    ),
+    "The confidence of RCFT says best whether an answer is right: Brier score 0.18; DPO: 0.25.": verdict(
+        "brier", rcft=0.1849, dpo=0.2482
+    ),
+    "The confidence of RCFT and SFT says best and equally well whether an answer is right: Brier score 0.18 to 0.21.": (
+        verdict("brier", rcft=0.1849, sft=0.21, dpo_bce=0.4)
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", ANSWERS)
+def test_the_page_is_answered_in_one_sentence_without_breaking_ties(sentence: str) -> None:
+    numbers = measured(SMALL).numbers.model_copy(update={"verdict": ANSWERS[sentence]})
+    assert headline(numbers).answer == sentence
+
+
+def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best() -> None:
+    """30 questions: whole per cents. Two tasks, of which one has no posterior: means, decided by the Brier score."""
+    numbers = measured(SMALL).numbers
+    numbers = numbers.model_copy(update={"verdict": verdict("brier", 30, rcft=0.18, sft=0.2, dpo=0.3)})
+    table = summary(numbers)
+    assert table.title == "SNLI, Witnesses, N = 30, matched budget"
+    assert [column.name for column in table.columns] == ["Acc. ↑", "ECE ↓ (chance)", "Brier ↓", "Conf. @8 ↑", "Forced"]
+    for line in table.lines:
+        groups = [group for _, group in numbers.first_screen if group.method == line.method]
+        assert {group.budget for group in groups} == {"matched"}
+        accuracy, error, brier, *_ = line.entries
+        assert accuracy.text == f"{50 * sum(group.metrics['accuracy'].mean for group in groups):.0f}"
+        assert brier.text == f"{sum(group.metrics['brier'].mean for group in groups) / 2:.2f}"
+        assert error.notes == (f"chance in {sum(group.within_null for group in groups)} of 2 tasks",)
+        assert [entry.best for entry in line.entries] == [False, False, line.method in ("rcft", "sft"), False, False]
+
+
+def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_known_world() -> None:
+    numbers = measured(replace(SMALL, tasks=("witnesses",), seeds=(0,))).numbers
+    table = summary(numbers)
+    assert table.columns[0].metric == numbers.verdict.metric == "true_error"
+    for line in table.lines:
+        group = numbers.groups[line.entries[0].group]
+        assert line.entries[0].text == f"{100 * group.world['true_error'].mean:.0f}"
+        assert line.entries[2].null == pytest.approx((100 * group.null.low, 100 * group.null.high))
+        assert line.entries[0].best == (line.method in numbers.verdict.leaders)

@@ -19,6 +19,7 @@ from catto.metrics.statistics import (
     bootstrap,
     bootstrap_table,
     compare,
+    compare_table,
     null_band,
     over_seeds,
     question_counts,
@@ -221,6 +222,19 @@ def test_p_value_is_uniform_when_methods_are_exchangeable() -> None:
         a, b = Answers(range(60), c[0], z[0]), Answers(range(60), c[1], z[1])
         small += compare(mean_confidence, a, b, resamples=59, seed=seed).p_value <= 0.05
     assert 1 <= small <= 17
+
+
+def test_rescaling_one_method_changes_no_comparison_of_order() -> None:
+    """Temperature scaling keeps the order, so the AUROC of a method and its difference to another's."""
+    rng = np.random.default_rng(0)
+    c, z = rng.random((2, 200)), rng.random((2, 200)) < [[0.7], [0.65]]
+    a, b = Answers(range(200), c[0], z[0]), Answers(range(200), c[1], z[1])
+    scaled = Answers(range(200), 0.5 + c[0] ** 3 / 4, z[0])
+    metrics = {"auroc": auroc, "ece": ece, "accuracy": accuracy}
+    plain, rescaled = (compare_table(metrics, [one], [b], resamples=200) for one in (a, scaled))
+    assert rescaled["auroc"] == plain["auroc"]
+    assert rescaled["accuracy"] == plain["accuracy"]
+    assert rescaled["ece"] != plain["ece"]
 
 
 def test_undefined_comparison_says_so() -> None:

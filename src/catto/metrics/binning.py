@@ -298,6 +298,13 @@ def by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
     return order, starts, c[starts]
 
 
+def ranks(confidence: Floats) -> Floats:
+    """Return the share of rows below each row, and half of those of the same confidence. (N,) -> (N,)."""
+    rising = np.sort(confidence)
+    below, up_to = np.searchsorted(rising, confidence, "left"), np.searchsorted(rising, confidence, "right")
+    return np.asarray((below + up_to) / (2.0 * len(confidence)))
+
+
 def on_counts(metric: Callable[..., float]) -> Callable[[Floats], CountMetric]:
     """Return how the metric is computed from counts; one that is not in ON_COUNTS is called on rows."""
     function, options = (metric.func, metric.keywords) if isinstance(metric, partial) else (metric, {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, compress
 from statistics import NormalDist
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import ArrayLike, NDArray
 
+from catto.metrics import binning
 from catto.metrics.binning import Bools, Floats, Groups, Ints, by_confidence, checked, checked_confidence, on_counts
 
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
@@ -380,7 +381,8 @@ def compare_table(
     Interval: percentile bootstrap over questions, both methods on the same draw. p-value: swap test, where each
     question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + swaps)`.
     A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
-    p-value.
+    p-value. A metric of the order alone (AUROC) is swapped on ranks within each method: the confidences of a rescaled
+    method and its rival, mixed by swaps, have an order that neither method has.
 
     There are as many swaps as resamples. If those give a p-value below ALPHA and `swaps` is larger, the test continues
     to `swaps`: a correction for many comparisons needs small p-values, and only a test that may still show something
@@ -391,21 +393,30 @@ def compare_table(
         raise ValueError(f"a has {len(a)} runs and b has {len(b)}, expected the same number, at least one")
     pairs = [_aligned(first, second) for first, second in zip(a, b, strict=True)]
     codes, questions = _numbered([run.question for run in a], [c for (c, _), _ in pairs])
+    ranked = [tuple((binning.ranks(c), z) for c, z in pair) for pair in pairs]
+    values, on_ranks = (
+        np.array([[np.mean([metric(*pair[side]) for pair in given]) for side in (0, 1)] for metric in metrics.values()])
+        for given in (pairs, ranked)
+    )
+    ordinal = np.isclose(values, on_ranks, rtol=0.0, atol=1e-12, equal_nan=True).all(axis=1)
     # The rows of b follow those of a, and its questions are numbered after a's: their weights say who answers what.
-    runs = [
-        (np.append(c_a, c_b), np.append(z_a, z_b), np.append(code, code + questions))
-        for ((c_a, z_a), (c_b, z_b)), code in zip(pairs, codes, strict=True)
-    ]
-    resampled = _Resampled(metrics, runs)
+    parts = []
+    for chosen, given in ((~ordinal, pairs), (ordinal, ranked)):
+        runs = [
+            (np.append(c_a, c_b), np.append(z_a, z_b), np.append(code, code + questions))
+            for ((c_a, z_a), (c_b, z_b)), code in zip(given, codes, strict=True)
+        ]
+        if chosen.any():
+            parts.append((chosen, _Resampled(dict(compress(metrics.items(), chosen)), runs)))
 
     def differences(first: Weights, second: Weights) -> Floats:
-        return resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
+        found = np.empty((len(metrics), len(first)))
+        for chosen, resampled in parts:
+            found[chosen] = resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
+        return found
 
     drawn = question_counts(questions, resamples, seed, tick)
     draws = np.hstack([differences(weights, np.zeros_like(weights)) for weights in drawn])
-    values = np.array(
-        [[np.mean([metric(*pair[side]) for pair in pairs]) for side in (0, 1)] for metric in metrics.values()]
-    )
     observed = np.abs(values[:, 0] - values[:, 1])
     rng, done, far, p_values = default_rng(seed), 0, np.zeros(len(metrics)), np.full(len(metrics), np.nan)
     running = ~np.isnan(observed)

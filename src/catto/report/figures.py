@@ -133,7 +133,7 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
             curves[cell.method] = risk_coverage(given.confidence, given.correct)
         paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
         contents = {"reliability": paper or [*diagrams.values()][:5], "histogram": histograms, "risk": {"": curves}}
-        tag = task if task == trained_on else f"{task}-from-{trained_on}"
+        tag = tables.place_stem(trained_on, task)
         subject = f"{setting_title(trained_on, task)}, seed {seed}"
         for kind, content in contents.items():
             yield Picture(kind, "", tag, subject, content, budget, (task,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
@@ -14,6 +14,7 @@ import numpy as np
 from catto.files import opened, read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
+from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
@@ -24,7 +25,18 @@ from catto.problems import DataError
 from catto.recipe import EvaluationSettings
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
-from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Versus, World
+from catto.report.numbers import (
+    Cell,
+    CellNumbers,
+    GroupNumbers,
+    Numbers,
+    Place,
+    Results,
+    Training,
+    Verdict,
+    Versus,
+    World,
+)
 
 Tick = Callable[[], None]
 Questions = Mapping[str, Mapping[str, Question]]
@@ -175,13 +187,15 @@ def measure(
         key = content_hash([group.table[0], swaps, papers, inputs])
         groups.append(old_groups.get(key) or _group(group, cells, numbers, settings, swaps, papers, key))
         tick()
-    return Numbers(
+    made = Numbers(
         level=settings.level,
         bins=evaluation.bins,
         resamples=evaluation.resamples,
         cells=tuple(numbers),
         groups=tuple(corrected(groups)),
     )
+    first = [(group, [cells[cell] for cell in planned[index].cells]) for index, group in made.first_screen]
+    return made.model_copy(update={"verdict": decided(first, questions, settings, known)})
 
 
 def _digest(path: Path) -> str:
@@ -282,22 +296,33 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
-def _world(one: Answered, questions: Mapping[str, Question]) -> World | None:
-    """Compare with the exact posterior; None where the questions carry none."""
+def posteriors_of(one: Answered, questions: Mapping[str, Question]) -> list[dict[str, float]]:
+    """Return the exact posterior of each question; empty where a question carries none."""
     for row, name in enumerate(one.question or (), 1):
         if questions and name not in questions:
             raise DataError(one.source, row, f"question: {name!r} is not among the task's questions")
     asked = [questions[name] for name in one.question or ()] if questions else []
     exact = [question.posterior for question in asked if question.posterior is not None]
-    if not exact or len(exact) < len(asked):
+    return exact if len(exact) == len(asked) else []
+
+
+def probability_given(one: Answered, exact: Sequence[Mapping[str, float]]) -> Floats:
+    """Return the posterior probability of each answer. (N,)."""
+    return np.array([posterior.get(label or "", 0.0) for posterior, label in zip(exact, one.label, strict=True)])
+
+
+def _world(one: Answered, questions: Mapping[str, Question]) -> World | None:
+    """Compare with the exact posterior; None where the questions carry none."""
+    exact = posteriors_of(one, questions)
+    if not exact:
         return None
-    given = np.array([posterior.get(label or "", 0.0) for posterior, label in zip(exact, one.label, strict=True)])
-    best = np.array([max(posterior.values()) for posterior in exact])
+    given = probability_given(one, exact)
+    golds = [questions[name].gold for name in one.question or ()]
     bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
     return World(
         true_error=float(np.abs(one.confidence - given).mean()),
-        bayes_accuracy=float(np.mean([label == question.gold for label, question in zip(bayes, asked, strict=True)])),
-        regret=float(np.mean(best - given)),
+        bayes_accuracy=float(np.mean([label == gold for label, gold in zip(bayes, golds, strict=True)])),
+        regret=float(np.mean([max(posterior.values()) for posterior in exact] - given)),
     )
 
 
@@ -389,6 +414,53 @@ def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
         )
         judged.append(group.model_copy(update={"versus": dict(pairs)}))
     return judged
+
+
+def decided(
+    groups: Sequence[tuple[GroupNumbers, Sequence[Answered]]],
+    questions: Questions,
+    settings: MeasureSettings,
+    known: Numbers | None = None,
+) -> Verdict | None:
+    """Compare the method with the lowest loss with all others; None of fewer than two methods on the same questions.
+
+    The loss of an answer is |confidence - posterior| where every posterior is known, and the Brier score elsewhere:
+    both are means over questions, which an ECE is not. The first is picked after the fact, so p-values are multiplied
+    by the number of all pairs.
+    """
+    key = content_hash([[group.input, group.sources.forced] for group, _ in groups])
+    if known is not None and known.verdict is not None and known.verdict.input == key:
+        return known.verdict
+    forced = {group.method for group, _ in groups if group.sources.forced}
+    exact = all(group.world for group, _ in groups)
+    runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
+    for group, members in groups:
+        for one in members if group.method not in forced else ():
+            posteriors = posteriors_of(one, questions.get(group.task, {})) if exact else []
+            loss = np.abs(one.confidence - (probability_given(one, posteriors) if exact else one.correct))
+            names = [(group.task, name) for name in one.question or ()]
+            place = group.task, group.trained_on, one.cell.seed
+            runs[group.method][place] = Answers(names, loss if exact else loss**2, one.correct)
+    places = sorted({place for mine in runs.values() for place in mine})
+    complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
+    losses = {
+        name: float(np.mean([np.mean(np.asarray(run.confidence)) for run in complete[name]])) for name in complete
+    }
+    if len(losses) < 2:
+        return None
+    first, *others = sorted(losses, key=losses.__getitem__)
+    pairs, settings = len(losses) * (len(losses) - 1) // 2, replace(settings, metrics=("mean_confidence",))
+    behind = {}
+    for name in others:  # the mean "confidence" is that of the losses
+        (difference,) = compared(complete[name], complete[first], settings, SWAPS * pairs).values()
+        behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
+    return Verdict(
+        input=key,
+        metric="true_error" if exact else "brier",
+        n=min(group.n for group, _ in groups),
+        losses={name: losses[name] for name in (first, *others)},
+        behind=behind,
+    )
 
 
 def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:

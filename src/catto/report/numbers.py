@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
@@ -23,6 +23,15 @@ from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary
 from catto.problems import DataError
 from catto.records import Record, checked_name
 from catto.report import VERSION
+
+
+def supported_decimals(n: int) -> int:
+    """Return how many decimals of a per cent n questions support: the last digit is worth at least one question.
+
+    >>> [supported_decimals(n) for n in (400, 1000, 20_000)]
+    [0, 1, 2]
+    """
+    return min(max(len(str(n)) - 3, 0), 2)
 
 
 class Training(Record):
@@ -92,8 +101,8 @@ class Versus(Comparison):
 
     def mark(self, metric: str) -> str:
         """Return `*` where better than DPO, a dagger where worse, nothing where neither is shown."""
-        of = METRICS[metric]
-        return mark(self.difference, (self.low, self.high), self.p_corrected, of.better, of.least)
+        better, least = ("lower", 0.005) if metric == "true_error" else (METRICS[metric].better, METRICS[metric].least)
+        return mark(self.difference, (self.low, self.high), self.p_corrected, better, least)
 
 
 # The fields of the statistics that numbers.json does not hold.
@@ -197,8 +206,28 @@ class GroupNumbers(Place):
         return {**self.metrics, **self.world, **self.sampled, **self.risk, **unparsed}.get(name)
 
 
+class Verdict(Record):
+    """Whose confidence is best, by the strongest evidence: the true error if every posterior is known, or else Brier.
+
+    losses: method -> mean over tasks and seeds, lowest first; methods with forced answers are not judged. behind: how
+    far the others are behind the first, with p-values corrected for all pairs of methods. n: questions of a task.
+    """
+
+    input: str
+    metric: Literal["true_error", "brier"]
+    n: int
+    losses: dict[str, float]
+    behind: dict[str, Difference]
+
+    @property
+    def leaders(self) -> list[str]:
+        """The first method, and those that cannot be told apart from it."""
+        worse = [name for name, one in self.behind.items() if one.mark(self.metric)]
+        return [name for name in self.losses if name not in worse]
+
+
 class Numbers(Record):
-    """Everything that the report prints."""
+    """Everything that the report prints. verdict: on the groups that the first screen shows; None of fewer than two."""
 
     version: int = VERSION
     level: float
@@ -206,6 +235,18 @@ class Numbers(Record):
     resamples: int
     cells: tuple[CellNumbers, ...]
     groups: tuple[GroupNumbers, ...]
+    verdict: Verdict | None = None
+
+    @property
+    def first_screen(self) -> list[tuple[int, GroupNumbers]]:
+        """The groups to show first, each with its index: in distribution, and trained equally long, where there are."""
+        inside = any(group.task == group.trained_on for group in self.groups)
+        budget = self.budgets[-1]
+        return [
+            (index, group)
+            for index, group in enumerate(self.groups)
+            if group.budget == budget and (group.task == group.trained_on) == inside
+        ]
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:

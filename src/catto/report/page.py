@@ -23,11 +23,18 @@ from catto.prompts import parse
 from catto.records import Prediction, Question
 from catto.report import tables as names
 from catto.report.figures import Picture, look
-from catto.report.measuring import COMPARED
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
+from catto.report.measuring import BASELINE, COMPARED
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.reliability import BLUE, GREY, INK, PALE, RED
 from catto.report.render import Table
-from catto.report.tables import budget_title, method_order, method_title, setting_title, task_order, task_title
+from catto.report.tables import (
+    budget_title,
+    method_order,
+    method_title,
+    setting_title,
+    task_order,
+    task_title,
+)
 
 __all__ = ["Browser", "Headline", "headline", "inlined", "page", "script_json"]
 
@@ -48,7 +55,7 @@ THEMED = {
     "#1B6CA8": "var(--deep)",
     "#8A4B94": "var(--plum)",
 }
-Drawn = Iterable[tuple[Picture, str]]  # each with its SVG text
+Drawn = Sequence[tuple[Picture, str]]  # each with its SVG text
 
 
 def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Drawn, browser: Browser) -> str:
@@ -79,6 +86,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         results=results,
         numbers=numbers,
         headline=headline(numbers),
+        first_pictures=_first_pictures(numbers, drawn),
         all_tables=tables,
         drawn=drawn,
         tasks=tasks,
@@ -91,6 +99,21 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         inlined=inlined,
         themed=themed,
     )
+
+
+def _first_pictures(numbers: Numbers, drawn: Drawn) -> list[tuple[Picture, str]]:
+    """Return the reliability diagrams of the first screen: DPO's and the best of the others', on the first task."""
+    groups = [group for _, group in numbers.first_screen]
+    place = min(groups, key=lambda group: task_order(group.task))
+    ranked = [*numbers.verdict.losses] if numbers.verdict else [group.method for group in groups]
+    shown = [name for name in ranked if name == BASELINE] + [name for name in ranked if name != BASELINE]
+    wanted = [f"{names.place_stem(place.trained_on, place.task)}-{name}" for name in shown[:2]]
+    found = {
+        picture.tag: (picture, svg)
+        for picture, svg in drawn
+        if picture.section == "one" and picture.budget in (None, place.budget)
+    }
+    return [found[tag] for tag in wanted if tag in found]
 
 
 def script_json(value: object) -> str:
@@ -209,8 +232,14 @@ class Browser:
 
 @dataclass(frozen=True)
 class Headline:
-    """Which numbers to mistrust, which methods are calibrated, and for each budget how they compare with DPO."""
+    """The page in words.
 
+    question, answer: one sentence each. warnings: which numbers to mistrust. lead: which methods are calibrated.
+    points: for each budget, how the methods compare with DPO.
+    """
+
+    question: str
+    answer: str
     warnings: tuple[str, ...]
     lead: str
     points: tuple[str, ...]
@@ -226,17 +255,43 @@ def headline(numbers: Numbers) -> Headline:
             where = f"{method_title(group.method)} on {setting_title(group.trained_on, group.task)}"
             where += f", {budget_title(group.budget).lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
-    lead, compared = "", defaultdict(list)  # budgets with the same differences share a sentence
+    first = [group for _, group in numbers.first_screen]
+    lead = _calibrated(first, f" at the {budget_title(first[0].budget).lower()}" if numbers.budgets[1:] else "")
+    compared = defaultdict(list)  # budgets with the same differences share a sentence
     for budget in numbers.budgets:
         groups = [group for _, group in names.of_setting(numbers, "in" if inside else "out", budget)]
-        lead = lead or _calibrated(groups, f" at the {budget_title(budget).lower()}" if numbers.budgets[1:] else "")
         if any(group.versus for group in groups):
             compared[_against_dpo(groups)].append(budget_title(budget))
     points = (
         f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
         for text, titles in compared.items()
     )
-    return Headline(tuple(warnings), lead, tuple(points))
+    return Headline(*_answered(numbers.verdict, lead), tuple(warnings), lead, tuple(points))
+
+
+def _answered(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
+    """Return the question of the page and its answer: the methods whose confidence is best, without breaking ties."""
+    if verdict is None:
+        return "Is the stated confidence honest?", calibrated
+    exact, leaders, judged = verdict.metric == "true_error", verdict.leaders, len(verdict.losses)
+    scale, digits = (100, supported_decimals(verdict.n)) if exact else (1, 2 + supported_decimals(verdict.n))
+    texts = {name: f"{scale * loss:.{digits}f}" for name, loss in verdict.losses.items()}
+    span = " to ".join(dict.fromkeys((texts[leaders[0]], texts[leaders[-1]])))
+    found = f"{span} points from the true probability" if exact else f"Brier score {span}"
+    question = (
+        f"Whose stated confidence {'is closest to the truth' if exact else 'says best whether an answer is right'}?"
+    )
+    if len(leaders) == judged:
+        return question, f"{verdict.n:,} questions cannot tell the {judged} methods apart: {found}."
+    named = [method_title(name) for name in leaders]
+    who = _listed(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
+    if exact:
+        claim = f"{who} {'states' if len(leaders) == 1 else 'share'} the most honest confidence"
+    else:
+        equally = "" if len(leaders) == 1 else "and equally well "
+        claim = f"The confidence of {who} says best {equally}whether an answer is right"
+    baseline = f"; {method_title(BASELINE)}: {texts[BASELINE]}" if BASELINE in texts and BASELINE not in leaders else ""
+    return question, f"{claim}: {found}{baseline}."
 
 
 def _calibrated(groups: Sequence[GroupNumbers], of_budget: str) -> str:

@@ -20,6 +20,7 @@ from catto.files import replacing_bytes
 from catto.measure import Sources
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
+from catto.report.numbers import supported_decimals
 
 __all__ = ["Panel", "figure", "rendered", "save"]
 
@@ -58,11 +59,12 @@ class Panel:
 
     def note(self) -> str:
         """The lines under the title: the share of forced answers if too high, ECE, its null band, N and the bins."""
-        lines = [f"ECE {100 * self.ece:.1f}"]
+        digits = supported_decimals(self.bins.rows)
+        lines = [f"ECE {100 * self.ece:.{digits}f}"]
         if self.sources is not None and self.sources.forced:
             lines.insert(0, f"{100 * self.sources.share('fallback'):.0f} % forced")
         if self.null is not None:
-            lines.append(f"by chance {100 * self.null.low:.1f} to {100 * self.null.high:.1f}")
+            lines.append(f"by chance {100 * self.null.low:.{digits}f} to {100 * self.null.high:.{digits}f}")
         return "\n".join([*lines, f"N = {self.bins.rows:,}, {len(self.bins.count)} bins"])
 
 
@@ -121,11 +123,11 @@ def draw_gap(axes: Axes, panel: Panel) -> None:
 
 def draw_shares(axes: Axes, panel: Panel) -> None:
     """Draw how often each confidence occurs, with lines at mean confidence and accuracy."""
-    bins = panel.bins
+    bins, digits = panel.bins, supported_decimals(panel.bins.rows)
     axes.bar(bins.edges[:-1], bins.weight, np.diff(bins.edges), align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
     lines = (("Confidence", panel.confidence, RED, "-"), ("Accuracy", panel.accuracy, INK, (0, (3, 2))))
     for name, value, colour, style in lines:
-        axes.axvline(value, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * value:.1f} %")
+        axes.axvline(value, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * value:.{digits}f} %")
     axes.set_xlabel("Confidence")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
 

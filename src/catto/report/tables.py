@@ -24,7 +24,7 @@ from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand
 from catto.report.measuring import papers_budget
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training, supported_decimals
 from catto.report.render import EMPTY, Column, Entry, Line, Table
 
 Setting = Literal["in", "out", "any"]  # in distribution: tested on the task that it was trained on
@@ -82,6 +82,11 @@ def setting_title(trained_on: str, task: str) -> str:
     return task_title(task) if trained_on == task else f"{task_title(task)}, trained on {task_title(trained_on)}"
 
 
+def place_stem(trained_on: str, task: str) -> str:
+    """Return the part of a file's name that says what was tested, and what it was trained on where that is another."""
+    return task if trained_on == task else f"{task}-from-{trained_on}"
+
+
 def stem(name: str, budget: Budget | None) -> str:
     """Return the name of a table's or figure's file, without its ending."""
     return f"{name}-{budget}" if budget else name
@@ -113,8 +118,9 @@ def _papers_numbers() -> dict[tuple[str, str, str, str], str]:
 class Spec:
     """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
-    shows: the mean over seeds, the mean with its interval, null band and difference to DPO, or the deviation over
-    seeds. needs: the numbers without which a group is left out. each: one table for each task and training set.
+    shows: the mean over seeds, the mean with null band and mark, these with interval and difference to DPO, or the
+    deviation over seeds. needs: the numbers without which a group is left out. each: one table for each task and
+    training set.
     """
 
     kind: str
@@ -123,7 +129,7 @@ class Spec:
     caption: str
     columns: tuple[Column, ...]
     settings: tuple[Setting, ...] = ("in",)
-    shows: Literal["mean", "all", "std"] = "mean"
+    shows: Literal["mean", "short", "all", "std"] = "mean"
     needs: Literal["metrics", "selection", "world", "risk", "training"] = "metrics"
     each: bool = False
 
@@ -159,10 +165,58 @@ def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
 def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     """Build every table of the report, in order, without those that have no number."""
     tables = [
-        *group_tables(numbers, *{spec.kind for spec in specs()} - {"rates", "training"}),
+        summary(numbers),
+        *group_tables(numbers, *{spec.kind for spec in specs()} - {"summary", "rates", "training"}),
         *training_tables(results),
     ]
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
+
+
+def summary(numbers: Numbers) -> Table:
+    """Build the table of the first screen: the groups that it shows, a line for each method, with means over the tasks.
+
+    Decimals are those that N supports, and bold marks all that cannot be told apart from the best.
+    """
+    groups, verdict = numbers.first_screen, numbers.verdict
+    (spec,) = (spec for spec in specs() if spec.kind == "summary")
+    tasks, sizes, n = tasks_of(groups), _sizes(groups), min(group.n for _, group in groups)
+    columns = []
+    for column in spec.columns:
+        if (column.metric != "true_error" or all(group.world for _, group in groups)) and (sizes or not column.rule):
+            texts = {key: getattr(column, key).format(k=max(sizes, default=0)) for key in ("name", "metric")}
+            digits = supported_decimals(n) + (0 if column.scale == 100 else 2)
+            columns.append(replace(column, k=max(sizes, default=0), decimals=digits, **texts))
+    lines = []
+    for method in sorted({group.method for _, group in groups}, key=method_order):
+        mine = [(index, group) for index, group in groups if group.method == method]
+        entries = []
+        for column in columns:
+            entry = _mean([_entry(spec, column, *one) for one in mine], [group for _, group in mine], column)
+            leads = verdict is not None and column.metric == verdict.metric and method in verdict.leaders
+            entries.append(replace(entry, best=leads))
+        lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
+    budget = groups[0][1].budget
+    facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([budget_title(budget).lower()] if budget else [])]
+    return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), tuple(lines), None, spec.kind)
+
+
+def _mean(entries: Sequence[Entry], groups: Sequence[GroupNumbers], column: Column) -> Entry:
+    """Return the mean of the entries of several tasks, of an ECE with the number of tasks that chance could explain."""
+    values = [entry.value for entry in entries if entry.value is not None]
+    if len(entries) == 1 or len(values) < len(entries):
+        return entries[0] if len(entries) == 1 else EMPTY
+    value = sum(values) / len(values)
+    within = f"chance in {sum(group.within_null for group in groups)} of {len(groups)} tasks"
+    forced = next((entry.forced for entry in entries if entry.forced), "")
+    return Entry(
+        value, f"{value:.{column.decimals}f}", forced=forced, notes=(within,) if column.metric == "ece" else ()
+    )
+
+
+def _sizes(groups: Iterable[tuple[int, GroupNumbers]]) -> list[int]:
+    """Return the numbers of candidates to show: the paper's where they were measured, else the largest."""
+    measured = {k for _, group in groups for k in group.selection}
+    return [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
 
 
 def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
@@ -171,13 +225,11 @@ def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     for spec in (spec for spec in specs() if spec.kind in kinds):
         for budget in numbers.budgets:
             groups = [one for one in of_setting(numbers, spec.settings[0], budget) if getattr(one[1], spec.needs)]
-            measured = {k for _, group in groups for k in group.selection}
-            sizes = [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
             parts: dict[tuple[bool, tuple[int, str], str], list[tuple[int, GroupNumbers]]] = {}
             for index, group in groups:
                 apart = group.trained_on != group.task, task_order(group.task), group.trained_on
                 parts.setdefault(apart if spec.each else (False, (0, ""), ""), []).append((index, group))
-            tables += [_group_table(spec, parts[key], budget, sizes) for key in sorted(parts)]
+            tables += [_group_table(spec, parts[key], budget, _sizes(groups)) for key in sorted(parts)]
     return tables
 
 
@@ -188,7 +240,7 @@ def _group_table(
     name, title, tasks = spec.stem, spec.title, tasks_of(groups)
     if spec.each:
         trained_on = groups[0][1].trained_on
-        name += f"-{tasks[0]}" if tasks[0] == trained_on else f"-{tasks[0]}-from-{trained_on}"
+        name += f"-{place_stem(trained_on, tasks[0])}"
         title += f": {setting_title(trained_on, tasks[0])}"
     repeated = [(column, k) for column in spec.columns for k in (sizes if column.rule else [0])]
     if spec.each:
@@ -230,16 +282,14 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
     if column.metric == "risk_threshold" and group.risk["risk_promised"].mean < 1:
         promised = round(group.risk["risk_promised"].mean * len(group.seeds))
         entry = replace(entry, notes=(f"in {promised} of {len(group.seeds)} seeds",))
+    versus = group.versus.get(column.metric)
+    if spec.shows in ("short", "all"):
+        null = _span(group.null, scale) if column.metric == "ece" else None
+        entry = replace(entry, null=null, mark="" if versus is None else versus.mark(column.metric))
     if spec.shows == "all":
-        interval, versus = group.intervals[column.metric], group.versus.get(column.metric)
-        entry = replace(
-            entry,
-            interval=_span(interval, scale),
-            null=_span(group.null, scale) if column.metric == "ece" else None,
-            versus=versus,
-            mark="" if versus is None else versus.mark(column.metric),
-            notes=_instead_of_interval(group) if interval.reason is not None else (),
-        )
+        interval = group.intervals[column.metric]
+        notes = _instead_of_interval(group) if interval.reason is not None else ()
+        entry = replace(entry, interval=_span(interval, scale), versus=versus, notes=notes)
     share = (group.sampled["sample_fallback_rate"] if spec.needs == "selection" else group.fallback_rate).mean
     return replace(entry, forced=f"{100 * share:.0f} % forced", mark="") if share > MOST_FORCED else entry
 
