@@ -381,8 +381,7 @@ def compare_table(
     Interval: percentile bootstrap over questions, both methods on the same draw. p-value: swap test, where each
     question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + swaps)`.
     A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
-    p-value. A metric of the order alone (AUROC) is swapped on ranks within each method: the confidences of a rescaled
-    method and its rival, mixed by swaps, have an order that neither method has.
+    p-value. A metric of the order alone (AUROC) is swapped on ranks within each method, whose scales may differ.
 
     There are as many swaps as resamples. If those give a p-value below ALPHA and `swaps` is larger, the test continues
     to `swaps`: a correction for many comparisons needs small p-values, and only a test that may still show something
