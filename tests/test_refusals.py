@@ -670,7 +670,8 @@ def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> Non
         outcome = retry(tmp_path, [rows], Silent())
         assert [one.name for one in outcome.finished] == [stage.name]
         assert len(server.seen) == 12 + 2
-    assert (place(tmp_path, rows) / "done.json").stat() == before
+    after = (place(tmp_path, rows) / "done.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(refused_stages(tmp_path, [rows])[0][1]) == 2
 
 
