@@ -191,7 +191,7 @@ def panels(contents: Mapping[str, Any], kind: Kind) -> Figure:
     """Draw one panel for each title of `contents` with one legend below. Axes in per cent end at 100."""
     columns = min(kind.columns, len(contents))
     rows, width = -(-len(contents) // columns), min(5.8, 12.4 / columns)
-    figure = Figure(layout="constrained")
+    figure = Figure()
     grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
     for place, (title, content) in enumerate(contents.items()):
         axes = grid[place]

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from catto.files import replacing_bytes
@@ -87,7 +88,7 @@ def figure(panels: Sequence[Panel]) -> Figure:
     """
     if not panels:
         raise ValueError("panels is empty")
-    drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2), layout="constrained")
+    drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2))
     axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
     for panel, upper, lower in zip(panels, *axes, strict=True):
         draw_gap(upper, panel)
@@ -135,8 +136,11 @@ def draw_shares(axes: Axes, panel: Panel) -> None:
 def rendered(draw: Callable[[], Figure], suffix: str) -> bytes:
     """Draw a figure in the common style as a .svg, .png or .pdf file; equal figures give equal bytes."""
     out = io.BytesIO()
-    with matplotlib.rc_context(fname=STYLE):
-        draw().savefig(out, format=suffix.removeprefix("."), dpi=200, metadata=UNDATED[suffix])
+    with matplotlib.rc_context({"figure.dpi": 200}, STYLE):
+        figure = draw()
+        # Once and here: with `layout="constrained"`, savefig draws everything an extra time.
+        ConstrainedLayoutEngine().execute(figure)
+        figure.savefig(out, format=suffix.removeprefix("."), metadata=UNDATED[suffix])
     return out.getvalue()
 
 
