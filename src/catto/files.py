@@ -19,7 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
@@ -373,6 +373,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+@cache
 def library_versions(*names: str) -> dict[str, str]:
     """Installed versions of catto and the named distributions; absent ones are left out."""
     versions: dict[str, str] = {}
