@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 from catto.answers import VERSION
 from catto.experiment.runner import locked
 from catto.experiment.stages import Stage
-from catto.files import read_records
+from catto.files import manifest_path, read_records
 from catto.records import Prediction, SftRow
 from catto.training.tokenize import examples
 from command import run
@@ -268,7 +269,9 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     assert set(again(recipe, root).values()) == {"done"}
     assert again(recipe, root) == {}
     parser(VERSION + 1)
-    second = again(recipe, root)
+    with monkeypatch.context() as patched:  # the labels are where they were, so no model is loaded to score them
+        patched.setattr("catto.experiment.steps.open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+        second = again(recipe, root)
     kinds = {name: name.split()[0] for name in second}
     assert "responses" not in kinds.values()  # their keys are the same
     assert {second[name] for name in second if kinds[name] == "generated" or name == train} == {"unchanged"}
@@ -287,3 +290,33 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
         weights.write_bytes(weights.read_bytes()[:-1])
     parser(VERSION + 2)
     assert again(recipe, root)[train] == "done"
+
+
+def test_generations_without_scores_are_scored_by_the_model(finished: Finished, tmp_path: Path) -> None:
+    """Those of an earlier version; of some the scores are there."""
+    from catto.experiment.graph import Graph
+    from catto.experiment.results import run_predicted
+    from catto.experiment.stages import Work, ordered, place
+    from catto.recipe_file import load
+
+    root = tmp_path / "run"
+    shutil.copytree(finished.root, root)
+    stages = ordered([Graph(load(str(finished.recipe))).report()])
+    stage = next(stage for stage in stages if stage.name.startswith("test dpo "))
+    expected = list(read_records(place(root, stage) / "predictions.jsonl", Prediction))
+    path = place(root, stage.needs["generated"]) / "generations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "labels": []} if n % 2 else row) + "\n" for n, row in enumerate(rows)))
+    manifest = manifest_path(path)
+    known = json.loads(manifest.read_text())
+    assert known["notes"].pop("positions") == 512
+    manifest.write_text(json.dumps(known))
+    work: Work = Work(stage, root, lambda *_: None)
+    work.out.mkdir()
+    run_predicted(work)
+    predictions = list(read_records(work.out / "predictions.jsonl", Prediction))
+    for number, (mine, stored) in enumerate(zip(predictions, expected, strict=True)):
+        assert (mine == stored) or number % 2
+        assert mine.label == stored.label
+        assert mine.label_logprobs == pytest.approx(stored.label_logprobs, abs=1e-5)
+    assert predictions != expected  # a pass over the whole sequence rounds differently

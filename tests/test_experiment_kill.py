@@ -88,11 +88,20 @@ def assert_equal(disturbed: Path, calm: Path) -> None:
 def test_killed_ten_times_equals_undisturbed(tmp_path: Path, recipe: Path, calm: Path) -> None:
     killed = tmp_path / "killed"
     chance = random.Random(11)
-    # One kill inside each training after its first checkpoint, one anywhere before each but the first, one inside the
-    # report: of ten moments drawn from all, too few would fall where a training has to go on.
-    for method in RECIPE["methods"]:
-        if method != "sft":
-            kill(recipe, killed, "", chance.randint(1, 8), chance.uniform(0, 0.03))
+    # One kill inside each training after its first checkpoint, one before each but the first, among them in stages that
+    # generate and that read, one inside the report: of ten moments drawn from all, too few would fall where a training
+    # has to go on.
+    for method, earlier in zip(
+        RECIPE["methods"], (None, "", "generated test", "read ", "generated candidates"), strict=True
+    ):
+        if earlier is not None:
+            kill(
+                recipe,
+                killed,
+                earlier,
+                chance.randint(1, 3) if earlier else chance.randint(1, 8),
+                chance.uniform(0, 0.03),
+            )
         kill(recipe, killed, f"{method} ", 1 + chance.randint(3, 5), chance.uniform(0, 0.03))
     kill(recipe, killed, "report", chance.randint(1, 3), chance.uniform(0, 0.3))
     assert start(recipe, killed).finished()[1] == 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from catto.engines import Context, Generation, Request
+from catto.engines import Context, Generation, LabelScores, Request, ScoredGeneration, Scores
 from catto.engines.transformers import TransformersEngine
+from catto.files import read_records
 from catto.predict.predictor import evaluate, generate, read
 from catto.prompts import prompt_ids
 from engine_cases import BATCH_SIZES, TOKENIZER, chat, each_architecture, forwards, log_softmax, ragged_requests
@@ -127,20 +130,6 @@ def test_states_serve_one_call_and_are_kept_only_on_request() -> None:
     assert not made._kept
 
 
-@pytest.mark.parametrize("labels", [LETTERS, NLI])
-def test_evaluating_is_generating_and_reading_up_to_float_noise(labels: tuple[str, ...]) -> None:
-    settings: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed": 4}
-    asked = questions(10, labels)
-    together = evaluate(engine(3), asked, **settings)
-    apart = read(engine(3), asked, generate(engine(3), asked, **settings), **settings)
-    assert {prediction.source for prediction in together} >= {"free", "fallback"}
-    for one, other in zip(together, apart, strict=True):
-        same = ("question", "sample", "text", "label", "source", "mean_logprob", "tokens")
-        assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
-        assert one.confidence == pytest.approx(other.confidence, abs=1e-5)
-        assert one.label_logprobs == pytest.approx(other.label_logprobs, abs=1e-5)
-
-
 def test_only_closed_responses_run_again_and_prompts_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenised: list[Any] = []
 
@@ -162,3 +151,66 @@ def test_only_closed_responses_run_again_and_prompts_are_tokenised_once(monkeypa
         # a response that is closed where it opened its answer needs no forward either
         assert 10 < sum(shape[0] for shape in whole) <= 10 + closed
     assert len(tokenised) == 20
+
+
+# ---- stored with the generations ------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed": 4}
+
+
+class Deaf(TransformersEngine):
+    """Knows how to read and cannot score; counts what it is asked to."""
+
+    def __init__(self, instead: TransformersEngine | None = None) -> None:
+        super().__init__(engine().network, engine().tokenizer, batch_size=3)
+        self.instead, self.scored = instead, list[Context]()
+
+    def score(self, contexts: Sequence[Context]) -> list[Scores]:
+        self.scored += contexts
+        return self.instead.score(contexts) if self.instead is not None else pytest.fail("a model was needed")
+
+
+@pytest.mark.parametrize("labels", [LETTERS, NLI])
+def test_generations_are_read_from_their_stored_scores_without_a_model(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    """Free and closed answers; the values are those of a second pass over the whole sequence."""
+    asked, out = questions(10, labels), tmp_path / "generations.jsonl"
+    generated = generate(engine(3), asked, **SAMPLED, out=out)
+    stored = list(read_records(out, ScoredGeneration))
+    assert stored == generated
+    kept = read(Deaf(), asked, stored, **SAMPLED)
+    unscored = [generation.model_copy(update={"labels": ()}) for generation in stored]
+    passed = read(engine(3), asked, unscored, **SAMPLED)
+    assert {prediction.source for prediction in kept} >= {"free", "fallback"}
+    for mine, whole in zip(kept, passed, strict=True):
+        same = ("question", "sample", "text", "label", "source", "mean_logprob", "tokens")
+        assert [getattr(mine, name) for name in same] == [getattr(whole, name) for name in same]
+        assert mine.confidence == pytest.approx(whole.confidence, abs=1e-5)
+        assert mine.label_logprobs == pytest.approx(whole.label_logprobs, abs=1e-5)
+        assert mine.logsumexp is not None
+        assert mine.logsumexp == pytest.approx(whole.logsumexp, abs=1e-4)
+    # What `evaluate` gives, to the last bit: the same batches, the same states.
+    assert kept == evaluate(engine(3), asked, **SAMPLED)
+
+
+@pytest.mark.parametrize("change", ["place", "closing", "candidates", "none"])
+def test_stored_scores_of_another_place_or_form_are_not_used(change: str) -> None:
+    """A parser that reads another token, closes otherwise, or labels in another form: those alone are scored again."""
+    asked = questions(10)
+    stored = generate(engine(3), asked, **SAMPLED)
+    right = read(Deaf(), asked, stored, **SAMPLED)
+
+    def changed(labels: LabelScores) -> dict[str, Any]:
+        other = {"place": ("kept", labels.kept - 1), "closing": ("added", (*labels.added, 5))}
+        name, value = other.get(change, ("candidates", labels.candidates[::-1]))
+        return {name: value, "logprobs": tuple(-9.0 for _ in labels.logprobs)}
+
+    spoiled = list(stored)
+    for place in range(0, len(stored), 4):
+        (labels,) = stored[place].labels
+        wrong = (labels.model_copy(update=changed(labels)),) if change != "none" else ()
+        spoiled[place] = stored[place].model_copy(update={"labels": wrong})
+    reader = Deaf(engine(3))
+    for mine, expected in zip(read(reader, asked, spoiled, **SAMPLED), right, strict=True):
+        assert mine.label == expected.label
+        assert mine.confidence == pytest.approx(expected.confidence, abs=1e-5)
+    assert [context.response for context in reader.scored] == [generation.key for generation in stored[::4]]

@@ -226,10 +226,10 @@ def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, 
 
 def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Opening:
     """Cut each label's tokens, those of its first character, where they tell it from every other label's."""
-    shared = _common(*paths.values()) if len(paths) > 1 else 0
+    shared = common(*paths.values()) if len(paths) > 1 else 0
     rest = {}
     for label, path in paths.items():
-        same = {other: _common(path, rival) for other, rival in paths.items() if other != label}
+        same = {other: common(path, rival) for other, rival in paths.items() if other != label}
         if other := next((other for other, length in same.items() if length == len(path)), None):
             first, second = (name for name in paths if name in (label, other))
             raise UnreadableLabelError(
@@ -243,7 +243,7 @@ def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Opening:
     return Opening(next(iter(paths.values()))[:shared], {label: path[shared] for label, path in paths.items()}, rest)
 
 
-def _common(*paths: Path) -> int:
+def common(*paths: Path) -> int:
     """How many tokens all paths begin with together."""
     return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False)))
 

@@ -76,6 +76,20 @@ class Scores(Record):
     logsumexp: dict[str, float] | None = None
 
 
+class LabelScores(Scores):
+    """Scores at a label of a stored response: after its first `kept` tokens and those `added` to close it."""
+
+    kept: int
+    added: tuple[int, ...]
+    candidates: tuple[int, ...]
+
+
+class ScoredGeneration(Generation):
+    """A generation with the scores of the label that was read when it was written; none if only text is known."""
+
+    labels: tuple[LabelScores, ...] = ()
+
+
 class Engine(Protocol):
     """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
 

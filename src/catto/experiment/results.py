@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from catto.engines import Generation
+from catto.engines import ScoredGeneration
 from catto.experiment import stages
 from catto.experiment.stages import Stage, Work, chosen, place
-from catto.experiment.steps import engine_of, read_questions
+from catto.experiment.steps import StoredEngine, engine_of, read_questions
 from catto.files import library_versions, read_json, read_records, write_records
 from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
@@ -28,7 +28,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 
 
 def run_generated(work: Work[stages.TextSettings]) -> None:
-    """Generate responses to the questions of a split: text and token ids, unread."""
+    """Generate responses to the questions of a split: text, token ids and the scores at their labels."""
     settings = work.settings
     temperatures: Sequence[float]
     if isinstance(settings.temperatures, int):
@@ -46,12 +46,12 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
 
 
 def run_predicted(work: Work[stages.PredictionSettings]) -> None:
-    """Read generated responses: their labels and, by the model that wrote them, how probable those are."""
-    text = work.settings.text
+    """Read generated responses: their labels and how probable those are, by the scores stored with the text."""
+    text, generations = work.settings.text, work.input("generated") / GENERATIONS
     predictor.read(
-        engine_of(work, text.generating.evaluation),
+        StoredEngine(work, text.generating.evaluation, generations),
         _questions(work, text),
-        read_records(work.input("generated") / GENERATIONS, Generation),
+        read_records(generations, ScoredGeneration),
         **_options(text, work.read("generated", TEMPERATURES)),
         out=work.out / PREDICTIONS,
         progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),

@@ -5,14 +5,16 @@ Here is also the engine that stages generate and score with.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from catto.engines import Engine, open_engine
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, open_engine
 from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
-from catto.files import library_versions, read_records, write_records
+from catto.files import library_versions, read_manifest, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
-from catto.records import Manifest, Question, Split
+from catto.records import Manifest, Question, Refusal, Split
 from catto.tasks import TASKS, Task, from_file, load
 from catto.tasks.witnesses import generate as witness_questions
 from catto.teacher import ask, write_rows
@@ -36,6 +38,31 @@ def engine_of(work: Work, evaluation: EvaluationSettings) -> Engine:
     engine = _last[1]
     engine.model = work.stage.needs["model"].name  # predictions name the model, not its folder
     return engine
+
+
+class StoredEngine(Engine):
+    """The engine that wrote a stage's generations, for reading them: its model is loaded where scores are missing."""
+
+    def __init__(self, work: Work, evaluation: EvaluationSettings, generations: Path) -> None:
+        self.work, self.evaluation, notes = work, evaluation, read_manifest(generations).notes
+        self.name, self.model, self.batch_size = notes["engine"], notes["model"], evaluation.batch_size
+        # Generations that were stored without scores need the model anyway.
+        self.positions = notes["positions"] if "positions" in notes else engine_of(work, evaluation).positions
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer beside the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.work.model())
+
+    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+        """Generate with the model itself."""
+        return engine_of(self.work, self.evaluation).generate(requests, done)
+
+    def score(self, contexts: Sequence[Context]) -> list[Scores]:
+        """Score what was not scored when it was generated."""
+        return engine_of(self.work, self.evaluation).score(contexts)
 
 
 def release() -> None:

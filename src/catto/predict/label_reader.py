@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from catto.engines import Context, Engine, Generation
+from catto.engines import Context, Engine, Generation, LabelScores, ScoredGeneration, Scores
 from catto.engines.replies import ServerError
-from catto.labels import Opening, decoded, encoded, locate, opening, token_at
+from catto.labels import Opening, common, decoded, encoded, locate, opening, token_at
 from catto.prompts import TAGS, completion, find_tags, parse_answer
 from catto.records import Message, Question, Refusal
 
@@ -123,13 +123,13 @@ class _Spot(NamedTuple):
     prefix: tuple[int, ...]
     paths: dict[str, tuple[int, ...]]
 
-    def steps(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """The next tokens to score, by the tokens that come before them and after the prefix."""
-        steps: dict[tuple[int, ...], dict[int, None]] = {}
+    def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What is scored: the tokens before a place, and the candidates there."""
+        places: dict[tuple[int, ...], dict[int, None]] = {}
         for path in self.paths.values():
             for length, token in enumerate(path):
-                steps.setdefault(path[:length], {})[token] = None
-        return {before: tuple(tokens) for before, tokens in steps.items()}
+                places.setdefault(self.prefix + path[:length], {})[token] = None
+        return [(prefix, tuple(tokens)) for prefix, tokens in places.items()]
 
 
 def _spot(engine: Engine, case: Case) -> _Spot | None:
@@ -153,34 +153,61 @@ def _spot(engine: Engine, case: Case) -> _Spot | None:
 
 
 def read_tokens(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
-    """The answer of every response: the written label, else the most probable one; all are scored in one call.
+    """The answer of every response: the written label, else the most probable one.
 
     A label of several tokens has the product of their probabilities, and then no `logsumexp`, which is of one place.
     """
     spots = [_spot(engine, case) for case in cases]
-    contexts = [
-        Context(messages=case.chat, prefix=spot.prefix + before, candidates=tokens, response=case.generation.key)
-        for case, spot in zip(cases, spots, strict=True)
-        if spot is not None
-        for before, tokens in spot.steps().items()
-    ]
-    scores = iter(engine.score(contexts) if contexts else ())
     answers = []
-    for (question, _, _), spot in zip(cases, spots, strict=True):
+    for case, spot, scores in zip(cases, spots, _scores(engine, cases, spots), strict=True):
         if spot is None:
             answers.append(NO_ANSWER)
             continue
-        steps = {before: (tokens, next(scores)) for before, tokens in spot.steps().items()}
-        at = {before: dict(zip(tokens, score.logprobs, strict=True)) for before, (tokens, score) in steps.items()}
+        places = zip(spot.places(), scores, strict=True)
+        at = {prefix: dict(zip(tokens, score.logprobs, strict=True)) for (prefix, tokens), score in places}
         logprobs = {
-            label: sum(at[path[:length]][token] for length, token in enumerate(path))
+            label: sum(at[spot.prefix + path[:length]][token] for length, token in enumerate(path))
             for label, path in spot.paths.items()
         }
-        label = spot.label if spot.label is not None else max(question.labels, key=lambda name: logprobs[name])
-        answers.append(
-            _answer(question, label, spot.source, logprobs, steps[()][1].logsumexp if len(steps) == 1 else None)
-        )
+        label = spot.label if spot.label is not None else max(case.question.labels, key=lambda name: logprobs[name])
+        logsumexp = scores[0].logsumexp if len(scores) == 1 else None
+        answers.append(_answer(case.question, label, spot.source, logprobs, logsumexp))
     return answers
+
+
+def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration]:
+    """Responses that were just generated, each with the scores at its label: `read_tokens` then needs no model.
+
+    A response of which only the text is known has none.
+    """
+    spots = [_spot(engine, case) if case.generation.token_ids is not None else None for case in cases]
+    generations = []
+    for (_, _, generation), spot, scores in zip(cases, spots, _scores(engine, cases, spots), strict=True):
+        labels = []
+        for (prefix, tokens), score in zip(spot.places() if spot is not None else (), scores, strict=True):
+            kept = common(generation.token_ids or (), prefix)
+            labels.append(LabelScores(**dict(score), kept=kept, added=prefix[kept:], candidates=tokens))
+        generations.append(ScoredGeneration(**dict(generation), labels=tuple(labels)))
+    return generations
+
+
+def _scores(engine: Engine, cases: Sequence[Case], spots: Sequence[_Spot | None]) -> list[list[Scores]]:
+    """Scores of every place of every spot: those stored with the response, else the engine's, all in one call.
+
+    Stored scores apply where they are of the same place and the same tokens, whichever parser found that place.
+    """
+    rows: list[list[Scores | Context]] = []
+    for (_, chat, generation), spot in zip(cases, spots, strict=True):
+        ids, key = generation.token_ids or (), generation.key
+        labels = generation.labels if isinstance(generation, ScoredGeneration) else ()
+        stored = {(ids[: score.kept] + score.added, score.candidates): score for score in labels}
+        rows.append([])
+        for prefix, tokens in spot.places() if spot is not None else ():
+            score = stored.get((prefix, tokens))
+            rows[-1].append(score or Context(messages=chat, prefix=prefix, candidates=tokens, response=key))
+    missing = [entry for row in rows for entry in row if isinstance(entry, Context)]
+    scores = iter(engine.score(missing) if missing else ())
+    return [[next(scores) if isinstance(entry, Context) else entry for entry in row] for row in rows]
 
 
 def server_reader(engine: ServerEngine) -> Reader:

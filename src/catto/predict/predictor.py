@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from catto.answers import VERSION
-from catto.engines import Engine, Generation, Key, Request
+from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
 from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
 from catto.files import library_versions, manifest_path, read_manifest, read_records
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
-from catto.predict.label_reader import Case, Reader, read_tokens, server_reader
+from catto.predict.label_reader import Case, Reader, read_tokens, score_labels, server_reader
 from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
 
-R = TypeVar("R", Generation, Prediction)
+R = TypeVar("R", ScoredGeneration, Prediction)
 Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
 Unparsed = Literal["fallback", "wrong"]
 STOP = ("</answer>",)
@@ -72,7 +72,7 @@ def evaluate(
 
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
-        return job.read(reader, job.generate(keys, keep_states=True))
+        return job.read(reader, job.generate(keys))
 
     return job.collect(Prediction, predict, out, progress and _right(progress), max_refused, retry_refused)
 
@@ -86,11 +86,21 @@ def generate(
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
     **settings: Unpack[Settings],
-) -> list[Generation]:
-    """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way."""
+) -> list[ScoredGeneration]:
+    """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way.
+
+    The scores of the labels, as the present parser finds them, come with the text, while the engine has what makes them
+    cheap.
+    """
     job = _Job(engine, questions, **settings)
     counting = None if progress is None else lambda done, total: progress(len(done), total)
-    return job.collect(Generation, job.generate, out, counting, max_refused, retry_refused)
+
+    def make(keys: Sequence[Key]) -> list[ScoredGeneration | Refusal]:
+        outcomes = job.generate(keys)
+        scored = iter(score_labels(engine, job.to_read(outcomes)))
+        return [outcome if isinstance(outcome, Refusal) else next(scored) for outcome in outcomes]
+
+    return job.collect(ScoredGeneration, make, out, counting, max_refused, retry_refused)
 
 
 def read(
@@ -102,11 +112,11 @@ def read(
     progress: Progress | None = None,
     **settings: Unpack[Settings],
 ) -> list[Prediction]:
-    """Read the labels of `generate`'s generations and score them with the model that wrote them; nothing is generated.
+    """Read the labels of `generate`'s generations from the scores stored with them; nothing is generated.
 
     `read(engine, questions, generate(engine, questions, **settings), **settings)` is `evaluate(engine, questions,
-    **settings)` up to float noise: `evaluate` scores with what the engine kept while it generated. What has no
-    generation was refused and has no prediction.
+    **settings)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
+    equal up to float noise. What has no generation was refused and has no prediction.
     """
     job = _Job(engine, questions, **settings)
     written = {generation.key: generation for generation in generations}
@@ -226,7 +236,7 @@ class _Job:
         assert isinstance(self.engine, ServerEngine)
         return server_reader(self.engine)
 
-    def generate(self, keys: Sequence[Key], *, keep_states: bool = False) -> list[Generation | Refusal]:
+    def generate(self, keys: Sequence[Key]) -> list[Generation | Refusal]:
         """What the engine gives for these keys, in their order."""
         requests = [
             Request(
@@ -237,7 +247,7 @@ class _Job:
                 seed=request_seed(self.run.seed, question, sample),
                 max_tokens=self.run.max_tokens,
                 stop=STOP,
-                keep_states=keep_states,
+                keep_states=True,
             )
             for question, sample in keys
         ]
@@ -249,10 +259,13 @@ class _Job:
             raise RuntimeError("{}: question {} sample {} never came".format(self.engine.name, *missing))
         return [outcomes[key] for key in keys]
 
+    def to_read(self, outcomes: Sequence[Generation | Refusal]) -> list[Case]:
+        """The generations among the outcomes, with their questions and prompts."""
+        return [Case(*self.cases[outcome.question], outcome) for outcome in outcomes if isinstance(outcome, Generation)]
+
     def read(self, reader: Reader, outcomes: Sequence[Generation | Refusal]) -> list[Prediction | Refusal]:
         """The predictions of a chunk; a refusal stays in its place."""
-        generations, _ = _parted(outcomes)
-        cases = [Case(*self.cases[generation.question], generation) for generation in generations]
+        cases = self.to_read(outcomes)
         predictions: dict[Key, Prediction | Refusal] = {}
         for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
             if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
@@ -351,6 +364,8 @@ class _Job:
             notes["temperature"] = self.run.temperatures[0]
         if parser is not None:
             notes["parser"] = parser
+        else:
+            notes["positions"] = self.engine.positions  # `read` closes responses within them
         counts: dict[str, int] = {}
         if records:
             counts = {_plural(kind): len(records), "questions": len(self.cases), "refused": len(refused)}
@@ -370,8 +385,8 @@ class _Job:
         )
 
 
-def _plural(kind: type[Generation] | type[Prediction]) -> str:
-    return f"{kind.__name__.lower()}s"
+def _plural(kind: type[ScoredGeneration] | type[Prediction]) -> str:
+    return "predictions" if kind is Prediction else "generations"
 
 
 def _parted(outcomes: Iterable[R | Refusal]) -> tuple[list[R], list[Refusal]]:
