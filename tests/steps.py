@@ -58,7 +58,7 @@ def step(kind: Any, config: Any, **options: Any) -> Step:
     loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
     loss.backward()
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    metrics = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
+    metrics = {name: float(sum(values) / len(values)) for name, values in trainer._metrics["train"].items()}
     return Step(loss.detach(), gradients, metrics, trainer, batch)
 
 

@@ -97,7 +97,7 @@ def test_every_tensor_of_a_layout_moves_and_is_pinned(monkeypatch: pytest.Monkey
     layout = pair_batch(batch, batch[KEY], 0, shared=True)
     moved = layout.to(torch.device("meta"), non_blocking=True)
     tensors = [name for name, value in vars(layout).items() if isinstance(value, Tensor)]
-    assert len(tensors) == 10
+    assert len(tensors) == 11
     assert all(getattr(moved, name).device.type == "meta" for name in tensors)
     assert moved.rows is layout.rows
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor + 1)  # needs an accelerator

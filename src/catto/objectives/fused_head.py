@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from torch.nn.functional import logsigmoid
 
 IGNORE = -100
 EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
-# 4,096 columns x 1,024 tokens of fp32 are 16 MB, small beside a layer's activations and large enough for a GPU.
+# 4,096 columns x 1,024 tokens of fp32 are 16 MB: on a CPU larger tiles are not faster.
 TILE = 4096
 TOKENS = 1024
+# Devices whose products of 16-bit numbers come out in fp32 (`out_dtype` of `torch.mm`). A CPU has no such product.
+MIXED_PRODUCTS = {"cuda"}
+Precision = Literal["auto", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -82,28 +85,29 @@ def token_stats(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    tile: int = TILE,
+    tile: int | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
     temperature: float = 1.0,
     extras: Collection[str] = EXTRAS,
     masked: bool = True,
+    precision: Precision = "auto",
 ) -> TokenStats:
     """Compute the statistics of every token, differentiable in hidden, weight and bias.
 
     hidden: (..., H) and weight: (V, H); or weight None and hidden the ready logits (..., V). targets: (...), token
     ids; a position of -100 is masked and not computed. Logits: z = softcap tanh(scale y / softcap) / temperature.
-    Statistics and gradients accumulate in fp32, those of float64 inputs in float64. `extras` names the optional
-    statistics; the default is all of them, and each costs another pass over every tile. `masked=False` promises that
-    no target is -100, which saves a synchronisation of the host with the device.
+    Statistics and gradients accumulate in fp32, those of float64 inputs in float64; `precision` is that of the
+    products' inputs (see `product_dtype`). `extras` names the optional statistics; the default is all of them, and each
+    costs another pass over every tile. `masked=False` promises that no target is -100, which saves a synchronisation of
+    the host with the device. tile: columns of a tile; None chooses it by device and shape.
 
     >>> stats = token_stats(torch.tensor([[0.5, 0.3, 0.2]]).log(), None, torch.tensor([0]))
     >>> round(stats.confidence.item(), 4), round(stats.margin.item(), 4), stats.right.item()
     (0.5, 0.2, True)
     """
     with gathered(weight, bias):
-        vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-        head = Head(softcap, scale, temperature, vocabulary, tile, frozenset(extras))
+        head = _head(hidden, weight, (softcap, scale, temperature), tile, extras, precision)
         _check(hidden, targets, weight, bias, head)
         kept = targets != IGNORE
         whole = not masked or bool(kept.all())
@@ -124,10 +128,11 @@ def label_logprobs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    tile: int = TILE,
+    tile: int | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
     temperature: float = 1.0,
+    precision: Precision = "auto",
 ) -> Tensor:
     """Gather the log-probabilities of K labels at one position of each sequence; -inf where a label is -100.
 
@@ -140,8 +145,7 @@ def label_logprobs(
     with gathered(weight, bias):
         rows = hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
         ids = labels.clamp(min=0)
-        vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-        head = Head(softcap, scale, temperature, vocabulary, tile, frozenset())
+        head = _head(rows, weight, (softcap, scale, temperature), tile, (), precision)
         _check(rows, ids[:, 0], weight, bias, head)
         values: Tensor = _Tiled.apply(rows, weight, bias, ids[:, 0], ids, head)[-1]  # type: ignore[no-untyped-call]
     return values.masked_fill(labels == IGNORE, -torch.inf)
@@ -154,8 +158,24 @@ class Head(NamedTuple):
     scale: float
     temperature: float
     vocabulary: int
-    tile: int
+    rows: int  # of a tile
+    tile: int  # its columns
     extras: frozenset[str]
+    product: torch.dtype  # of the inputs of the products
+
+
+def _head(
+    hidden: Tensor,
+    weight: Tensor | None,
+    logits: tuple[float | None, float, float],
+    tile: int | None,
+    extras: Collection[str],
+    precision: Precision,
+) -> Head:
+    vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
+    dtype = product_dtype(hidden, weight, precision)
+    shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device) if tile is None else (TOKENS, tile)
+    return Head(*logits, vocabulary, *shape, frozenset(extras), dtype)
 
 
 def _check(hidden: Tensor, targets: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head) -> None:
@@ -192,32 +212,76 @@ def slices(length: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, max(length, 1), step))
 
 
+def tile_shape(tokens: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
+    """Rows and columns of a tile. On a GPU as many as memory allows, since every tile costs its launches.
+
+    All tokens, so that the weight's gradient is a sum of one product, and a 256th of the device's memory, but at most
+    a 16th of the vocabulary: with its temporaries a tile stays below a tenth of what dense logits need.
+    """
+    if device.type not in MIXED_PRODUCTS:
+        return TOKENS, TILE
+    columns = min(device_memory(device) // 1024 // max(tokens, 1), vocabulary // 16)
+    return max(tokens, 1), max(columns // 128, 8) * 128
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes; a modest GPU's where the device does not tell."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 16 * 2**30
+
+
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
     """At least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
+    """The dtype to which hidden states, weights and the logits' gradient are rounded before they are multiplied.
+
+    Where products of 16-bit numbers come out in fp32: the weight's, or autocast's if the weight is fp32. A product of
+    bf16 numbers is exact in fp32, so a bf16 model loses nothing in the logits, at many times the speed. Elsewhere,
+    and with `precision="fp32"`, that of the statistics.
+    """
+    full, device = statistics_dtype(hidden), hidden.device.type
+    if weight is None or precision == "fp32" or device not in MIXED_PRODUCTS or full == torch.float64:
+        return full
+    mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if mixed else weight.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else full
+
+
+def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out = a @ b, or out += a @ b. 16-bit inputs give fp32 results that were never rounded to 16 bits."""
+    options: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, out=out, **options)
+    else:
+        torch.mm(a, b, out=out, **options)
+
+
 def tiles(
     hidden: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield (columns, logits z (N, tile), the weight's tile (tile, H)); z is overwritten by the next tile."""
-    dtype = statistics_dtype(hidden)
-    hidden = hidden.to(dtype)
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    """Yield (rows, columns, logits z (rows, columns), the weight's part (columns, H)) of every tile.
+
+    All rows come with the first columns, then all with the next. z is overwritten by the next tile.
+    """
+    dtype, rounded = statistics_dtype(hidden), hidden if weight is None else hidden.to(head.product)
     # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
-    buffer = hidden.new_empty(hidden.shape[0], min(head.tile, head.vocabulary))
+    buffer = hidden.new_empty(min(head.rows, len(hidden)), min(head.tile, head.vocabulary), dtype=dtype)
     factor = (head.softcap or head.scale) / head.temperature
     for columns in slices(head.vocabulary, head.tile):
-        part = None if weight is None else weight[columns].to(dtype)
-        z = buffer[:, : columns.stop - columns.start]
-        if part is None:
-            z.copy_(hidden[:, columns])
-        else:
-            torch.mm(hidden, part.T, out=z)
-        if bias is not None:
-            z.add_(bias[columns].to(dtype))
-        if head.softcap is not None:
-            z.mul_(head.scale / head.softcap).tanh_()
-        yield columns, z if factor == 1.0 else z.mul_(factor), part
+        part = None if weight is None else weight[columns].to(head.product)
+        for rows in slices(len(hidden), head.rows):
+            z = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
+            if part is None:
+                z.copy_(hidden[rows, columns])
+            else:
+                product(z, rounded[rows], part.T)
+            if bias is not None:
+                z.add_(bias[columns].to(dtype))
+            if head.softcap is not None:
+                z.mul_(head.scale / head.softcap).tanh_()
+            yield rows, columns, z if factor == 1.0 else z.mul_(factor), part
 
 
 def located(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -242,39 +306,42 @@ class Sums(NamedTuple):
     labels: Tensor  # z of K further tokens, (N, K)
 
 
-def fold(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, labels: Tensor, head: Head
-) -> Sums:
-    """Process the vocabulary once. hidden: (N, H) or logits (N, V); targets: (N,); labels: (N, K) -> sums (N,)."""
-    zero = hidden.new_zeros(hidden.shape[0], dtype=statistics_dtype(hidden))
-    sums = Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero, torch.zeros_like(labels, dtype=zero.dtype))
+def first(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> Sums:
+    """The sums over no column yet. targets: (N,), labels: (N, K)."""
+    zero = torch.zeros_like(targets, dtype=dtype)
+    return Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero, torch.zeros_like(labels, dtype=dtype))
+
+
+def fold(sums: Sums, z: Tensor, columns: slice, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> Sums:
+    """Add a tile of logits z (N, columns), which is overwritten, to the sums."""
     # A finite stand-in for -inf: its exponential is 0 and 0 * nothing stays 0 in the entropy's sum.
-    nothing = torch.finfo(zero.dtype).min / 8
-    for columns, z, _ in tiles(hidden, weight, bias, head):
+    nothing = torch.finfo(z.dtype).min / 8
+    at_labels, total, rest_z, rest_sq = sums.labels, sums.total, sums.rest_z, sums.rest_sq
+    if labels.shape[1]:
         inside, column = located(labels, columns)
-        at_labels = torch.where(inside, z.gather(-1, column), sums.labels)
-        total = sums.total + z.sum(-1) if "mean_logit" in head.extras else zero
-        # Take the target and the tile's rival out of the tile.
-        inside, column = located(targets, columns)
-        here = z.gather(-1, column.unsqueeze(-1))
-        z.scatter_(-1, column.unsqueeze(-1), torch.where(inside.unsqueeze(-1), nothing, here))
-        best, best_id = z.max(-1)
-        z.scatter_(-1, best_id.unsqueeze(-1), nothing)
-        # Sum what is left, in units of exp(best).
-        peak = best.clamp(min=nothing / 2).unsqueeze(-1)
-        e = (z - peak).exp_() if "entropy" in head.extras else z.sub_(peak).exp_()
-        # Change the units to those of the greater rival; the lesser one joins the rest.
-        top, lesser = torch.maximum(sums.rival, best), torch.minimum(sums.rival, best)
-        old, new, second = (sums.rival - top).exp(), (best - top).exp(), (lesser - top).exp()
-        rest, rest_z, rest_sq = sums.rest * old + e.sum(-1) * new + second, zero, zero
-        if "log_sum_sq" in head.extras:
-            rest_sq = sums.rest_sq * old**2 + (e * e).sum(-1) * new**2 + second**2
-        if "entropy" in head.extras:
-            rest_z = sums.rest_z * old + z.mul_(e).sum(-1) * new + second * lesser.clamp(min=nothing)
-        target = torch.where(inside, here.squeeze(-1), sums.target)
-        rival_id = torch.where(best > sums.rival, best_id + columns.start, sums.rival_id)
-        sums = Sums(target, top, rival_id, rest, rest_z, rest_sq, total, at_labels)
-    return sums
+        at_labels = torch.where(inside, z.gather(-1, column), at_labels)
+    if "mean_logit" in extras:
+        total = total + z.sum(-1)
+    # Take the target and the tile's rival out of the tile.
+    inside, column = located(targets, columns)
+    here = z.gather(-1, column.unsqueeze(-1))
+    z.scatter_(-1, column.unsqueeze(-1), torch.where(inside.unsqueeze(-1), nothing, here))
+    best, best_id = z.max(-1)
+    z.scatter_(-1, best_id.unsqueeze(-1), nothing)
+    # Sum what is left, in units of exp(best).
+    peak = best.clamp(min=nothing / 2).unsqueeze(-1)
+    e = (z - peak).exp_() if "entropy" in extras else z.sub_(peak).exp_()
+    # Change the units to those of the greater rival; the lesser one joins the rest.
+    top, lesser = torch.maximum(sums.rival, best), torch.minimum(sums.rival, best)
+    old, new, second = (sums.rival - top).exp(), (best - top).exp(), (lesser - top).exp()
+    rest = sums.rest * old + e.sum(-1) * new + second
+    if "log_sum_sq" in extras:
+        rest_sq = rest_sq * old**2 + (e * e).sum(-1) * new**2 + second**2
+    if "entropy" in extras:
+        rest_z = rest_z * old + z.mul_(e).sum(-1) * new + second * lesser.clamp(min=nothing)
+    target = torch.where(inside, here.squeeze(-1), sums.target)
+    rival_id = torch.where(best > sums.rival, best_id + columns.start, sums.rival_id)
+    return Sums(target, top, rival_id, rest, rest_z, rest_sq, total, at_labels)
 
 
 def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
@@ -306,11 +373,11 @@ def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
 
 
 class Grads(NamedTuple):
-    """Incoming gradients of N tokens, (N,) each, labels (N, K), or None."""
+    """Incoming gradients of N tokens, (N,) each, labels (N, K), or None; and the multiple of p_j that they make."""
 
+    mass: Tensor
     target: Tensor | None
     rival: Tensor | None
-    logsumexp: Tensor | None
     log_doubt: Tensor | None
     mean_logit: Tensor | None
     entropy: Tensor | None
@@ -343,15 +410,7 @@ def to_gradient(z: Tensor, columns: slice, head: Head, saved: Saved, grads: Grad
         log_p = z - saved.logsumexp.unsqueeze(-1)
         p = log_p.exp()
         further.append(p.mul_(log_p.add_(saved.entropy.unsqueeze(-1))).mul_(-grads.entropy.unsqueeze(-1)))
-    # d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p, the mass, serves them all
-    mass = torch.zeros_like(saved.logsumexp)
-    labels = None if grads.labels is None else grads.labels.sum(-1)
-    for grad in (grads.target, grads.rival, grads.log_doubt, labels):
-        if grad is not None:
-            mass -= grad
-    if grads.logsumexp is not None:
-        mass += grads.logsumexp
-    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(mass.unsqueeze(-1))
+    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(grads.mass.unsqueeze(-1))
     peaks = [(saved.targets, grads.target), (saved.rival_id, grads.rival)]
     if grads.labels is not None:
         peaks += zip(saved.labels.unbind(-1), grads.labels.unbind(-1), strict=True)
@@ -387,8 +446,11 @@ class _Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.head = head
         with torch.autocast(hidden.device.type, enabled=False):
-            pieces = slices(len(hidden), TOKENS)
-            parts = [fold(hidden[some], weight, bias, targets[some], labels[some], head) for some in pieces]
+            pieces = list(slices(len(hidden), head.rows))
+            parts = [first(targets[rows], labels[rows], statistics_dtype(hidden)) for rows in pieces]
+            for rows, columns, z, _ in tiles(hidden, weight, bias, head):
+                number = rows.start // head.rows
+                parts[number] = fold(parts[number], z, columns, targets[rows], labels[rows], head.extras)
             sums = Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
             values = finish(sums, head)
         _, _, logsumexp, log_doubt, _, entropy, log_sum_sq, _ = values
@@ -404,33 +466,48 @@ class _Tiled(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
-        incoming = (*grads[:6], grads[7])  # the seventh, log_sum_sq, has no gradient
+        head, dtype = ctx.head, statistics_dtype(hidden)
+        target, rival, logsumexp, log_doubt, mean_logit, entropy, _, labels = grads  # log_sum_sq has no gradient
+        # d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p, the mass, serves them all
+        mass = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
+        for grad in (target, rival, log_doubt, None if labels is None else labels.sum(-1)):
+            mass = mass if grad is None else mass - grad
+        mass = mass if logsumexp is None else mass + logsumexp
+        incoming = (mass, target, rival, log_doubt, mean_logit, entropy, labels)
 
-        def cut(values: Sequence[Tensor | None], some: slice) -> list[Any]:
-            return [None if value is None else value[some] for value in values]
+        def cut(values: Sequence[Tensor | None], rows: slice) -> list[Any]:
+            return [None if value is None else value[rows] for value in values]
 
-        def accumulator(tensor: Tensor | None, needed: bool) -> Tensor | None:
-            return torch.empty_like(tensor, dtype=statistics_dtype(tensor)) if tensor is not None and needed else None
-
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-            inputs = (hidden, weight, bias)
-            totals = [accumulator(x, needed) for x, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
-            g_hidden, g_weight, g_bias = totals
-            if g_hidden is not None:
-                g_hidden.zero_()
-            for some in slices(hidden.shape[0], TOKENS):
-                # The first slice writes: zeroing a large weight's gradient beforehand costs 4 % of the pass.
-                first = some.start == 0
-                kept, given = Saved(*cut(saved, some)), Grads(*cut(incoming, some))
-                for columns, z, part in tiles(hidden[some], weight, bias, ctx.head):
-                    d = to_gradient(z, columns, ctx.head, kept, given)
-                    if g_hidden is not None and part is not None:
-                        g_hidden[some].addmm_(d, part)
-                    elif g_hidden is not None:
-                        g_hidden[some, columns] = d
-                    if g_weight is not None:
-                        g_weight[columns].addmm_(d.T, hidden[some].to(d.dtype), beta=0 if first else 1)
-                    if g_bias is not None:
-                        g_bias[columns] = d.sum(0) if first else g_bias[columns] + d.sum(0)
-            result = [None if g is None else g.to(x.dtype) for g, x in zip(totals, inputs, strict=True)]
+            g_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
+            g_weight = torch.empty_like(weight) if weight is not None and needs_weight else None
+            g_bias = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
+            rounded = hidden if weight is None else hidden.to(head.product)
+            pieces = slices(len(hidden), head.rows)
+            tokens = [(Saved(*cut(saved, rows)), Grads(*cut(incoming, rows))) for rows in pieces]
+            total = rounded  # of a part of the weight's gradient
+            for rows, columns, z, part in tiles(rounded, weight, bias, head):
+                # The first of a sum writes: zeroing a large gradient beforehand costs 4 % of the pass.
+                more = rows.start > 0
+                d = to_gradient(z, columns, head, *tokens[rows.start // head.rows])
+                low = d.to(head.product)
+                if g_hidden is not None and part is not None:
+                    product(g_hidden[rows], low, part, add=columns.start > 0)
+                elif g_hidden is not None:
+                    g_hidden[rows, columns] = d
+                if g_weight is not None:
+                    if not more:  # fp32 whatever the weight's dtype, and never as large as the weight
+                        space = g_weight[columns]
+                        total = space if space.dtype == dtype else torch.empty_like(space, dtype=dtype)
+                    product(total, low.T, rounded[rows], add=more)
+                    if rows.stop == len(hidden) and total.dtype != g_weight.dtype:
+                        g_weight[columns] = total
+                if g_bias is not None:
+                    g_bias[columns] = g_bias[columns] + d.sum(0) if more else d.sum(0)
+            result = [
+                None if g_hidden is None else g_hidden.to(hidden.dtype),
+                g_weight,
+                None if g_bias is None else g_bias.to(bias.dtype),
+            ]
         return *result, None, None, None

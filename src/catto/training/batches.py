@@ -34,6 +34,7 @@ class Query(NamedTuple):
     row: int
     token: int
     candidates: Sequence[int]
+    gold: int = 0  # which candidate is right
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Batch:
     targets: Tensor  # (N,)
     query_source: Tensor  # (M, 2)
     query_labels: Tensor  # (M, K), padded with -100
+    query_gold: Tensor  # (M,)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Move every tensor."""
@@ -70,7 +72,8 @@ class Batch:
 
     def without_queries(self) -> Batch:
         """The same batch, with no label probabilities to compute."""
-        return replace(self, query_source=self.query_source[:0], query_labels=self.query_labels[:0])
+        none = {name: getattr(self, name)[:0] for name in ("query_source", "query_labels", "query_gold")}
+        return replace(self, **none)
 
     @property
     def attention_mask(self) -> Tensor:
@@ -147,6 +150,7 @@ def build(
         targets=torch.tensor(joined[4]),
         query_source=torch.tensor(sources, dtype=torch.long).view(-1, 2),
         query_labels=padded([query.candidates for query in queries]),
+        query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
 
 
@@ -245,5 +249,6 @@ def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: i
             if at >= len(rows[number].completion):
                 row = int(known["row"][number])
                 raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
-            queries.append(Query(number, at, [token for token in known["candidates"][number].tolist() if token >= 0]))
+            tokens = [token for token in known["candidates"][number].tolist() if token >= 0]
+            queries.append(Query(number, at, tokens, int(known["gold_index"][number])))
     return build(rows, queries, len(rows), pad, **layout)

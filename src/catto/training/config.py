@@ -12,12 +12,14 @@ import torch
 from trl import DPOConfig
 
 from catto.methods import KNOBS, Calibration, weight_of
+from catto.objectives.fused_head import Precision
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "calibration": get_args(Calibration),
     "reduce": (None, "mean", "sum"),
     "calibrate_tokens": ("all", "label"),
     "outcome_score": ("brier", "log"),
+    "head_precision": get_args(Precision),
 }
 
 
@@ -45,6 +47,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     padding_free: bool | None = _knob(
         None, "Whether rows are packed into one line and not padded. None: on CUDA, where FlexAttention runs."
     )
+    head_precision: str = _knob("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():

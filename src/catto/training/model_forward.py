@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_triton_available
 
 from catto.objectives import TokenStats, label_logprobs, token_stats
+from catto.objectives.fused_head import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
@@ -41,7 +42,7 @@ class Output(NamedTuple):
 
 
 def install(model: Any) -> None:
-    """Let `model(catto_batch=..., catto_extras=...)` run the backbone and our head; PEFT's base model too."""
+    """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head; PEFT's base model too."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
         return
@@ -49,17 +50,17 @@ def install(model: Any) -> None:
 
     @functools.wraps(type(base).forward)
     def forward(
-        self: Any, *args: Any, catto_batch: Batch | None = None, catto_extras: tuple[str, ...] = (), **kwargs: Any
+        self: Any, *args: Any, catto_batch: Batch | None = None, catto_head: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         if catto_batch is None:
             return original(*args, **kwargs)
-        return _forward(self, catto_batch, catto_extras, **kwargs)
+        return _forward(self, catto_batch, **(catto_head or {}), **kwargs)
 
     base.forward = types.MethodType(forward, base)
     base._catto_head = True
 
 
-def call(model: Any, batch: Batch, extras: tuple[str, ...], **more: Any) -> Output:
+def call(model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any) -> Output:
     """Call the (wrapped) model exactly once and return the statistics."""
     # Keep FSDP2 from rounding the statistics: Accelerate asks it for outputs in bf16 under mixed precision, and a bf16
     # log-probability of -140 is a multiple of 1.
@@ -74,7 +75,7 @@ def call(model: Any, batch: Batch, extras: tuple[str, ...], **more: Any) -> Outp
                 attention_mask=batch.attention_mask,
                 position_ids=batch.position_ids if batch.shared or batch.packed else None,
                 catto_batch=batch,
-                catto_extras=extras,
+                catto_head={"extras": extras, "precision": precision},
                 **more,
             )
         )
@@ -86,7 +87,7 @@ def call(model: Any, batch: Batch, extras: tuple[str, ...], **more: Any) -> Outp
 
 
 def _forward(
-    model: Any, batch: Batch, extras: tuple[str, ...], *, attention_mask: Any, **kwargs: Any
+    model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
     """The backbone and the head. A plain dictionary: what wraps the model's forward finds the tensors in it."""
     device = batch.input_ids.device  # where the losses are computed
@@ -107,7 +108,8 @@ def _forward(
         return rows
 
     values: dict[str, Tensor | None] = {"labels": None, "aux_loss": None}
-    with whole_head(model) as head:
+    with whole_head(model) as whole:
+        head = {**whole, "precision": precision}
         place = head["weight"].device
         targets = batch.targets.to(place)
         values |= vars(token_stats(at(batch.source, place), targets=targets, extras=extras, masked=False, **head))

@@ -7,6 +7,7 @@ and no generation. ECE is computed over the whole set, never averaged over batch
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from catto.training.batches import build
 from catto.training.tokenize import Example, label_queries
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
+WATCHED = 100  # losses after which they are read, whatever the interval of the logs
 LAST = "last"  # the other rule: the last step's
 # One of these holds, or lists the files that hold, the model or the adapter.
 _MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
@@ -114,6 +116,7 @@ class Monitored(Trainer):  # type: ignore[misc]
 
     validation: Sequence[Example] = ()
     _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
+    _watched: tuple[tuple[Tensor, int, Callable[[], str]], ...] = ()  # losses not read yet, their steps and rows
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -152,19 +155,43 @@ class Monitored(Trainer):  # type: ignore[misc]
         last: int = self.state.global_step
         return self._loaded[1] if self._loaded is not None and self._loaded[0] == last else last
 
-    def mean_over_processes(self, number: float, device: Any) -> float:
-        """Mean of a number over the processes; a process alone needs no device for it."""
+    def mean_over_processes(self, number: float, device: Any) -> float | Tensor:
+        """Mean of a number over the processes, on the device; a process alone needs no device for it."""
         if self.accelerator.num_processes == 1:
             return number
-        return float(self.accelerator.gather(torch.tensor([float(number)], device=device)).mean().item())
+        mean: Tensor = self.accelerator.gather(torch.full((1,), float(number), device=device)).mean()
+        return mean
 
-    def check_finite(self, loss: Tensor, rows: Callable[[], str]) -> None:
-        """Stop at a loss that is not a number, before it reaches the weights; `rows` names what it was computed on."""
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"loss is {loss.item()} at step {self.state.global_step} on {rows()}; "
-                f"the checkpoints in {self.args.output_dir} are from before"
-            )
+    # ---- losses that are not a number
+
+    def watch(self, loss: Tensor, rows: Callable[[], str]) -> None:
+        """Remember a loss, to stop at one that is not a number; `rows` names what it was computed on.
+
+        Reading it here would let the host wait for the device at every step. It is read where Transformers reads its
+        own sums, at the next log, and before a checkpoint is written.
+        """
+        self._watched = (*self._watched, (loss.detach(), self.state.global_step, rows))
+        if not self.model.training or len(self._watched) >= WATCHED:
+            self._stop_at_nan()
+
+    def _stop_at_nan(self) -> None:
+        watched, self._watched = self._watched, ()
+        values = torch.stack([loss for loss, _, _ in watched]).tolist() if watched else []
+        for value, (_, step, rows) in zip(values, watched, strict=True):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"loss is {value} at step {step} on {rows()}; "
+                    f"the checkpoints in {self.args.output_dir} are from before"
+                )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Stop if a loss since the last log was not a number, else log."""
+        self._stop_at_nan()
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._stop_at_nan()
+        super()._save_checkpoint(model, trial)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import copy
 import logging
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from catto.files import replacing
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
+from catto.objectives.fused_head import Precision
 from catto.training import model_forward as head
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
@@ -130,16 +132,17 @@ class Policy:
     labels: Any = None  # (M, K) where the batch has queries
     replayed: Sequence[Tensor] = ()  # log p_t of each replayed response, (T_i,)
 
-    def __init__(self, model: Any, batch: Batch, extras: tuple[str, ...] = ()) -> None:
-        self.model, self.batch, self.extras = model, batch, extras
+    def __init__(self, model: Any, batch: Batch, precision: Precision, extras: tuple[str, ...] = ()) -> None:
+        self.model, self.batch, self.precision, self.extras = model, batch, precision, extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """Run the batch through our head once. labels: (2 B, L), -100 off the completions."""
         if labels is None:  # TRL's second, deprecated call for full logits
             return self.model(**kwargs)
-        batch, mask = self.batch.to(labels.device), labels[:, 1:] != -100
+        self.batch = batch = self.batch.to(labels.device, non_blocking=True)
+        mask = labels[:, 1:] != -100
         router = {name: value for name, value in kwargs.items() if name == "output_router_logits"}
-        stats, self.labels, aux_loss = head.call(self.model, batch, self.extras, **router)
+        stats, self.labels, aux_loss = head.call(self.model, batch, self.extras, self.precision, **router)
         tokens = sum(batch.lengths[: len(labels)])  # those of the pairs come first
         self.replayed = torch.split(stats.target[tokens:], batch.lengths[len(labels) :])
         zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
@@ -180,7 +183,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._arrangement: dict[str, bool] | None = None
         # TRL does not implement its option and says so: it sees it unset
         self._padding_free, args.padding_free = args.padding_free, None
-        self._step_pairs: float | None = None  # a process's mean share of the step's pairs
+        self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
         self._stream = _stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
         self.validation = validation
@@ -281,7 +284,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._set_collator(dataset)
         theirs = vars(self)["_precompute_model_hash"]
         if self._own_head:
-            ours = (theirs, "catto", self.accelerator.mixed_precision, *self.arrangement().values())
+            arrangement = self.arrangement().values()
+            ours = (theirs, "catto", self.accelerator.mixed_precision, self.args.head_precision, *arrangement)
             self._precompute_model_hash: Any = ours
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -297,7 +301,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         theirs = {name: value for name, value in inputs.items() if name != KEY}
         if KEY in inputs and self._own_head:
             head.install(self.accelerator.unwrap_model(model))
-            model = Policy(model, self._layout(inputs).without_queries())
+            model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
         return super().compute_ref_log_probs(model, theirs)
 
     # ---- the loss
@@ -311,9 +315,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         theirs = {name: value for name, value in inputs.items() if name != KEY}
+        rows = partial(self._rows, inputs.get(KEY, {}).get("row"), self.model.training)
         if not self._own_head:
             result = super()._compute_loss(model, theirs, return_outputs)
-            self.check_finite(result[0] if return_outputs else result, lambda: self._rows(inputs))
+            self.watch(result[0] if return_outputs else result, rows)
             return result
         if KEY not in inputs:
             raise ValueError(
@@ -338,16 +343,16 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         loss, outputs = result if return_outputs else (result, None)
         if self.args.weight and (streamed or not self._stream):  # the stream is for training: evaluation has none
             # A micro-batch's mean counts as its share of the mean over the step's pairs; 1 unless it is ragged.
-            counted = training and self._step_pairs
-            share = size * self.current_gradient_accumulation_steps / self._step_pairs if counted else 1.0
+            pairs = self._step_pairs if training else None
+            share = 1.0 if pairs is None else size * self.current_gradient_accumulation_steps / pairs
             total = loss + self.calibration_weight * share * self._term(policy, inputs, streamed)
             if training:
                 loss = total
             else:  # `eval_loss` is TRL's; the total goes beside it, weighted over batches as Transformers weights that
-                self.check_finite(total, lambda: self._rows(inputs))
+                self.watch(total, rows)
                 values = self.accelerator.gather_for_metrics(total.detach().repeat(self.args.eval_batch_size))
                 self._metrics["eval"]["total_loss"].extend(values.tolist())
-        self.check_finite(loss, lambda: self._rows(inputs))
+        self.watch(loss, rows)
         return (loss, outputs) if return_outputs else loss
 
     def _policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
@@ -365,19 +370,16 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         elif args.calibration != "outcome":
             layout = layout.without_queries()
         head.install(self.accelerator.unwrap_model(model))
-        return Policy(model, layout, extras)
+        return Policy(model, layout, args.head_precision, extras)
 
     def _term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
         """The calibration term; its parts are logged."""
         known, args = inputs[KEY], self.args
         if args.calibration == "replay":
             term = replay_term(policy.replayed)
-        elif args.calibration == "outcome" and streamed:
-            gold = torch.tensor([example.label.gold for example in streamed], device=policy.labels.device)
-            term = outcome_term(policy.labels, gold, None, args)
         elif args.calibration == "outcome":
-            rates = known["correctness_rate"]
-            term = outcome_term(policy.labels, known["gold_index"], rates[: len(rates) // 2], args)
+            rates = None if streamed else known["correctness_rate"][: len(known["row"]) // 2]
+            term = outcome_term(policy.labels, policy.batch.query_gold, rates, args)
         else:
             mask = inputs["completion_mask"].bool()
             if args.calibrate_tokens == "label":  # of each completion, the token whose index is the label's
@@ -385,17 +387,25 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             term = surrogate_term(policy.stats, mask[:, 1:], args)
         logged = self.accelerator.gather(torch.stack([value.detach().float() for value in term.logs.values()])[None])
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in zip(term.logs, logged.mean(0).tolist(), strict=True):
-            metrics[name].append(value)
+        for name, value in zip(term.logs, logged.mean(0).unbind(), strict=True):
+            metrics[name].append(value)  # on the device until it is logged
         return term.loss
 
-    def _rows(self, inputs: dict[str, Any]) -> str:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, which averages numbers of the host."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, values in metrics.items():
+            if values and isinstance(values[0], Tensor):
+                metrics[name] = torch.stack(values).tolist()
+        super().log(logs, start_time)
+
+    def _rows(self, row: Tensor | None, training: bool) -> str:
         """What an error calls the pairs: their questions' ids where the dataset has them, else their numbers."""
-        if KEY not in inputs:
+        if row is None:
             return "rows unknown"
-        numbers = inputs[KEY]["row"].tolist()
+        numbers = row.tolist()
         names = {number: f"row {number}" for number in numbers[: len(numbers) // 2]}
-        rows = self.train_dataset if self.model.training else self.eval_dataset
+        rows = self.train_dataset if training else self.eval_dataset
         if isinstance(rows, Dataset) and {"row", "question"} <= set(rows.column_names):
             questions = zip(rows["row"], rows["question"], strict=True)
             names |= {number: str(question) for number, question in questions if number in names}

@@ -61,7 +61,7 @@ class SupervisedTrainer(Monitored):
         if not examples:
             raise ValueError("there is no example to train on")
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
-        self._step_samples: float | None = None  # a process's mean share of the step's samples
+        self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
         head.install(model)
         packed = head.sharing_obstacle(model) is None and head.skips_blocks(model, args.device)
@@ -90,9 +90,10 @@ class SupervisedTrainer(Monitored):
             tokens = num_items_in_batch / across
         loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
-            samples = self._step_samples or len(batch.query_source)
+            samples = len(batch.query_source) if self._step_samples is None else self._step_samples
             loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
-        self.check_finite(loss, lambda: f"questions {', '.join(inputs['names'])}")
+        names = inputs["names"]
+        self.watch(loss, lambda: f"questions {', '.join(names)}")
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -146,7 +147,7 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.accuracy is None:
             raise ValueError("RCFT's bins have not been estimated")
         values = [float("nan") if a is None else a for a in self.accuracy]
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
+        return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
     def state(self) -> dict[str, Any]:
         """What goes into the checkpoint."""

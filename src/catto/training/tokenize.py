@@ -67,7 +67,7 @@ def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = No
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
     """Ask for the label probabilities of examples whose rows are numbered from `first`."""
     labels = enumerate((example.label for example in examples), first)
-    return [Query(row, label.at, label.candidates) for row, label in labels]
+    return [Query(row, *label) for row, label in labels]
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
