@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import pairs
-from catto.objectives import fused_head
+from catto.objectives import tiles
 from catto.training import model_forward as head
 from catto.training.batches import KEY
 from catto.training.config import CATTOConfig
@@ -110,7 +110,7 @@ def main() -> None:
     steps = {name: prepared(name) for name in STEPS}  # before there is an accelerator to train on
     backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]
-    fused_head.MIXED_PRODUCTS.add(DEVICE)
+    tiles.MIXED_PRODUCTS.add(DEVICE)
     results = {}
     for name, step in steps.items():
         try:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from catto.objectives import fused_head, label_logprobs, token_stats
+from catto.objectives import fused_head, label_logprobs, tiles, token_stats
 from catto.training.batches import Batch
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
@@ -46,7 +46,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert a.dtype == b.dtype != out_dtype == out.dtype == total.dtype
         return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
 
-    monkeypatch.setattr(fused_head, "MIXED_PRODUCTS", {"cpu"})
+    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype_out", mm, "CPU")
     library.impl("addmm.dtype_out", addmm, "CPU")
@@ -131,18 +131,18 @@ def test_policy(
     hidden: torch.dtype,
     weight: torch.dtype | None,
     autocast: torch.dtype | None,
-    precision: fused_head.Precision,
+    precision: tiles.Precision,
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused_head, "MIXED_PRODUCTS", set(devices))
+    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", set(devices))
     matrix = None if weight is None else torch.zeros(2, 2, dtype=weight)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-        assert fused_head.product_dtype(torch.zeros(2, 2, dtype=hidden), matrix, precision) == expected
+        assert tiles.product_dtype(torch.zeros(2, 2, dtype=hidden), matrix, precision) == expected
 
 
 def test_a_cpu_keeps_fp32_products() -> None:
-    assert sorted(fused_head.MIXED_PRODUCTS) == ["cuda"]
+    assert sorted(tiles.MIXED_PRODUCTS) == ["cuda"]
 
 
 @pytest.mark.usefixtures("mixed")
@@ -173,10 +173,10 @@ def test_tiles_of_a_gpu_hold_all_tokens_and_little_memory(
     tokens: int, vocabulary: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cpu")
-    assert fused_head.tile_shape(tokens, vocabulary, device) == (fused_head.TOKENS, fused_head.TILE)
-    monkeypatch.setattr(fused_head, "MIXED_PRODUCTS", {"cpu"})
-    monkeypatch.setattr(fused_head, "device_memory", lambda _: 80 * 10**9)
-    assert fused_head.tile_shape(tokens, vocabulary, device) == (tokens, columns)
+    assert tiles.tile_shape(tokens, vocabulary, device) == (tiles.TOKENS, tiles.TILE)
+    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
+    monkeypatch.setattr(tiles, "device_memory", lambda _: 80 * 10**9)
+    assert tiles.tile_shape(tokens, vocabulary, device) == (tokens, columns)
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_step_of_ours_never_makes_the_host_wait_for_the_device(name: str, coun
     assert "error" not in step, step
     batch = [field.name for field in dataclasses.fields(Batch) if field.type == "Tensor"]
     assert step["copies"] == (["_to_copy"] * len(batch) if "stream" in name else [])
-    heads, tiles = 1 + ("stream" in name or name == "labels"), VOCABULARY // 1024
-    assert step["products"] == ["torch.bfloat16"] * heads * tiles * 4  # forward, again in the backward, 2 gradients
+    heads, parts = 1 + ("stream" in name or name == "labels"), VOCABULARY // 1024
+    assert step["products"] == ["torch.bfloat16"] * heads * parts * 4  # forward, again in the backward, 2 gradients
     # 4 tiles, forward and backward, of one head or two; the term and the layout take the rest.
     assert step["launches"] <= (550 if heads == 1 else 750)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dense
-from catto.objectives import fused_head as head
-from catto.objectives import label_logprobs, token_stats
+from catto.objectives import label_logprobs, tiles, token_stats
 from catto.objectives.fused_head import EXTRAS
 
 NAMES = ("target", "rival", "logsumexp", *EXTRAS)
@@ -86,7 +85,7 @@ def test_slices_of_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     leaves, targets = problem(7, 4, 11, bias=True)
     results = []
     for tokens in (1024, 2):
-        monkeypatch.setattr(head, "TOKENS", tokens)
+        monkeypatch.setattr(tiles, "TOKENS", tokens)
         stats = token_stats(*leaves[:2], targets, bias=leaves[2], tile=5)
         results.append([stats.rival, *torch.autograd.grad(stats.rival.exp().sum() + stats.target.sum(), leaves)])
     for a, b in zip(*results, strict=True):

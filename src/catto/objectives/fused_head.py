@@ -8,23 +8,29 @@ statistic follows from sums that leave out these two tokens, so a probability ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from catto.objectives.tiles import (
+    Head,
+    Precision,
+    located,
+    product,
+    product_dtype,
+    slices,
+    statistics_dtype,
+    tile_shape,
+    tiles,
+)
+
 IGNORE = -100
 EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
-# 4,096 columns x 1,024 tokens of fp32 are 16 MB: on a CPU larger tiles are not faster.
-TILE = 4096
-TOKENS = 1024
-# Devices whose products of 16-bit numbers come out in fp32 (`out_dtype` of `torch.mm`). A CPU has no such product.
-MIXED_PRODUCTS = {"cuda"}
-Precision = Literal["auto", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -151,19 +157,6 @@ def label_logprobs(
     return values.masked_fill(labels == IGNORE, -torch.inf)
 
 
-class Head(NamedTuple):
-    """How logits follow from the product y: z = softcap tanh(scale y / softcap) / temperature. And what to compute."""
-
-    softcap: float | None
-    scale: float
-    temperature: float
-    vocabulary: int
-    rows: int  # of a tile
-    tile: int  # its columns
-    extras: frozenset[str]
-    product: torch.dtype  # of the inputs of the products
-
-
 def _head(
     hidden: Tensor,
     weight: Tensor | None,
@@ -174,7 +167,7 @@ def _head(
 ) -> Head:
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
     dtype = product_dtype(hidden, weight, precision)
-    shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device) if tile is None else (TOKENS, tile)
+    shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device, tile)
     return Head(*logits, vocabulary, *shape, frozenset(extras), dtype)
 
 
@@ -202,92 +195,6 @@ def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     # A tied head is whole while the embedding's module holds it: gathering it here would take it from that module.
     missing = [p for p in pieces.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
     return GatheredParameters(missing) if missing else nullcontext()
-
-
-# ---- one pass over the vocabulary ------------------------------------------------------------------------------------
-
-
-def slices(length: int, step: int) -> Iterator[slice]:
-    """Cut [0, length) into pieces; an empty range is one empty piece, so that an all-masked batch keeps its graph."""
-    return (slice(start, min(start + step, length)) for start in range(0, max(length, 1), step))
-
-
-def tile_shape(tokens: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Rows and columns of a tile. On a GPU as many as memory allows, since every tile costs its launches.
-
-    All tokens, so that the weight's gradient is a sum of one product, and a 256th of the device's memory, but at most
-    a 16th of the vocabulary: with its temporaries a tile stays below a tenth of what dense logits need.
-    """
-    if device.type not in MIXED_PRODUCTS:
-        return TOKENS, TILE
-    columns = min(device_memory(device) // 1024 // max(tokens, 1), vocabulary // 16)
-    return max(tokens, 1), max(columns // 128, 8) * 128
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes; a modest GPU's where the device does not tell."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 16 * 2**30
-
-
-def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """At least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
-    """The dtype to which hidden states, weights and the logits' gradient are rounded before they are multiplied.
-
-    Where products of 16-bit numbers come out in fp32: the weight's, or autocast's if the weight is fp32. A product of
-    bf16 numbers is exact in fp32, so a bf16 model loses nothing in the logits, at many times the speed. Elsewhere,
-    and with `precision="fp32"`, that of the statistics.
-    """
-    full, device = statistics_dtype(hidden), hidden.device.type
-    if weight is None or precision == "fp32" or device not in MIXED_PRODUCTS or full == torch.float64:
-        return full
-    mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if mixed else weight.dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else full
-
-
-def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b. 16-bit inputs give fp32 results that were never rounded to 16 bits."""
-    options: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
-    if add:
-        torch.addmm(out, a, b, out=out, **options)
-    else:
-        torch.mm(a, b, out=out, **options)
-
-
-def tiles(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head
-) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Yield (rows, columns, logits z (rows, columns), the weight's part (columns, H)) of every tile.
-
-    All rows come with the first columns, then all with the next. z is overwritten by the next tile.
-    """
-    dtype, rounded = statistics_dtype(hidden), hidden if weight is None else hidden.to(head.product)
-    # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
-    buffer = hidden.new_empty(min(head.rows, len(hidden)), min(head.tile, head.vocabulary), dtype=dtype)
-    factor = (head.softcap or head.scale) / head.temperature
-    for columns in slices(head.vocabulary, head.tile):
-        part = None if weight is None else weight[columns].to(head.product)
-        for rows in slices(len(hidden), head.rows):
-            z = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
-            if part is None:
-                z.copy_(hidden[rows, columns])
-            else:
-                product(z, rounded[rows], part.T)
-            if bias is not None:
-                z.add_(bias[columns].to(dtype))
-            if head.softcap is not None:
-                z.mul_(head.scale / head.softcap).tanh_()
-            yield rows, columns, z if factor == 1.0 else z.mul_(factor), part
-
-
-def located(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Whether each token id lies in the tile, and its column there (any column of the tile where it does not)."""
-    local, width = tokens - columns.start, columns.stop - columns.start
-    return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------

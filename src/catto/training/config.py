@@ -12,7 +12,7 @@ import torch
 from trl import DPOConfig
 
 from catto.methods import KNOBS, Calibration, weight_of
-from catto.objectives.fused_head import Precision
+from catto.objectives.tiles import Precision
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "calibration": get_args(Calibration),

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_triton_available
 
 from catto.objectives import TokenStats, label_logprobs, token_stats
-from catto.objectives.fused_head import Precision
+from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.

@@ -26,7 +26,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from catto.files import replacing
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
-from catto.objectives.fused_head import Precision
+from catto.objectives.tiles import Precision
 from catto.training import model_forward as head
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
