@@ -48,7 +48,7 @@ def fill_disk(calls: int) -> None:
 def import_stages() -> None:
     """Import what the stages import when they begin: in every process that is forked later, it is there."""
     modules = [f"catto.experiment.{name}" for name in ("steps", "train_step", "results")]
-    for module in (*modules, "catto.report.figures", "scipy.stats"):
+    for module in (*modules, "catto.engines.transformers", "catto.report.build", "scipy.stats"):
         importlib.import_module(module)
 
 

@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
     "preference": {"learning_rates": [1e-4], "checkpoint_steps": 2},
     "rcft": {"learning_rates": [1e-4], "epochs": 2, "rows": 16, "checkpoint_steps": 3},
     "outcome": {"questions": 16},
-    "evaluation": {"max_tokens": 24, "batch_size": 2, "k": [2], "resamples": 20},
+    "evaluation": {"max_tokens": 12, "batch_size": 4, "k": [2], "resamples": 20},
 }
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
