@@ -9,9 +9,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from catto import __version__
 from catto.cli.doctor import diagnosis
+from catto.training import model_forward, selftest
 from command import run, write_lines
 
 # Hides the training stack, metadata included, as a base install would; then runs the commands one after the other.
@@ -125,3 +127,67 @@ def test_base_install_measures_and_calibrates(tmp_path: Path) -> None:
     assert "N = 40 answers" in done.stdout
     assert Path(figure).exists()
     assert len(Path(out).read_text(encoding="utf-8").splitlines()) == 40
+
+
+# ---- the self-test ---------------------------------------------------------------------------------------------------
+
+CHECKS = ["head values", "head gradient", "labels values"]
+CHECKS += [f"{step} {what}" for step in ("step", "shared prompts") for what in ("values", "gradient")]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "CPU", selftest.Size(2, 12, 6, 200, 64, 1))
+
+
+def test_selftest_passes_on_this_machine_and_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(capsys, "doctor", "--selftest")
+    assert done.code == 0
+    verdict = done.out.splitlines()[-1]
+    assert verdict.startswith("Self-test passed: 7 of 7 checks on cpu in fp32 with sdpa attention; step catto ")
+    assert f"catto {__version__}, torch {torch.__version__}" in verdict
+
+
+@pytest.mark.usefixtures("small")
+def test_selftest_in_json_has_every_check_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "doctor", "--selftest", "--json").json["selftest"]
+    assert result["ok"] is True
+    assert [check["name"] for check in result["checks"]] == CHECKS
+    assert all(check["error"] < 1e-5 for check in result["checks"])
+    assert set(result["milliseconds"]) == {"trl", "catto", "shared"}
+
+
+@pytest.mark.usefixtures("small")
+def test_selftest_passes_in_bf16() -> None:
+    result = selftest.selftest(bf16=True)
+    assert (result["ok"], result["precision"]) == (True, "bf16")
+    assert result["checks"][4]["error"] > 1e-4  # the step is really computed in bf16
+
+
+@pytest.mark.usefixtures("small")
+def test_selftest_fails_where_a_response_sees_the_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def causal(batch: object, dtype: torch.dtype) -> torch.Tensor:
+        size = batch.input_ids.shape[1]  # type: ignore[attr-defined]
+        return torch.full((size, size), torch.finfo(dtype).min).triu(1).expand(len(batch.input_ids), 1, -1, -1)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(model_forward, "dense_mask", causal)
+    done = run(capsys, "doctor", "--selftest", "--json")
+    assert done.code == 1
+    failed = [check["name"] for check in done.json["selftest"]["checks"] if not check["ok"]]
+    assert failed == ["shared prompts values", "shared prompts gradient"]
+
+
+@pytest.mark.usefixtures("small")
+def test_selftest_names_what_a_device_cannot_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise RuntimeError("no kernel\nfor this device")
+
+    monkeypatch.setattr(model_forward, "dense_mask", unsupported)
+    done = run(capsys, "doctor", "--selftest")
+    assert done.code == 1
+    assert "RuntimeError: no kernel" in done.out
+    assert done.out.splitlines()[-1].startswith("Self-test FAILED: 5 of 6 checks on cpu in fp32")

@@ -13,9 +13,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pairs
-from catto.experiment.graph import Graph
+from catto.experiment.graph import Graph, open_recipe
 from catto.experiment.stages import Work, place
-from catto.experiment.train_step import _Clock, _save, label_share, right_responses, run_train
+from catto.experiment.train_step import _arguments, _Clock, _save, _start, label_share, right_responses, run_train
 from catto.files import write_records
 from catto.prompts import completion
 from catto.recipe import Recipe
@@ -333,3 +333,18 @@ def test_an_adapter_is_merged_in_fp32(tmp_path: Path) -> None:
     _save(model, tiny_tokenizer(), tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     torch.testing.assert_close(saved.model.layers[0].self_attn.q_proj.weight.detach(), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_an_accelerator_computes_in_bf16_whatever_the_weights(
+    dtype: str | None, weights: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = _work(tmp_path, "dpo", model={"path": "unused", "dtype": dtype})
+    assert _start(work)[0].dtype == weights
+    assert _arguments(work)["bf16"] is False
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert _arguments(work)["bf16"] is True
+
+
+def test_the_paper_recipe_keeps_every_update() -> None:
+    assert open_recipe("paper").model.dtype == "float32"

@@ -162,7 +162,7 @@ class ModelSettings(Settings):
 
     path: Place | None = None
     scratch: ScratchModel | None = None
-    dtype: Literal["float32", "bfloat16"] | None = None  # None: bf16 on an accelerator, fp32 on a CPU
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; None is float32
     attention: str | None = None  # None: Transformers' choice
     peft: dict[str, Any] | None = None  # a LoraConfig's keywords; None is full fine-tuning
 

@@ -1,4 +1,4 @@
-"""`catto doctor`: what is installed, what is missing, and how to install it."""
+"""`catto doctor`: what is installed and what is missing; whether training computes what it should on this device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from catto import __version__
-from catto.cli.console import examples, print_json, print_table, say, table
+from catto.cli.console import examples, needs, print_json, print_table, say, table
 
 __all__ = ["diagnosis", "doctor"]
 
-EXAMPLES = examples("catto doctor", "catto doctor --json")
+EXAMPLES = examples("catto doctor", "catto doctor --json", "catto doctor --selftest")
 
 EXTRAS = ("train", "vllm", "ray")
 # Only whether they are set is ever printed.
@@ -24,14 +24,25 @@ VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE",
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Compare training on this device with plain references; ten seconds.")
+    ] = False,
 ) -> None:
-    """Show versions, devices and what is missing; exit with code 1 if the base install itself is broken."""
+    """Show versions, devices and what is missing; exit with code 1 if the base install or the self-test fails."""
     state = diagnosis()
+    if selftest:
+        from catto.cli.run import QUIET
+
+        needs("torch", "train", "--selftest")
+        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+        from catto.training.selftest import selftest as test
+
+        state["selftest"] = test()
     if as_json:
         print_json(state)
     else:
         _show(state)
-    if "base" in state["missing"]:
+    if "base" in state["missing"] or not state.get("selftest", {"ok": True})["ok"]:
         raise typer.Exit(1)
 
 
@@ -109,3 +120,25 @@ def _show(state: dict[str, Any]) -> None:
     say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in state["variables"].items()))
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
+    if "selftest" in state:
+        _show_selftest(state)
+
+
+def _show_selftest(state: dict[str, Any]) -> None:
+    """Print the checks, then one line that says all of it."""
+    result = state["selftest"]
+    made = table("", "self-test", "error", "bound", "")
+    for check in result["checks"]:
+        error = check["problem"] if check["error"] is None else f"{check['error']:.1e}"
+        made.add_row(check["name"], error, f"{check['bound']:g}", "ok" if check["ok"] else "FAILED")
+    print_table(made)
+    times = result["milliseconds"]
+    ratios = [f"{name} {times[name] / times['trl']:.2f}x" for name in ("catto", "shared") if times]
+    beside = f"; step {', '.join(ratios)} of TRL's {times['trl']:.0f} ms" if times else ""
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
+    checks = result["checks"]
+    verdict = (
+        f"{'passed' if result['ok'] else 'FAILED'}: {sum(check['ok'] for check in checks)} of {len(checks)} checks"
+    )
+    where = f"{result['device']} in {result['precision']} with {result['attention']} attention"
+    say(f"Self-test {verdict} on {where}{beside}; catto {state['catto']}, {versions}")

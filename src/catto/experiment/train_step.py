@@ -101,8 +101,7 @@ def _start(work: TrainWork) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        short = torch.accelerator.is_available() if settings.dtype is None else settings.dtype == "bfloat16"
-        dtype = torch.bfloat16 if short else torch.float32
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=settings.attention)
     if settings.peft is not None:
         from peft import LoraConfig, get_peft_model
@@ -140,7 +139,7 @@ def _arguments(work: TrainWork, *, monitored: bool = True) -> dict[str, Any]:
         "num_train_epochs": settings.epochs,
         "per_device_train_batch_size": settings.batch_size,
         "lr_scheduler_type": "linear",
-        "bf16": accelerated and settings.model.dtype != "float32",
+        "bf16": accelerated,  # what is computed; the weights have the recipe's dtype
         "gradient_checkpointing": accelerated,
         "dataloader_pin_memory": accelerated,
         "report_to": "none",
