@@ -99,7 +99,7 @@ def take_step(made: Any, arm: str, batch: dict[str, Any]) -> float:
 
 def batch_of(made: Any, arm: str) -> dict[str, Any]:
     """The arm's batch: the collator lays it out."""
-    made.args.prefix_sharing, made._arrangement = arm == "shared", None
+    made.args.prefix_sharing, made._padding_free, made._arrangement = arm == "shared", arm == "packed", None
     prepared: dict[str, Any] = made._prepare_inputs(next(iter(made.get_train_dataloader())))
     return prepared
 

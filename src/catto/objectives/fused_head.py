@@ -404,9 +404,10 @@ class _Tiled(torch.autograd.Function):
                 elif g_hidden is not None:
                     g_hidden[rows, columns] = d
                 if g_weight is not None:
-                    if not more:  # fp32 whatever the weight's dtype, and never as large as the weight
-                        space = g_weight[columns]
-                        total = space if space.dtype == dtype else torch.empty_like(space, dtype=dtype)
+                    if not more:  # a sum of several products is fp32, whatever the weight's dtype
+                        space, alone = g_weight[columns], rows.stop == len(hidden)
+                        exact = space.dtype == dtype or (alone and space.dtype == head.product)
+                        total = space if exact else torch.empty_like(space, dtype=dtype)
                     product(total, low.T, rounded[rows], add=more)
                     if rows.stop == len(hidden) and total.dtype != g_weight.dtype:
                         g_weight[columns] = total

@@ -113,5 +113,6 @@ def tiles(
 
 def located(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Whether each token id lies in the tile, and its column there (any column of the tile where it does not)."""
-    local, width = tokens - columns.start, columns.stop - columns.start
-    return (local >= 0) & (local < width), local.clamp(0, width - 1)
+    local = tokens - columns.start
+    column = local.clamp(0, columns.stop - columns.start - 1)
+    return local == column, column
