@@ -25,9 +25,6 @@ from transformers.cache_utils import DynamicLayer
 
 from catto.engines import Request, stop_end
 
-# A token adds at least one byte of text, except that a tokenizer may trim the first word of what it decodes and may
-# spread one character over four byte tokens; the tail that is searched for a stop text is longer by this many tokens.
-TAIL_MARGIN = 4
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
 PAD = 0
 
@@ -258,6 +255,13 @@ def decode_rows(
 
     Each prompt runs once and its cache is repeated for its rows. A row that has finished leaves the batch.
     """
+
+    @functools.cache
+    def may_end(token: int, stop: str) -> bool:
+        """Whether a token can complete a stop text. A printable ASCII character shows in its token's own text."""
+        last = stop[-1]
+        return last in decode([token]) or last.isspace() or not last.isascii()
+
     started = time.perf_counter()
     live = list(rows)
     keeping = any(row.request.keep_states for row in rows)
@@ -282,9 +286,7 @@ def decode_rows(
                 else:
                     row.ids.append(token)
                     row.logprob += logprob
-                    # The decoded tail is searched first; everything is decoded only where it holds a stop text.
-                    tail = max((len(stop.encode()) for stop in stops), default=0) + TAIL_MARGIN
-                    if stops and (len(row.ids) <= tail or stop_end(decode(row.ids[-tail:]), stops) is not None):
+                    if any(may_end(token, stop) for stop in stops):
                         row.end = stop_end(decode(row.ids), stops)
                     if row.end is not None:
                         row.finish_reason = "stop"
