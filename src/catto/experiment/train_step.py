@@ -29,7 +29,7 @@ from catto.training.models import scratch_model, word_tokenizer
 from catto.training.monitor import LAST, keeping, newest_complete
 from catto.training.preference import CATTOTrainer
 from catto.training.supervised import RcftBins, SupervisedTrainer
-from catto.training.tokenize import Example, examples, fitting, pair_tokens, preference_columns
+from catto.training.tokenize import Example, examples, fitting, labelled, pair_tokens, preference_columns, tokenised
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -157,8 +157,8 @@ def _arguments(work: TrainWork, *, monitored: bool = True) -> dict[str, Any]:
 def _supervised(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     settings, method = work.settings, work.settings.method
     rows = list(read_records(work.input("teacher") / "sft.jsonl", SftRow))
-    fit = examples(tokenizer, rows, settings.context)
-    drawn = _drawn(fit, settings.block.rows, settings.seed)
+    fit = tokenised(tokenizer, rows, settings.context)
+    drawn = labelled(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
     watched = "traces" if method.stage == "sft" else "reasoning"
     validation = _validation(work, watched, tokenizer) if watched in work.stage.needs else []
     trainer = SupervisedTrainer(
@@ -221,8 +221,8 @@ def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data
     for labels in dict.fromkeys(row.labels for row in rows):
         check_labels(tokenizer, labels)
     # Long pairs are dropped before the draw, so that all 500 drawn pairs are trained on, the same for every method.
-    tokenised = [preference_columns(tokenizer, row) for row in rows]
-    fit = fitting(tokenised, settings.context, pair_tokens, lambda columns: str(columns["question"]))
+    pairs = [preference_columns(tokenizer, row) for row in rows]
+    fit = fitting(pairs, settings.context, pair_tokens, lambda pair: str(pair["question"]))
     limits = [limit for limit in (settings.pairs, settings.block.rows) if limit is not None]
     columns = _drawn(fit, min(limits, default=None), settings.seed)
     dropped = {"pairs": len(rows) - len(fit)}

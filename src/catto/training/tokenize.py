@@ -51,17 +51,29 @@ class Example:
 
 
 def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
-    """Tokenise completions, right or wrong; an open one (label None) is completed with a label."""
+    """Tokenise completions, right or wrong, and find their labels; an open one (label None) gets a label first."""
+    return labelled(tokenizer, tokenised(tokenizer, rows, max_length))
+
+
+def tokenised(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[tuple[SftRow, Row]]:
+    """The rows that fit, with their tokens: what is drawn from before labels are looked for."""
     made = []
     for row in rows:
         text = row.completion[-1].content
         if row.label is None:
             text += row.labels[0] + rendered(None, row.labels[0]).partition(row.labels[0])[2]
-        ids = row_ids(tokenizer, row.prompt, text)
+        made.append((row, row_ids(tokenizer, row.prompt, text)))
+    return fitting(made, max_length, lambda pair: sum(map(len, pair[1])), lambda pair: pair[0].question)
+
+
+def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
+    """Find the labels of tokenised rows."""
+    made = []
+    for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
         label = Label(at, candidates, row.labels.index(row.gold))
         made.append(Example(row.question, ids, label, row.correctness_rate))
-    return fitting(made, max_length, lambda example: example.tokens)
+    return made
 
 
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
