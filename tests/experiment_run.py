@@ -58,5 +58,5 @@ def run(recipe_file: Path, root: Path, full_from: int | None = None) -> None:
     if full_from is not None:
         fill_disk(full_from)
     recipe = load(str(recipe_file))
-    if not run_stages(root, [Graph(recipe).report()], Events()).ok:
+    if run_stages(root, [Graph(recipe).report()], Events()).failed:
         sys.exit(1)

@@ -251,7 +251,7 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
 
     read = load(str(recipe))
     goals = [goal for cell in Graph(read).cells() for goal in (cell.predictions, cell.candidates) if goal is not None]
-    assert runner.run(root, goals, Ends()).ok
+    assert not runner.run(root, goals, Ends()).failed
     return ends
 
 

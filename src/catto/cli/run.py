@@ -99,7 +99,7 @@ def go(
         console.warn(f"{problem}; its log: {log}")
     if outcome.blocked:
         console.warn(f"not run, since they need what failed: {len(outcome.blocked)} stages")
-    if not outcome.ok:
+    if outcome.failed:
         sys.exit(1)
 
 

@@ -29,12 +29,9 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 
 def run_generated(work: Work[stages.TextSettings]) -> None:
     """Generate responses to the questions of a split: text, token ids and the scores at their labels."""
-    settings = work.settings
-    temperatures: Sequence[float]
-    if isinstance(settings.temperatures, int):
-        temperatures = [work.read("temperature", TEMPERATURE)["temperature"]] * settings.temperatures
-    else:
-        temperatures = settings.temperatures
+    settings, temperatures = work.settings, work.settings.temperatures
+    if isinstance(temperatures, int):  # so many samples at the temperature that another stage found
+        temperatures = (work.read("temperature", TEMPERATURE)["temperature"],) * temperatures
     work.write(TEMPERATURES, temperatures)
     predictor.generate(
         engine_of(work, settings.generating.evaluation),

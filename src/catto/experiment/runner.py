@@ -62,16 +62,11 @@ class Display(Protocol):
 
 @dataclass
 class Outcome:
-    """How a run ended."""
+    """How a run ended; without a failed stage everything is there."""
 
     finished: list[Stage] = field(default_factory=list)
     failed: dict[str, Path] = field(default_factory=dict)  # stage name and problem -> its log
     blocked: list[Stage] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is there."""
-        return not self.failed
 
 
 def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
