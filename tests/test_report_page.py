@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from catto.methods import METHODS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.build import build
-from catto.report.figures import KINDS, Picture, look
+from catto.report.figures import KINDS, Picture, by_task, look
 from catto.report.numbers import Cell
 from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inlined, page, script_json
 from catto.report.reliability import rendered
@@ -199,17 +200,29 @@ def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
     group = next(group for group in measured(SMALL).numbers.groups if group.selection)
     right = {k: {rule: SeedSummary(1.0, None, 2) for rule in rules} for k, rules in group.selection.items()}
     sure = group.model_copy(update={"selection": right})
-    figure = Picture("confidence-at-k", "", "tag", "Subject", {"A": group, "B": sure}).draw()
+    figure = Picture("confidence-at-k", "", "tag", "Subject", [("A", group), ("B", sure)]).draw()
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
     assert len(labels) == len(set(labels)) == len(next(iter(right.values()))) + 1
     assert {axes.get_ylim()[1] for axes in figure.axes} == {100.0}
 
 
+def test_a_histogram_ends_at_100_per_cent() -> None:
+    answers = replace(measured(TINY).cells[0], confidence=np.full(20, 0.97), correct=np.full(20, True))
+    (axes,) = Picture("histogram", "", "tag", "Subject", [("A", (answers, 20))]).draw().axes
+    assert (*axes.get_xlim(), *axes.get_ylim()) == (0, 1, 0, 1)
+
+
+def test_two_tasks_with_one_title_have_a_panel_each() -> None:
+    (_, first), (_, second) = panels = by_task([("snli", ("dpo", None), 1), ("SNLI", ("dpo", None), 2)])
+    assert [title for title, _ in panels] == ["SNLI", "SNLI"]
+    assert (first, second) == ({("dpo", None): [1]}, {("dpo", None): [2]})
+
+
 def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> None:
     world = measured(SMALL)
     names = ("two words", HOSTILE, "a'b\"c")
-    picture = Picture("risk", "", "tag", "Subject", {"": {}}, None, names, names)
+    picture = Picture("risk", "", "tag", "Subject", [("", {})], None, names, names)
     svg = rendered(picture.draw, ".svg").decode()
     text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)

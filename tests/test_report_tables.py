@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from catto.cli.console import print_table
 from catto.measure import HEADLINE, Sources
 from catto.metrics.catalogue import METRICS
 from catto.metrics.selection import Candidates, select
@@ -551,15 +552,37 @@ def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best()
     numbers = numbers.model_copy(update={"verdict": verdict("brier", 30, rcft=0.18, sft=0.2, dpo=0.3)})
     table = summary(numbers)
     assert table.title == "SNLI, Witnesses, N = 30, matched budget"
-    assert [column.name for column in table.columns] == ["Acc. ↑", "ECE ↓ (chance)", "Brier ↓", "Conf. @8 ↑", "Forced"]
+    assert [column.name for column in table.columns] == [
+        "Acc. ↑",
+        "ECE ↓",
+        "by chance",
+        "Brier ↓",
+        "Conf. @8 ↑",
+        "Forced",
+    ]
     for line in table.lines:
         groups = [group for _, group in numbers.first_screen if group.method == line.method]
         assert {group.budget for group in groups} == {"matched"}
-        accuracy, error, brier, *_ = line.entries
+        accuracy, _, chance, brier, *_ = line.entries
         assert accuracy.text == f"{50 * sum(group.metrics['accuracy'].mean for group in groups):.0f}"
         assert brier.text == f"{sum(group.metrics['brier'].mean for group in groups) / 2:.2f}"
-        assert error.notes == (f"chance in {sum(group.within_null for group in groups)} of 2 tasks",)
-        assert [entry.best for entry in line.entries] == [False, False, line.method in ("rcft", "sft"), False, False]
+        assert chance.text == f"in {sum(group.within_null for group in groups)} of 2 tasks"
+        assert [entry.best for entry in line.entries] == [False] * 3 + [line.method in ("rcft", "sft"), False, False]
+
+
+def test_the_first_table_fits_sixty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    numbers = measured(replace(TINY, tasks=("witnesses",), methods=("dpo", "dpo+outcome", "dpo+outcome+ts"))).numbers
+    forced = [group.model_copy(update=MOSTLY_FORCED) for group in numbers.groups]
+    for one in (numbers, numbers.model_copy(update={"groups": tuple(forced)})):
+        table = summary(one)
+        print_table(terminal(table))
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 60
+        assert all(entry.text in text for line in table.lines for entry in line.entries)
+        assert "…" not in text
 
 
 def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_known_world() -> None:
@@ -569,5 +592,5 @@ def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_know
     for line in table.lines:
         group = numbers.groups[line.entries[0].group]
         assert line.entries[0].text == f"{100 * group.world['true_error'].mean:.0f}"
-        assert line.entries[2].null == pytest.approx((100 * group.null.low, 100 * group.null.high))
+        assert line.entries[3].text == f"{100 * group.null.low:.0f} to {100 * group.null.high:.0f}"
         assert line.entries[0].best == (line.method in numbers.verdict.leaders)

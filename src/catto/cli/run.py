@@ -121,17 +121,19 @@ def plan(
     seeds: SeedOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every stage as JSON and nothing else.")] = False,
 ) -> None:
-    """Show the stages of a recipe, which of them are done, and how long those took."""
+    """Show the stages of a recipe, which are done and how long those took, and what the others need."""
     from catto.cli.display import duration
     from catto.experiment import runner
+    from catto.experiment.estimate import needed
     from catto.experiment.graph import Graph
     from catto.methods import METHODS
 
     read = _read(recipe, sets, seeds)
     root, graph = folder(read, out), Graph(read)
-    groups, described = defaultdict(list), []
+    groups, described, missing = defaultdict(list), [], []
     for stage, standing in runner.plan(root, [graph.report()]):
         seconds = runner.seconds_of(root, stage)
+        missing += [stage] if standing != "done" else []
         named = {"kind": stage.kind, "name": stage.name, "folder": stage.folder}
         described.append({**named, "standing": standing, "seconds": seconds})
         group = f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
@@ -139,13 +141,15 @@ def plan(
     if as_json:
         console.print_json(described)
         return
-    rows = console.table(str(root), "stages", *STANDINGS, "time of the done ones")
+    rows = console.table(str(root), "stages", *STANDINGS, "took")
     for name, members in [*groups.items(), ("all", [member for group in groups.values() for member in group])]:
         if name == "all":
             rows.add_section()
         counts = [[standing for standing, _ in members].count(standing) for standing in STANDINGS]
         rows.add_row(name, *map(str, counts), duration(sum(seconds for _, seconds in members)) if counts[0] else "-")
     console.print_table(rows)
+    for line in needed(read, missing):
+        console.say(line)
     several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in read.methods)
     if read.lr_choice == "mean" and len(read.seeds) > 1 and several_rates:
         console.say("lr_choice mean: a learning rate is chosen by its mean over seeds, so choices wait for every seed.")
@@ -170,15 +174,19 @@ def run(
 
 
 def _show_results(report: Path, page: Path) -> None:
-    """Print the score tables, and copy the one-file page to where it is found first."""
+    """Print the answer and its table, and copy the one-file page to where it is found first."""
     from catto.files import replacing
     from catto.report import numbers as store
+    from catto.report.page import headline
     from catto.report.render import terminal
-    from catto.report.tables import group_tables
+    from catto.report.tables import summary
 
     numbers = store.read(report / "numbers.json")
-    for made in group_tables(numbers, "in", "out") if numbers is not None else ():  # None: the file was deleted
-        console.print_table(terminal(made))
+    if numbers is not None:  # None: the file was deleted
+        told = headline(numbers)
+        for line in (told.answer, *told.warnings):
+            console.say(line)
+        console.print_table(terminal(summary(numbers)))
     if (report / page.name).exists():
         with replacing(page) as file:
             file.write((report / page.name).read_text(encoding="utf-8"))

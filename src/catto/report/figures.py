@@ -60,7 +60,8 @@ Trainings = Mapping[Row, Sequence[Training]]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `subject`: what it shows, in words; `tag`: the same for its file; `contents`: its panels.
+    """A figure of the report. `subject`: what it shows, in words; `tag`: the same for its file; `contents`: its panels,
+    as (title, content) or, of reliability diagrams, as `Panel`.
 
     The page has a title and a caption for each kind, puts the picture into a section and hides it by its budget, tasks
     and methods.
@@ -113,7 +114,7 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
                 yield Picture(kind, setting, tables.SETTING_STEMS[setting], title, contents, budget, tasks)
     sampled = [group for _, group in tables.of_setting(numbers, "in", budget) if group.selection]
     for task in tables.tasks_of(enumerate(sampled)):
-        by_method = {method_title(group.method): group for group in sampled if group.task == task}
+        by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
         yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))
 
 
@@ -132,7 +133,8 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
             histograms[method_title(cell.method)] = given, numbers.bins
             curves[cell.method] = risk_coverage(given.confidence, given.correct)
         paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
-        contents = {"reliability": paper or [*diagrams.values()][:5], "histogram": histograms, "risk": {"": curves}}
+        contents: dict[str, Any] = {"reliability": paper or [*diagrams.values()][:5]}
+        contents |= {"histogram": [*histograms.items()], "risk": [("", curves)]}
         tag = tables.place_stem(trained_on, task)
         subject = f"{setting_title(trained_on, task)}, seed {seed}"
         for kind, content in contents.items():
@@ -152,26 +154,26 @@ def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
         mine = [pair for pair in trained if pair[0].trained_on == task]
         for budget in numbers.budgets:
             followed = [pair for pair in mine if pair[0].budget in (None, budget) and pair[1].history]
-            for rows in by_task((task, (cell.method, None), training) for cell, training in followed).values():
-                metrics = {"Validation ECE": ("val_ece", rows), "Validation accuracy": ("val_accuracy", rows)}
+            for _, rows in by_task((task, (cell.method, None), training) for cell, training in followed):
+                metrics = [("Validation ECE", ("val_ece", rows)), ("Validation accuracy", ("val_accuracy", rows))]
                 yield Picture("history", "", task, task_title(task), metrics, budget, (task,))
         rated = [pair for pair in mine if tables.by_preferences(pair[0].method)]
-        for rows in by_task((task, (cell.method, cell.budget), training) for cell, training in rated).values():
-            yield Picture("learning-rates", "", task, task_title(task), {"": rows}, None, (task,))
+        for _, rows in by_task((task, (cell.method, cell.budget), training) for cell, training in rated):
+            yield Picture("learning-rates", "", task, task_title(task), [("", rows)], None, (task,))
     if any(training.seconds for _, training in trained):
         contents = by_task((cell.trained_on, (cell.method, cell.budget), training) for cell, training in trained)
-        yield Picture("training", "", "", ", ".join(contents), contents, None, tasks)
+        yield Picture("training", "", "", ", ".join(title for title, _ in contents), contents, None, tasks)
 
 
-def by_task(entries: Iterable[tuple[str, Row, Any]]) -> dict[str, Any]:
-    """Sort (task, row, item) into one panel a task, each with the same rows in the order of the tables."""
+def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row, list[Any]]]]:
+    """Sort (task, row, item) into one titled panel per task, each with the same rows in the order of the tables."""
     entries = list(entries)
     rows = sorted({row for _, row, _ in entries}, key=lambda row: (method_order(row[0]), row[1] != "paper"))
     tasks = sorted({task for task, _, _ in entries}, key=task_order)
-    return {
-        task_title(task): {row: [item for *place, item in entries if place == [task, row]] for row in rows}
+    return [
+        (task_title(task), {row: [item for *place, item in entries if place == [task, row]] for row in rows})
         for task in tasks
-    }
+    ]
 
 
 def look(method: str) -> tuple[str, str]:
@@ -187,13 +189,13 @@ def look(method: str) -> tuple[str, str]:
     return to_hex((red, green, blue)), "d"
 
 
-def panels(contents: Mapping[str, Any], kind: Kind) -> Figure:
-    """Draw one panel for each title of `contents` with one legend below. Axes in per cent end at 100."""
+def panels(contents: Sequence[tuple[str, Any]], kind: Kind) -> Figure:
+    """Draw one panel for each title and content with one legend below. Axes in per cent end at 100."""
     columns = min(kind.columns, len(contents))
     rows, width = -(-len(contents) // columns), min(5.8, 12.4 / columns)
     figure = Figure()
     grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
-    for place, (title, content) in enumerate(contents.items()):
+    for place, (title, content) in enumerate(contents):
         axes = grid[place]
         axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=8 if width < 3.5 else 10)
         axes.set_ylabel("" if place % columns else kind.y)
@@ -303,6 +305,9 @@ def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
     weights = [np.full(len(part), 1 / len(answers)) for part in parts]
     style: dict[str, Any] = {"stacked": True, "histtype": "stepfilled", "color": [BLUE, RED]}
     axes.hist(parts, np.linspace(0, 1, bins + 1).tolist(), weights=weights, label=["right", "wrong"], **style)
+    for patch in axes.patches:
+        patch.sticky_edges.y.extend([0, 1])
+    axes.set_xlim(0, 1)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(percent)
 

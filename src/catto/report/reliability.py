@@ -139,7 +139,7 @@ def rendered(draw: Callable[[], Figure], suffix: str) -> bytes:
     with matplotlib.rc_context({"figure.dpi": 200}, STYLE):
         figure = draw()
         # Once and here: with `layout="constrained"`, savefig draws everything an extra time.
-        ConstrainedLayoutEngine().execute(figure)
+        ConstrainedLayoutEngine(w_pad=0.1).execute(figure)  # keeps the last tick of a panel off the next panel's first
         figure.savefig(out, format=suffix.removeprefix("."), metadata=UNDATED[suffix])
     return out.getvalue()
 

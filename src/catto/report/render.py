@@ -72,7 +72,7 @@ class Entry:
             lines.append(f"[{', '.join(f'{end:.{decimals}f}' for end in self.interval)}]")
         elif self.std is not None:
             lines.append(f"± {self.std:.{decimals}f}")
-        if self.null is not None:
+        if self.null is not None and self.value is not None:
             lines.append(f"null {' to '.join(f'{end:.{decimals}f}' for end in self.null)}")
         lines += self.notes
         if (versus := self.versus) is not None:
@@ -252,11 +252,11 @@ def terminal(table: Table) -> RichTable:
 
     shown = RichTable(
         title=Text(table.title), caption=Text(table.caption), title_justify="left", caption_justify="left",
-        title_style="bold", box=SIMPLE_HEAD, pad_edge=False,
+        title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
     )  # fmt: skip
-    shown.add_column("Method")
-    for column in table.columns:
-        shown.add_column(Text(column.heading("\n")), justify="right")
+    shown.add_column("Method", overflow="fold")
+    for column in table.columns:  # as narrow as their numbers: method names are what is broken into lines
+        shown.add_column(Text(column.heading().rstrip(" ↑↓").replace(" ", "\n")), justify="right", no_wrap=True)
     for _, lines in table.blocks():
         for line in lines:
             cells = []

@@ -118,7 +118,7 @@ def _papers_numbers() -> dict[tuple[str, str, str, str], str]:
 class Spec:
     """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
-    shows: the mean over seeds, the mean with null band and mark, these with interval and difference to DPO, or the
+    shows: the mean over seeds, the mean with its mark, these with interval, null band and difference to DPO, or the
     deviation over seeds. needs: the numbers without which a group is left out. each: one table for each task and
     training set.
     """
@@ -189,28 +189,36 @@ def summary(numbers: Numbers) -> Table:
     lines = []
     for method in sorted({group.method for _, group in groups}, key=method_order):
         mine = [(index, group) for index, group in groups if group.method == method]
-        entries = []
-        for column in columns:
-            entry = _mean([_entry(spec, column, *one) for one in mine], [group for _, group in mine], column)
-            leads = verdict is not None and column.metric == verdict.metric and method in verdict.leaders
-            entries.append(replace(entry, best=leads))
+        decisive = verdict.metric if verdict is not None and method in verdict.leaders else None
+        entries = (
+            _chance([group for _, group in mine], column)
+            if column.metric == "chance"
+            else replace(_mean(spec, column, mine), best=column.metric == decisive)
+            for column in columns
+        )
         lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
     budget = groups[0][1].budget
     facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([budget_title(budget).lower()] if budget else [])]
     return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), tuple(lines), None, spec.kind)
 
 
-def _mean(entries: Sequence[Entry], groups: Sequence[GroupNumbers], column: Column) -> Entry:
-    """Return the mean of the entries of several tasks, of an ECE with the number of tasks that chance could explain."""
+def _chance(groups: Sequence[GroupNumbers], column: Column) -> Entry:
+    """Print the null band of one task, or in how many of several tasks the ECE is within it."""
+    if len(groups) > 1:
+        return Entry(None, f"in {sum(group.within_null for group in groups)} of {len(groups)} tasks")
+    low, high = (100 * end for end in (groups[0].null.low, groups[0].null.high))
+    return Entry(None, f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
+
+
+def _mean(spec: Spec, column: Column, groups: Sequence[tuple[int, GroupNumbers]]) -> Entry:
+    """Print the mean over tasks; the share of forced answers alone says where numbers describe the fallback."""
+    entries = [_entry(spec, column, index, group) for index, group in groups]
     values = [entry.value for entry in entries if entry.value is not None]
+    forced = "forced" if column.metric == "fallback_rate" and any(entry.forced for entry in entries) else ""
     if len(entries) == 1 or len(values) < len(entries):
-        return entries[0] if len(entries) == 1 else EMPTY
+        return replace(entries[0], forced=forced) if len(entries) == 1 else EMPTY
     value = sum(values) / len(values)
-    within = f"chance in {sum(group.within_null for group in groups)} of {len(groups)} tasks"
-    forced = next((entry.forced for entry in entries if entry.forced), "")
-    return Entry(
-        value, f"{value:.{column.decimals}f}", forced=forced, notes=(within,) if column.metric == "ece" else ()
-    )
+    return Entry(value, f"{value:.{column.decimals}f}", forced=forced)
 
 
 def _sizes(groups: Iterable[tuple[int, GroupNumbers]]) -> list[int]:
@@ -283,13 +291,17 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
         promised = round(group.risk["risk_promised"].mean * len(group.seeds))
         entry = replace(entry, notes=(f"in {promised} of {len(group.seeds)} seeds",))
     versus = group.versus.get(column.metric)
-    if spec.shows in ("short", "all"):
-        null = _span(group.null, scale) if column.metric == "ece" else None
-        entry = replace(entry, null=null, mark="" if versus is None else versus.mark(column.metric))
+    if spec.shows in ("short", "all") and versus is not None:
+        entry = replace(entry, mark=versus.mark(column.metric))
     if spec.shows == "all":
         interval = group.intervals[column.metric]
-        notes = _instead_of_interval(group) if interval.reason is not None else ()
-        entry = replace(entry, interval=_span(interval, scale), versus=versus, notes=notes)
+        entry = replace(
+            entry,
+            interval=_span(interval, scale),
+            null=_span(group.null, scale) if column.metric == "ece" else None,
+            versus=versus,
+            notes=_instead_of_interval(group) if interval.reason is not None else (),
+        )
     share = (group.sampled["sample_fallback_rate"] if spec.needs == "selection" else group.fallback_rate).mean
     return replace(entry, forced=f"{100 * share:.0f} % forced", mark="") if share > MOST_FORCED else entry
 
