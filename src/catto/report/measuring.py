@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -162,8 +163,7 @@ def measure(
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
     evaluation = evaluation_of(results)
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
-    old_cells = {one.input: one for one in known.cells} if known else {}
-    old_groups = {one.input: one for one in known.groups} if known else {}
+    old: dict[str, Any] = {one.input: one for one in (*known.cells, *known.groups)} if known else {}
     digests: dict[str, str] = {}  # the questions of a task are those of many cells
     numbers: list[CellNumbers] = []
     for one in cells:
@@ -173,7 +173,7 @@ def measure(
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
         key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
-        numbers.append(old_cells.get(key) or _cell(one, folder, questions, settings, evaluation.unparsed, key))
+        numbers.append(old.get(key) or _cell(one, folder, questions, settings, evaluation.unparsed, key))
         tick()
     groups, planned = [], grouped([one.cell for one in cells])
     methods = Counter(group.table for group in planned if group.baseline)
@@ -185,7 +185,7 @@ def measure(
         )
         inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
         key = content_hash([group.table[0], swaps, papers, inputs])
-        groups.append(old_groups.get(key) or _group(group, cells, numbers, settings, swaps, papers, key))
+        groups.append(old.get(key) or _group(group, cells, numbers, settings, swaps, papers, key))
         tick()
     made = Numbers(
         level=settings.level,
@@ -399,20 +399,19 @@ def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
     baselines = [group for group in groups if group.method == BASELINE]
     forced = {(one.budget, one.trained_on, one.task) for one in baselines if one.sources.forced}
-    families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = {}
+    families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = defaultdict(list)
     for index, group in enumerate(groups):
         if not group.sources.forced and (group.budget, group.trained_on, group.task) not in forced:
-            family = families.setdefault((group.budget, group.task == group.trained_on), [])
-            family += [(index, metric) for metric in group.versus]
+            families[group.budget, group.task == group.trained_on] += [(index, metric) for metric in group.versus]
     p_values: dict[tuple[int, str], float] = {}
     for family in families.values():
         p_values |= zip(family, holm([groups[index].versus[metric].p_value for index, metric in family]), strict=True)
     judged = []
     for index, group in enumerate(groups):
-        pairs = (
-            (name, replace(one, p_corrected=p_values.get((index, name), nan))) for name, one in group.versus.items()
-        )
-        judged.append(group.model_copy(update={"versus": dict(pairs)}))
+        versus = {
+            name: replace(one, p_corrected=p_values.get((index, name), nan)) for name, one in group.versus.items()
+        }
+        judged.append(group.model_copy(update={"versus": versus}))
     return judged
 
 

@@ -149,21 +149,29 @@ class World(Record):
     regret: float
 
 
-class CellNumbers(Place):
-    """One method on one task at one seed.
+class MeasuredPlace(Place):
+    """What one seed and a group of seeds have in common.
 
-    gap: mean confidence less accuracy. sources: how the answers were read. selection: k -> rule -> accuracy; sampled:
-    further numbers of the samples. risk: the threshold that keeps the risk, fitted on validation, and its effect.
+    input: hash of everything that was read. gap: mean confidence less accuracy. sources: how the answers were read.
     """
 
-    seed: int
     input: str
     n: int
-    model: str
-    metrics: dict[str, Number]
     gap: Number
     null: Band
     sources: Sources
+
+
+class CellNumbers(MeasuredPlace):
+    """One method on one task at one seed.
+
+    selection: k -> rule -> accuracy; sampled: further numbers of the samples. risk: the threshold that keeps the risk,
+    fitted on validation, and its effect.
+    """
+
+    seed: int
+    model: str
+    metrics: dict[str, Number]
     fallback_rate: float
     plain_rate: float
     accuracy_unparsed_wrong: float
@@ -173,17 +181,12 @@ class CellNumbers(Place):
     risk: dict[str, float]
 
 
-class GroupNumbers(Place):
+class GroupNumbers(MeasuredPlace):
     """One method on one task in one budget, over its seeds. versus, versus_seed: metric -> difference to DPO."""
 
     seeds: tuple[int, ...]
-    input: str
-    n: int
     metrics: dict[str, Spread]
     intervals: dict[str, Number]
-    gap: Number
-    null: Band
-    sources: Sources
     fallback_rate: Spread
     plain_rate: Spread
     accuracy_unparsed_wrong: Spread

@@ -28,7 +28,6 @@ from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, 
 from catto.report.reliability import BLUE, GREY, INK, PALE, RED
 from catto.report.render import Table
 from catto.report.tables import (
-    budget_title,
     method_order,
     method_title,
     setting_title,
@@ -75,7 +74,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         "groups": [_card(group, numbers) for group in numbers.groups],
         "methods": {name: method_title(name) for name in methods},
         "tasks": {name: task_title(name) for name in sorted({*tasks, *sources}, key=task_order)},
-        "budgets": {str(budget): budget_title(budget) for budget in numbers.budgets},
+        "budgets": {str(budget): names.BUDGET_TITLES[budget] for budget in numbers.budgets},
         "browser": browser.data(),
     }
     return environment.get_template("report.html.j2").render(
@@ -253,15 +252,15 @@ def headline(numbers: Numbers) -> Headline:
         if group.sources.forced:
             budgeted = group.budget is not None and known(group.method) and method(group.method).budgeted
             where = f"{method_title(group.method)} on {setting_title(group.trained_on, group.task)}"
-            where += f", {budget_title(group.budget).lower()}" if budgeted else ""
+            where += f", {names.BUDGET_TITLES[group.budget].lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
     first = [group for _, group in numbers.first_screen]
-    lead = _calibrated(first, f" at the {budget_title(first[0].budget).lower()}" if numbers.budgets[1:] else "")
+    lead = _calibrated(first, f" at the {names.BUDGET_TITLES[first[0].budget].lower()}" if numbers.budgets[1:] else "")
     compared = defaultdict(list)  # budgets with the same differences share a sentence
     for budget in numbers.budgets:
         groups = [group for _, group in names.of_setting(numbers, "in" if inside else "out", budget)]
         if any(group.versus for group in groups):
-            compared[_against_dpo(groups)].append(budget_title(budget))
+            compared[_against_dpo(groups)].append(names.BUDGET_TITLES[budget])
     points = (
         f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
         for text, titles in compared.items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -68,11 +68,6 @@ def method_group(method: str) -> str:
     return methods.method(method).group if methods.known(method) else "Other"
 
 
-def budget_title(budget: Budget | None) -> str:
-    """Return the heading of a budget's block."""
-    return BUDGET_TITLES[budget]
-
-
 def setting_title(trained_on: str, task: str) -> str:
     """Name a task, and what the model was trained on where that is another.
 
@@ -85,11 +80,6 @@ def setting_title(trained_on: str, task: str) -> str:
 def place_stem(trained_on: str, task: str) -> str:
     """Return the part of a file's name that says what was tested, and what it was trained on where that is another."""
     return task if trained_on == task else f"{task}-from-{trained_on}"
-
-
-def stem(name: str, budget: Budget | None) -> str:
-    """Return the name of a table's or figure's file, without its ending."""
-    return f"{name}-{budget}" if budget else name
 
 
 def printed(kind: str, method: str, quantity: str, task: str) -> str:
@@ -198,7 +188,7 @@ def summary(numbers: Numbers) -> Table:
         )
         lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
     budget = groups[0][1].budget
-    facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([budget_title(budget).lower()] if budget else [])]
+    facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
     return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), tuple(lines), None, spec.kind)
 
 
@@ -266,9 +256,9 @@ def _group_table(
             _entry(spec, column, *by_task[column.task]) if column.task in by_task else EMPTY for column in columns
         )
         lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
-    title += f", {budget_title(budget).lower()}"
-    marked = _best_marked(lines, columns)
-    return Table(stem(name, budget), title, spec.caption, tuple(columns), marked, budget, spec.kind)
+    title += f", {BUDGET_TITLES[budget].lower()}"
+    name += f"-{budget}" if budget else ""
+    return Table(name, title, spec.caption, tuple(columns), _best_marked(lines, columns), budget, spec.kind)
 
 
 def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry:
@@ -321,20 +311,18 @@ def _span(band: Interval | NullBand, scale: float) -> tuple[float, float] | None
 
 def _best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
     """Set `best` on the highest or lowest printed value of each block and column; forced answers cannot win."""
-    best: dict[tuple[str, int], str] = {}
-    for block in {line.block for line in lines}:
-        for place, column in enumerate(columns):
-            rivals = [line.entries[place] for line in lines if line.block == block]
-            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
-            if column.better and len(rivals) > 1:
-                pick = max if column.better == "higher" else min
-                best[block, place] = pick(rivals, key=lambda entry: entry.value or 0.0).text
+
+    def wins(line: Line, place: int) -> bool:
+        rivals = [other.entries[place] for other in lines if other.block == line.block]
+        rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
+        if line.entries[place] not in rivals or len(rivals) < 2 or columns[place].better is None:
+            return False
+        pick = max if columns[place].better == "higher" else min
+        return line.entries[place].text == pick(rivals, key=lambda entry: entry.value or 0.0).text
+
     marked = []
     for line in lines:
-        entries = (
-            replace(entry, best=not entry.forced and entry.text == best.get((line.block, place)))
-            for place, entry in enumerate(line.entries)
-        )
+        entries = (replace(entry, best=wins(line, place)) for place, entry in enumerate(line.entries))
         marked.append(replace(line, entries=tuple(entries)))
     return tuple(marked)
 
@@ -417,26 +405,28 @@ def _training_lines(kind: str, trained: Sequence[tuple[Cell, Training]], columns
             if entry.value is not None and all(papers_budget(name, budget, training) for training in trainings):
                 entry = replace(entry, paper=printed(kind, name, column.metric, column.task))
             entries.append(entry)
-        title = method_title(name) + (f" ({budget_title(budget).lower()})" if budget else "")
+        title = method_title(name) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
         lines.append(Line(name, title, method_group(name), tuple(entries)))
     return tuple(lines)
 
 
+# What a training says of its effort; None where it was not recorded.
+EFFORTS: dict[str, Callable[[Training], float | None]] = {
+    "rate": lambda one: one.learning_rate,
+    "minutes": lambda one: None if one.seconds is None else one.seconds / 60,
+    "each": lambda one: 1e3 * one.seconds / one.rows / one.epochs if one.seconds and one.rows and one.epochs else None,
+    "tokens": lambda one: None if one.tokens is None else one.tokens / 1e6,
+    "kept": lambda one: one.kept_step if one.steps else None,
+}
+
+
 def _effort(quantity: str, trainings: Sequence[Training]) -> Entry:
     """Print the mean of a quantity over the seeds that recorded it; kept steps as a range, a rate as it is."""
-    timed = [(one.seconds, one.rows, one.epochs) for one in trainings if one.seconds is not None]
-    kept = [(one.kept_step, one.steps) for one in trainings if one.kept_step is not None and one.steps]
-    quantities: dict[str, list[float]] = {
-        "rate": [one.learning_rate for one in trainings if one.learning_rate is not None],
-        "minutes": [seconds / 60 for seconds, _, _ in timed],
-        "each": [1e3 * seconds / rows / epochs for seconds, rows, epochs in timed if rows and epochs],
-        "tokens": [one.tokens / 1e6 for one in trainings if one.tokens is not None],
-        "kept": [step for step, _ in kept],
-    }
-    values = quantities[quantity]
-    if not values:
+    recorded = [(one, value) for one in trainings if (value := EFFORTS[quantity](one)) is not None]
+    if not recorded:
         return EMPTY
+    values = [value for _, value in recorded]
     mean = sum(values) / len(values)
     if quantity == "kept":
-        return Entry(mean, f"{_range(values)} of {_range(steps for _, steps in kept)}")
+        return Entry(mean, f"{_range(values)} of {_range(one.steps for one, _ in recorded)}")
     return Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
