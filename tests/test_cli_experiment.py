@@ -108,7 +108,13 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
     arguments = ("teach", write_recipe(tmp_path), "--out", tmp_path / "out")
     told = run(capsys, *arguments, "--dry-run").out
     assert "witnesses: 400 requests for 40 questions; 0 responses are stored" in told
+    assert told.endswith("witnesses: free: the built-in teacher writes its responses here, without a model\n")
+    assert "tokens" not in told
+    paid = {"source": "server", "model": "m", "base_url": "http://localhost:9/v1"}
+    sets = [f"teacher.{name}={value}" for name, value in paid.items()]
+    told = run(capsys, *arguments, "--dry-run", *(part for each in sets for part in ("--set", each))).out
     assert "at most 409,600 generated tokens" in told
+    assert "free" not in told
     assert not (tmp_path / "out").exists()
     assert run(capsys, *arguments).code == 0
     assert (

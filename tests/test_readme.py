@@ -21,7 +21,7 @@ from catto.records import Question
 from catto.tasks.witnesses import generate
 from pages import README, ROOT, Block, blocks
 
-EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXTENDING, DATA = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("extending", "data"))
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "MPLBACKEND": "Agg"}
 
 
@@ -102,7 +102,8 @@ def execute(given: list[Block], folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> list[str]:
     """What the README printed and then the worked examples, whose blocks share an interpreter with its last one."""
-    return execute([*blocks(), *blocks(EXTENDING)], folder)
+    own_questions = [block for block in blocks(DATA) if block.language == "python"]
+    return execute([*blocks(), *blocks(EXTENDING), *own_questions], folder)
 
 
 def test_every_block_is_of_a_known_kind() -> None:
@@ -130,3 +131,4 @@ def test_worked_examples_run(said: list[str]) -> None:
     assert sum(block.language == "python" for block in blocks(EXTENDING)) == 6
     assert "test questions;" in said[-1]  # of the first
     assert "NullBand(" in said[-1]  # of the last
+    assert "10 {'question': " in said[-1]  # of the page on users' own questions

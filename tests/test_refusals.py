@@ -30,6 +30,7 @@ from catto.predict.predictor import evaluate, refusals_of, refused_path
 from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow
+from catto.tasks import Loaded, LoadReport
 from catto.teacher import dry_run
 from catto.teacher.responses import forget_refusals, refusals
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
@@ -545,7 +546,9 @@ def invoked(command: Any, *arguments: str) -> Any:
 def test_catto_eval_says_what_was_refused_and_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from catto.cli.evaluate import evaluate as command
 
-    monkeypatch.setattr("catto.tasks.load", lambda *_, **__: iter(held_out(12)))
+    monkeypatch.setattr(
+        "catto.tasks.load", lambda *_, **__: Loaded(iter(held_out(12)), LoadReport("mmlu", "test", 0, "", ""))
+    )
     options = ["m", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval"), "--batch-size", "2"]
     with serve(refusing(0, 5, answer=answering)) as server:
         shown = invoked(command, *options, "--base-url", server.url)
@@ -562,7 +565,9 @@ def test_catto_eval_says_what_was_refused_and_asks_again(tmp_path: Path, monkeyp
 def test_catto_eval_counts_replies_under_another_model_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from catto.cli.evaluate import evaluate as command
 
-    monkeypatch.setattr("catto.tasks.load", lambda *_, **__: iter(held_out(4)))
+    monkeypatch.setattr(
+        "catto.tasks.load", lambda *_, **__: Loaded(iter(held_out(4)), LoadReport("mmlu", "test", 0, "", ""))
+    )
     options = ["other", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval")]
     with serve(answering) as server:
         shown = invoked(command, *options, "--base-url", server.url)

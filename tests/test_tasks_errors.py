@@ -132,7 +132,7 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
         ({"fields": {"question": "q", "options": "o"}}, "fields: answer is missing"),
         ({"fields": {"question": "q", "options": "o", "gold": "a"}}, "fields: 'gold' is not one of"),
         ({"fields": {"question": "q", "options": "o", "answer": ["a"]}}, "fields: answer: expected one field name"),
-        ({"answer": "letter"}, "answer 'letter' is not one of label, index, text"),
+        ({"answer": "letter"}, "answer 'letter' is not one of label, index, index1, text, boolean"),
         ({"fractions": (0.5, 0.5, 0.5)}, "fractions (0.5, 0.5, 0.5)"),
     ],
 )

@@ -34,7 +34,7 @@ BUSY = "another run is writing here"
 MAX_LINE_BYTES = 16 * 2**20
 # A JSON file is held whole, also when it is unpacked; more rows than this belong into JSON lines.
 MOST_JSON_BYTES = 2**29
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 R = TypeVar("R", bound=Record)
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -400,7 +400,7 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
             return read_objects(path)
         case ".json":
             return _read_json(path)
-        case ".csv":
+        case ".csv" | ".tsv":
             return _read_csv(path, columns)
         case ".parquet":
             return _read_parquet(path)
@@ -421,7 +421,8 @@ def _read_json(path: Path) -> Rows:
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
     number = 0
     try:
-        for values in csv.reader((line for _, line in _text_lines(path, "line")), strict=True):
+        lines = (line for _, line in _text_lines(path, "line"))
+        for values in csv.reader(lines, strict=True, delimiter="\t" if kind(path) == ".tsv" else ","):
             if names is None:
                 _check_header(path, values)
                 names = tuple(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -173,6 +173,15 @@ class ModelSettings(Settings):
         return self
 
 
+def is_task_file(place: str | None) -> TypeGuard[str]:
+    """Whether a task is given by a YAML file with its settings.
+
+    >>> is_task_file("mine.yaml"), is_task_file("snli")
+    (True, False)
+    """
+    return place is not None and place.endswith((".yaml", ".yml"))
+
+
 class TaskSettings(Settings):
     """Where a task's questions come from and how many are used. None: the task's own number, or all."""
 
@@ -181,13 +190,19 @@ class TaskSettings(Settings):
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: Place | None = None  # a user's own file, with its fields
-    fields: dict[str, str | list[str]] | None = None
-    answer: Literal["label", "index", "text"] = "label"
+    path: Place | None = None  # a user's own file (with `files`, one a split), or a YAML file with these settings
+    fields: dict[str, str | list[str] | dict[str, str]] | None = None
+    answer: Literal["label", "index", "index1", "text", "boolean"] | None = None  # None: what fits all rows
+    answers: Place | dict[Split, Place | list[Place]] | None = None  # a file with one answer a line
     labels: list[str] | None = None
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
     reliabilities: list[float] | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether the questions are a user's own."""
+        return self.path is not None or self.fields is not None
 
     def knobs(self) -> dict[str, Any]:
         """Return those settings of the embedded world that are set."""

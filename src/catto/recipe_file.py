@@ -13,9 +13,9 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from catto.files import read_text
+from catto.files import first_problem, read_text
 from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, did_you_mean, listed, shortened, validation_problem
-from catto.recipe import Recipe
+from catto.recipe import Recipe, TaskSettings, is_task_file
 
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
 MOST_BYTES = 2**20
@@ -76,6 +76,11 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
             message = f"unknown key{did_you_mean(place[-1], keys)} (known: {listed(keys, 40)})"
         culprit = _culprit(str(path), value, overrides, place)
         raise DataError(culprit, None, ": ".join(filter(None, [".".join(place), message]))) from None
+    tasks = {
+        name: load_task(block.path, block) if is_task_file(block.path) else block
+        for name, block in recipe.tasks.items()
+    }
+    recipe = recipe.model_copy(update={"tasks": tasks})
     passed = [(f"{name}.trl", "TrainingArguments", getattr(recipe, name).trl) for name in ("sft", "rcft")]
     passed += [("preference.trl", "CATTOConfig", recipe.preference.trl)]
     passed += [("model.peft", "LoraConfig", recipe.model.peft or {})]
@@ -85,6 +90,28 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
                 culprit = blamed(str(path), overrides, (*block.split("."), name))
                 raise DataError(culprit, None, f"{block}.{name}: {problem}")
     return recipe
+
+
+def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
+    """Read the settings of a user's own questions from a YAML file, whose folder its paths start from.
+
+    What is set in `given`, the block that names the file, overrides them.
+    """
+    path = Path(source)
+    value = _parsed(read_text(path, MOST_BYTES), source)
+    try:
+        block = TaskSettings.model_validate(value)
+    except ValidationError as error:
+        raise DataError(path, None, first_problem(error, value)) from None
+
+    def placed(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {split: placed(place) for split, place in item.items()}
+        return [placed(place) for place in item] if isinstance(item, list) else item and str(path.parent / item)
+
+    places = {name: placed(getattr(block, name)) for name in ("path", "files", "answers")}
+    more = {} if given is None else {name: getattr(given, name) for name in given.model_fields_set - {"path"}}
+    return block.model_copy(update={**places, **more})
 
 
 def blamed(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -67,7 +68,25 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 @cache
 def _command() -> Callable[..., int | None]:
     """Build the commands from their functions, once per process: it takes longer than most refusals."""
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    _name_values(command)
+    return command
+
+
+# What help pages call the value of an option, by its name or its type; others have the last word of their name.
+_VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "data_dir": "DIR"}
+_VALUES |= {"sets": "KEY=VALUE", "fields": "NAME=FIELD,...", "by": "COLUMN"}
+
+
+def _name_values(command: Any) -> None:
+    """Give the values of options and arguments names that say what they are."""
+    for inner in getattr(command, "commands", {}).values():
+        _name_values(inner)
+    for param in command.params:
+        kind = param.type_descriptor.annotation
+        kind = get_args(kind)[0] if get_origin(kind) is list else kind
+        if param.metavar is None and param.param_type_name == "option" and kind in (int, float, Path, bool, str):
+            param.metavar = _VALUES.get(param.name, _VALUES.get(kind, param.name.rpartition("_")[2].upper()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

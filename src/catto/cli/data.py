@@ -1,7 +1,10 @@
-"""`catto data`: the questions of a task, and the prompts that a model sees."""
+"""`catto data`: the questions of a task, and the prompts that a model sees; and the options of users' own questions."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections import deque
 from itertools import islice
 from pathlib import Path
@@ -13,23 +16,49 @@ from catto.cli import console
 from catto.cli.console import MOST_SEED, examples, print_json, print_table, refuse, refusing, say, table
 
 if TYPE_CHECKING:
+    from catto.recipe import TaskSettings
     from catto.records import Question, Split
-    from catto.tasks import LoadReport
+    from catto.tasks import LoadReport, Task
 
 __all__ = ["data"]
+
+FileOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--file",
+        metavar="[SPLIT=]FILE",
+        help="Your own questions: jsonl, json, csv, tsv or parquet, also gzipped. May be repeated.",
+    ),
+]
+FieldsOption = Annotated[
+    str | None,
+    typer.Option(help="Its fields: question=..,options=..,answer=..; columns as a+b+c, the same for all as yes|no."),
+]
+AnswerOption = Annotated[
+    Literal["label", "index", "index1", "text", "boolean"] | None,
+    typer.Option(help="What its answers are.", show_default="what fits all rows"),
+]
+AnswersOption = Annotated[
+    list[str] | None, typer.Option(metavar="[SPLIT=]FILE", help="A file with its answers, one a line.")
+]
 
 EXAMPLES = examples(
     "catto data witnesses",
     "catto data snli --data-dir data/snli --split validation --n 1",
     "catto data commonsense_qa --stats --json",
-    "catto data mine --file mine.jsonl --fields question=stem,options=choices,answer=key",
+    "catto data --file mine.jsonl",
+    "catto data --file mine.jsonl --fields question=stem,options=choices,answer=key",
+    "catto data mine.yaml --stats",
 )
 
 
 def data(
     task: Annotated[
-        str, typer.Argument(help="A task's name; with --file, a name of your own.", autocompletion=console.tasks)
-    ],
+        str | None,
+        typer.Argument(
+            help="A task's name, or a YAML file of one; with --file, a name for it.", autocompletion=console.tasks
+        ),
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of local copies.", show_default="the hub")] = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions to show.")] = "train",
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits.")] = 0,
@@ -37,28 +66,37 @@ def data(
     stats: Annotated[
         bool, typer.Option("--stats", help="Count labels, dropped rows and leaks of every split.")
     ] = False,
-    file: Annotated[Path | None, typer.Option(help="A file of your own, JSON lines, JSON or CSV.")] = None,
-    fields: Annotated[
-        str | None, typer.Option(help="Its columns: question=..,options=..,answer=..; a list as options=a+b+c.")
-    ] = None,
-    answer: Annotated[Literal["label", "index", "text"], typer.Option(help="What its answer column holds.")] = "label",
+    file: FileOption = None,
+    fields: FieldsOption = None,
+    answer: AnswerOption = None,
+    answers: AnswersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Show questions of a task, their prompts and the sizes of the task's splits."""
-    from catto.tasks import from_file
+    """Show questions of a task, their prompts and the sizes of the task's splits.
 
-    if file is None and fields is not None:
-        refuse("--fields: goes with --file")
+    Of a file without --fields a map of its fields is proposed.
+    """
+    from catto.tasks.proposal import propose
+
+    proposed = None
     with refusing():
-        source = task if file is None else from_file(file, fields=_columns(fields or ""), answer=answer, name=task)
+        if file and fields is None:
+            proposed = propose(by_split(file), by_split(answers))
+            shown = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
+            fields = ",".join(f"{name}={value}" for name, value in shown.items())
+            n = min(n, 1)
+        source = source_of(task, file, fields, answer, answers, name="TASK")
         questions, report = _read(source, split, seed, data_dir, n)
         reports = _all_splits(source, report, seed, data_dir)
     if as_json:
         counts = {name: {"problem": it} if isinstance(it, str) else _counts(it) for name, it in reports.items()}
-        named = {"task": report.task, "licence": report.licence, "source": report.source}
+        named: dict[str, Any] = {"task": report.task, "licence": report.licence, "source": report.source}
+        named |= {} if proposed is None else {"fields": proposed}
         print_json({**named, "splits": counts, "questions": [_prompted(question) for question in questions]})
         return
     say(f"{report.task}: {report.source}; licence: {report.licence}")
+    if proposed is not None:
+        say(f"Proposed from its first rows: --fields {shlex.quote(fields or '')}")
     if stats:
         _show_stats(reports)
         return
@@ -70,15 +108,62 @@ def data(
             say(f"[{message['role']}]\n{message['content']}")
 
 
-def _columns(text: str) -> dict[str, str | list[str]]:
-    """Parse `question=stem,options=a+b+c,answer=key`."""
-    columns: dict[str, str | list[str]] = {}
-    for part in filter(None, text.split(",")):
+def own_questions(
+    task: str | None, file: list[str] | None, fields: str | None, answer: Any, answers: list[str] | None
+) -> tuple[str, TaskSettings] | None:
+    """Return name and settings of the user's own questions; None where the task is one of ours."""
+    from catto.recipe import TaskSettings, is_task_file
+    from catto.recipe_file import load_task
+    from catto.records import SPLITS
+    from catto.tasks.own_file import task_name
+
+    if not file:
+        for option, value in (("--fields", fields), ("--answer", answer), ("--answers", answers)):
+            if value:
+                refuse(f"{option}: goes with --file")
+        return (task_name(task), load_task(task)) if is_task_file(task) else None
+    if fields is None:
+        refuse(f"--fields: needed with --file; catto data --file {file[0]} proposes it")
+    columns: dict[str, Any] = {}
+    for part in filter(None, re.split(r",\s*(?=\w+=)", fields)):  # other commas belong to a template
         name, equals, column = part.partition("=")
         if not equals or not column:
             refuse(f"--fields: {part}: expected name=column, such as question=stem")
-        columns[name.strip()] = column.split("+") if "+" in column else column
-    return columns
+        columns[name.strip()] = column.split("+") if "+" in column and "{" not in column else column
+    block = TaskSettings(files=by_split(file), fields=columns, answer=answer, answers=by_split(answers) or None)
+    return task or task_name(re.sub(f"^({'|'.join(SPLITS)})=", "", file[0])), block
+
+
+def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
+    """Parse the values of --file and --answers: FILE, which is cut by seed, or SPLIT=FILE."""
+    from catto.records import SPLITS
+
+    named: dict[Split, str | list[str]] = {}
+    for text in files or ():
+        split = next((split for split in SPLITS if text.startswith(f"{split}=")), None)
+        named[split or "train"] = [*named.get(split or "train", ()), text.removeprefix(f"{split}=")]
+    return named
+
+
+def task_of_recipe(
+    own: tuple[str, TaskSettings] | None, task: str | None, sets: list[str]
+) -> tuple[str | None, list[str]]:
+    """Return a task's name and overrides of the recipe, of which the user's own questions become the only task."""
+    if own is None:
+        return task, sets
+    name, block = own
+    return name, [*sets, f"tasks={json.dumps({name: block.model_dump(exclude_none=True)})}", "train_on=null"]
+
+
+def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Task:
+    """Return what `load` takes: one of our tasks, or the one of the user's own questions."""
+    from catto.tasks.own_file import own_task
+
+    if (own := own_questions(task, *options)) is not None:
+        return own_task(*own)
+    if task is None:
+        refuse(f"{name} or --file is needed: a task's name, or a file of your own")
+    return task
 
 
 def _read(task: Any, split: Split, seed: int, data_dir: Path | None, n: int) -> tuple[list[Question], LoadReport]:

@@ -11,6 +11,7 @@ import typer
 
 from catto.cli import console
 from catto.cli.console import MOST_SEED, examples, finite, needs, refuse, refusing, say, writable_folder
+from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, source_of
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ EXAMPLES = examples(
     "catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval",
     "catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval",
     "catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1",
+    "catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key",
 )
 
 EngineName = Literal["transformers", "server", "vllm"]
@@ -29,7 +31,10 @@ EngineName = Literal["transformers", "server", "vllm"]
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or the server's name for its model.")],
-    task: Annotated[str, typer.Option(help="Task whose questions are asked.", autocompletion=console.tasks)],
+    task: Annotated[
+        str | None,
+        typer.Option(help="Task whose questions are asked, or a YAML file of one.", autocompletion=console.tasks),
+    ] = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
     n: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, help="How many questions.", show_default="all of the task's")
@@ -43,8 +48,14 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
     reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the samples.")] = 0,
-    split_seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits, 0 to 4.")] = 0,
+    split_seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits; of benchmarks 0 to 4.")
+    ] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data; else the hub.")] = None,
+    file: FileOption = None,
+    fields: FieldsOption = None,
+    answer: AnswerOption = None,
+    answers: AnswersOption = None,
     engine: Annotated[EngineName, typer.Option(help="Who runs the model.")] = "transformers",
     base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
@@ -72,14 +83,16 @@ def evaluate(
     from catto.predict import predictor
     from catto.tasks import load
 
-    file = out / "predictions.jsonl"
+    predictions = out / "predictions.jsonl"
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
     load_engine = _loader(engine, model, base_url, api_key_env, batch_size, deadline)
     with refusing(ServerError, ImportError):
-        questions = list(load(task, split, seed=split_seed, data_dir=data_dir, limit=n))
+        source = source_of(task, file, fields, answer, answers)
+        asked = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
+        questions = list(asked)
         predictor.check_questions(questions, k, temperature)
-        predictor.check_settings(file, settings)
+        predictor.check_settings(predictions, settings)
         loaded = load_engine()
         with bars() as shown:
             bar = Bar(shown, "answering")
@@ -87,10 +100,12 @@ def evaluate(
             def progress(done: int, total: int, right: int) -> None:
                 bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
 
-            answer = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
-            answer(loaded, questions, out=file, progress=progress, **settings)
+            answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
+            answering(loaded, questions, out=predictions, progress=progress, **settings)
             bar.print_line()
-    _show(file)
+    for note in asked.report.notes:
+        say(f"{asked.report.task}: {note}")
+    _show(predictions)
 
 
 def _loader(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from catto.cli.console import check_name, examples, refusing, say
+from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, own_questions, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
 
 if TYPE_CHECKING:
@@ -25,7 +26,14 @@ EXAMPLES = examples(
 
 def teach(
     recipe: RecipeArgument,
-    task: Annotated[str | None, typer.Option(help="Only this task.", show_default="all that are trained on")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Only this task, or a YAML file of one.", show_default="all that are trained on"),
+    ] = None,
+    file: FileOption = None,
+    fields: FieldsOption = None,
+    answer: AnswerOption = None,
+    answers: AnswersOption = None,
     out: OutOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would cost; ask nothing.")] = False,
     sets: SetOption = None,
@@ -36,7 +44,9 @@ def teach(
     from catto.experiment.stages import place
     from catto.teacher import Yield
 
-    read = open_recipe(recipe, sets or ())
+    own = own_questions(task, file, fields, answer, answers)
+    task, overrides = task_of_recipe(own, task, sets or [])
+    read = open_recipe(recipe, overrides)
     check_places(recipe, read)
     root, graph = folder(read, out), Graph(read)
     if task is not None:

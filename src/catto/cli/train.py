@@ -9,6 +9,7 @@ import typer
 
 from catto.cli import console
 from catto.cli.console import MOST_SEED, check_name, examples, needs, refuse, refusing, say, writable_folder
+from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, own_questions, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, SCALED
 
@@ -26,7 +27,13 @@ app = typer.Typer(no_args_is_help=True, help="Models that training can start fro
 def train(
     recipe: RecipeArgument,
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.", autocompletion=console.methods)],
-    task: Annotated[str | None, typer.Option(help="The task to train on.", show_default="the only one")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="The task to train on, or a YAML file of one.", show_default="the only one")
+    ] = None,
+    file: FileOption = None,
+    fields: FieldsOption = None,
+    answer: AnswerOption = None,
+    answers: AnswersOption = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=MOST_SEED, help="The seed.", show_default="the recipe's first")
     ] = None,
@@ -44,7 +51,9 @@ def train(
         start = method.removesuffix(SCALED)
         refuse(f"--method: {method} only rescales the confidence of {start}: train that")
     check_name("--method", method, METHODS)
-    read = open_recipe(recipe, sets or ())
+    own = own_questions(task, file, fields, answer, answers)
+    task, overrides = task_of_recipe(own, task, sets or [])
+    read = open_recipe(recipe, overrides)
     if seed is not None and seed not in read.seeds:
         known = ", ".join(map(str, read.seeds))
         refuse(f"--seed: {seed} is not one of the recipe's seeds {known}; --set seeds=[{seed}]")

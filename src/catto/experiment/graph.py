@@ -25,10 +25,9 @@ from catto.methods import METHODS, Budget, method
 from catto.problems import DataError, did_you_mean
 from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
-from catto.records import Split, content_hash
+from catto.records import SPLITS, Split, content_hash
 from catto.report import VERSION
 from catto.tasks import TASKS, witnesses
-from catto.tasks.benchmarks import SEEDS
 from catto.tasks.loading import find
 from catto.teacher.pairing import Kind
 
@@ -58,7 +57,7 @@ def _task_contents(name: str, block: TaskSettings) -> str | None:
         source = find(task_of(name, block), block.files, block.data_dir)
     except (DataError, ValueError):  # the stage that reads it names what is missing
         return None
-    return None if source.paths is None else _hash(path for paths in source.paths.values() for path in paths)
+    return _hash(source.files)
 
 
 def _hash(files: Iterable[Path]) -> str | None:
@@ -97,7 +96,10 @@ class Graph:
         """Questions of one split. Training questions are the same for every seed: no seed holds one of them out."""
         others = {"train", "validation", "test"} - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(others))
-        settings = QuestionSettings(task, split, seed, block, self._tasks[task])
+        seeds = None
+        if split == "train" and block.own and len(block.files or ()) < len(SPLITS):  # a user's file, cut by the seeds
+            seeds, seed = self.recipe.seeds, self.recipe.seeds[0]
+        settings = QuestionSettings(task, split, seed, block, self._tasks[task], seeds)
         if split == "train":
             return Stage("questions", f"questions {task}", settings)
         return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
@@ -348,13 +350,13 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     recipe = load(source, overrides)
     for name, block in recipe.tasks.items():
-        if name not in TASKS and block.path is None:
+        if name not in TASKS and not block.own:
             culprit, known = blamed(source, overrides, ("tasks", name)), ", ".join(TASKS)
             raise DataError(
                 culprit, None, f"tasks.{name}: neither one of {known} nor given a path{did_you_mean(name, TASKS)}"
             )
-        # The embedded world is generated from any seed; the splits of other tasks are fixed for a few seeds.
-        seeds = recipe.seeds if name == "witnesses" else TASKS[name].seeds if block.path is None else SEEDS
+        # The embedded world and users' files have splits for any seed, the benchmarks for a few.
+        seeds = recipe.seeds if name == "witnesses" or block.own else TASKS[name].seeds
         for seed in recipe.seeds:
             if seed not in seeds:
                 culprit, known = blamed(source, overrides, ("seeds",)), ", ".join(map(str, seeds))
@@ -368,7 +370,7 @@ def check_places(source: str, recipe: Recipe) -> None:
     try:
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
-            if name == "witnesses" and block.path is None:
+            if name == "witnesses" and not block.own:
                 witnesses.generate("train", 0, seed=0, **block.knobs())
             else:
                 find(task_of(name, block), block.files, block.data_dir)

@@ -86,6 +86,16 @@ class QuestionSettings(StageSettings):
     seed: int
     block: TaskSettings  # without the numbers of questions of the other splits
     contents: str | None  # hash of the local files that are read
+    seeds: tuple[int, ...] | None = None  # of a user's file that is cut: whose held-out questions are not trained on
+
+    def counted(self) -> dict[str, Any]:
+        """Leave out what only users' files set, so that the key of a benchmark does not depend on it."""
+        values = super().counted()
+        values["block"]["answer"] = "label" if self.block.answer is None else [self.block.answer]
+        for block, name in ((values["block"], "answers"), (values, "seeds")):
+            if block[name] is None:
+                del block[name]
+        return values
 
 
 @dataclass(frozen=True)

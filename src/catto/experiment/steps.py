@@ -15,7 +15,8 @@ from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSetti
 from catto.files import library_versions, read_manifest, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
 from catto.records import Manifest, Question, Refusal, Split
-from catto.tasks import TASKS, Task, from_file, load
+from catto.tasks import TASKS, Task, load
+from catto.tasks.own_file import own_task
 from catto.tasks.witnesses import generate as witness_questions
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
@@ -74,27 +75,26 @@ def release() -> None:
 # ---- questions ------------------------------------------------------------------------------------------------------
 
 
-def task_of(name: str, block: TaskSettings) -> Task:
-    """Return the task of a block of the recipe: one of TASKS, or the user's own file.
+def task_of(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
+    """Return the task of a block of the recipe: one of TASKS, or the user's own file, which holds out by the seeds.
 
     >>> task_of("snli", TaskSettings()) is TASKS["snli"]
     True
     """
-    if block.path is None:
-        if name not in TASKS:
-            raise ValueError(f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path")
-        return TASKS[name]
-    labels: dict[str, Any] = {} if block.labels is None else {"labels": block.labels}
-    return from_file(block.path, fields=block.fields or {}, name=name, answer=block.answer, **labels)
+    if block.own:
+        return own_task(name, block, seeds)
+    if name not in TASKS:
+        raise ValueError(f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path")
+    return TASKS[name]
 
 
 def questions_of(settings: QuestionSettings) -> tuple[list[Question], dict[str, Any]]:
     """Return the questions of one split, and what was counted when they were loaded."""
     block, split, seed = settings.block, settings.split, settings.seed
     limit: int | None = getattr(block, split)
-    if settings.task == "witnesses":
+    if settings.task == "witnesses" and not block.own:
         return list(witness_questions(split, limit or WITNESS_SIZES[split], seed=seed, **block.knobs())), {}
-    task = task_of(settings.task, block)
+    task = task_of(settings.task, block, settings.seeds or ())
     loaded = load(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
     questions = list(loaded)
     return questions, {"read": loaded.report.read, "kept": loaded.report.kept, "gold": dict(loaded.report.gold)}

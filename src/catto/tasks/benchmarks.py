@@ -46,8 +46,9 @@ class Task:
     order: Literal["shuffled", "shuffled unless letters are named", "fixed"] = "shuffled unless letters are named"
     cut: Cut | None = None
     sample: int | None = None  # questions in validation and in test; None keeps all
-    seeds: tuple[int, ...] = SEEDS
+    seeds: tuple[int, ...] = SEEDS  # whose held-out questions are not trained on; empty: the seed that is asked for
     files: Files | None = None
+    answers: Files | None = None  # one answer a line, file by file as in `files`
 
     def read(self, raw: Raw) -> Draft | str:
         """Turn a row into a draft, or return the reason to leave it out."""

@@ -14,6 +14,7 @@ from catto.problems import DataError, listed, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
+ANSWER = "answer line"  # the field that a line of a file of answers becomes
 Raw = Mapping[str, Any]
 Style = Literal["label", "index", "index1", "text", "boolean"]
 MEANING: dict[Style, str] = {
@@ -126,10 +127,11 @@ class FieldMap:
         key, group = (None if name is None else str(lookup(raw, name)) for name in (self.id, self.group))
         return Draft(fields, options, gold, key, group)
 
-    def settled(self, rows: Iterable[tuple[str, int, Raw]]) -> FieldMap:
-        """The map with the style that fits the answers of all rows (file, number, fields); DataError where several do.
+    def settled(self, rows: Iterable[tuple[str, int, Raw]]) -> tuple[FieldMap, DataError | None]:
+        """Give the map the style that fits the answers of all rows (file, number, fields): DataError where none does.
 
-        Labels that the rows give themselves have the right of way.
+        Where several fit and mean different options, the error returned says so. Labels that the rows give themselves
+        come before other styles.
         """
         styles, own_labels = get_args(Style), self.labels is not None
         apart: dict[tuple[Style, Style], tuple[str, int, str]] = {}  # two styles -> the first row where they differ
@@ -145,22 +147,25 @@ class FieldMap:
                     said = f"{self.answer} {lookup(raw, self.answer)!r} may be {MEANING[one]} or {MEANING[two]}"
                     apart.setdefault((one, two), (file, number, said))
         if own_labels and "label" in styles:
-            return replace(self, style="label")
-        for (one, two), (file, number, said) in apart.items():
-            if {one, two} <= {*styles}:
-                raise DataError(file, number, f"{said}, and no row decides: state answer {one} or answer {two}")
-        return replace(self, style=styles[0])
+            return replace(self, style="label"), None
+        doubts = (
+            DataError(file, number, f"{said}, and no row decides which: state answer {one} or answer {two}")
+            for (one, two), (file, number, said) in apart.items()
+            if {one, two} <= {*styles}
+        )
+        return replace(self, style=styles[0]), next(doubts, None)
 
     def _choices(self, raw: Raw) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """The row's own labels, None where it has none, and the texts of its options."""
         labels: object = None
+        shown = self.options if isinstance(self.options, str) else "+".join(self.options)
         if self.constant:
             options = self.constant
         elif isinstance(self.options, tuple):
             columns = list(self.options)
-            while self.count is None and columns and raw.get(columns[-1]) in (None, ""):
+            while self.count is None and columns and raw.get(columns[-1], 0) in (None, ""):
                 columns.pop()  # a row with fewer options leaves the last columns empty
-            options = texts(f"{self.options[0]} ...", [lookup(raw, name) for name in columns])
+            options = texts(shown, [lookup(raw, name) for name in columns])
         else:
             value = lookup(raw, self.options)
             if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
@@ -178,12 +183,14 @@ class FieldMap:
             labels = lookup(raw, self.labels)
         if len(options) != self.count if self.count else not 2 <= len(options) <= len(LETTERS):
             expected = self.count or f"2 to {len(LETTERS)}"
-            raise ValueError(f"{self.options}: expected {expected} options, got {len(options)}")
+            raise ValueError(f"{shown}: expected {expected} options, got {len(options)}")
+        if self.count is None and not all(map(str.strip, options)):
+            raise ValueError(f"{shown}: an option is empty")
         if not isinstance(labels, list) or labels == [None] * len(labels):
             return None, options
-        named = tuple(label.strip() for label in texts(f"labels of {self.options}", labels))
+        named = tuple(label.strip() for label in texts(f"labels of {shown}", labels))
         if len({*named}) != len(options):
-            raise ValueError(f"{self.options}: expected {len(options)} different labels, got {listed(named)}")
+            raise ValueError(f"{shown}: expected {len(options)} different labels, got {listed(named)}")
         return named, options
 
     def _golds(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from catto.files import kind, read_hub, read_rows
+from catto.files import Rows, kind, read_hub, read_lines, read_rows
 from catto.problems import DataError, did_you_mean
+from catto.recipe import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks.benchmarks import TASKS, Files, Task
+from catto.tasks.fields import ANSWER
+from catto.tasks.own_file import open_task
 from catto.tasks.splits import (
     Cut,
     Draft,
@@ -44,6 +48,12 @@ class RowSource:
 
     task: Task
     paths: Mapping[Split, tuple[Path, ...]] | None = None
+    answers: Mapping[Split, tuple[Path, ...]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """All files of this machine that are read."""
+        return [path for paths in (*(self.paths or {}).values(), *self.answers.values()) for path in paths]
 
     @property
     def available(self) -> tuple[Split, ...]:
@@ -63,6 +73,8 @@ class RowSource:
         for place, name in enumerate(self.names(split)):
             if self.paths is not None:
                 rows = read_rows(self.paths[split][place], task.columns)
+                if split in self.answers:
+                    rows = _answered(rows, name, self.answers[split][place])
             else:
                 hub = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
                 rows = enumerate(hub, 1)
@@ -72,14 +84,13 @@ class RowSource:
 def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
     """Settle where the rows are: the files given, those found in the folder, else the hub."""
     files = files if files is not None else task.files
-    paths: dict[Split, tuple[Path, ...]] = {}
     if files is not None:
-        for split, value in files.items():
-            if split not in SPLITS:
-                raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
-            items = [value] if isinstance(value, str | Path) else value
-            paths[split] = tuple(path for item in items for path in _matches(item))
-        return RowSource(task, paths)
+        read, answers = _matches(files), _matches(task.answers or {})
+        for split, lines in answers.items():
+            if len(lines) != len(read.get(split, ())):
+                raise ValueError(f"answers: {len(lines)} files for the {len(read.get(split, ()))} of {split}")
+        return RowSource(task, read, answers)
+    paths: dict[Split, tuple[Path, ...]] = {}
     if data_dir is None:
         if task.hub is None:
             raise ValueError(f"{task.name}: files or data_dir is needed")
@@ -99,14 +110,29 @@ def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSou
     return RowSource(task, paths)
 
 
-def _matches(item: str | Path) -> list[Path]:
-    """The files of a path or a glob; there must be one."""
-    path = Path(item)
-    matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    matches = [match for match in matches if match.is_file()]
-    if not matches:
-        raise DataError(str(item), None, "no such file")
-    return matches
+def _matches(files: Files) -> dict[Split, tuple[Path, ...]]:
+    """The files of each split's paths and globs; each must match one."""
+    found: dict[Split, tuple[Path, ...]] = {}
+    for split, value in files.items():
+        if split not in SPLITS:
+            raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
+        for item in [value] if isinstance(value, str | Path) else value:
+            path = Path(item)
+            matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            if not (matches := [match for match in matches if match.is_file()]):
+                raise DataError(str(item), None, "no such file")
+            found[split] = (*found.get(split, ()), *matches)
+    return found
+
+
+def _answered(rows: Rows, name: str, answers: Path) -> Rows:
+    """Add to each row its line of the file of answers."""
+    lines, count = [line for _, line in read_lines(answers)], 0
+    for count, (number, raw) in enumerate(rows, 1):
+        if count <= len(lines):
+            yield number, {**raw, ANSWER: lines[count - 1]}
+    if count != len(lines):
+        raise DataError(answers, None, f"{len(lines)} answers, expected {count}, one for each row of {name}")
 
 
 @dataclass
@@ -162,6 +188,8 @@ def load(
 ) -> Loaded:
     """Load the questions of one split: from `files`, else from those found in `data_dir`, else from the hub.
 
+    task: a name of TASKS, a task, or a YAML file that describes a file of one's own.
+
     Training rows stream in the order of the file; with `limit`, and in validation and test, questions come in the
     seed's random order. Which questions come never depends on the order of the rows.
 
@@ -170,19 +198,28 @@ def load(
     (3, 3)
     """
     if isinstance(task, str):
-        if task not in TASKS:
+        if is_task_file(task):
+            task = open_task(task)
+        elif task not in TASKS:
             raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
-        task = TASKS[task]
+        else:
+            task = TASKS[task]
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    if seed not in task.seeds:
+    if task.seeds and seed not in task.seeds:
         raise ValueError(f"seed {seed} is not one of {task.name}'s split seeds {', '.join(map(str, task.seeds))}")
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit}: expected at least 1")
     report = LoadReport(task.name, split, seed, task.licence, task.source)
     generate = task.generate
     if generate is None:
-        loading = _Loading(task, split, seed, limit, find(task, files, data_dir), report)
+        source = find(task, files, data_dir)
+        if task.maps and task.maps[0].style is None:
+            known, doubt = task.maps[0].settled(chain.from_iterable(map(source.rows, source.available)))
+            if doubt is not None:
+                raise doubt
+            task = replace(task, maps=(known,))
+        loading = _Loading(task, split, seed, limit, source, report)
         return Loaded(loading.training() if split == "train" else loading.held_out(), report)
     if files is not None or data_dir is not None:
         raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
@@ -212,6 +249,10 @@ class _Loading:
         missing = [split for split in SPLITS[1:] if split not in available]
         if task.cut and task.cut.source in available and set(task.cut.parts) - {task.cut.source} - set(available):
             self.cut = task.cut
+            if task.files is not None and self.split in task.cut.parts:
+                self.report.notes.append(
+                    f"{self.split} is cut from the one file by seed {self.seed}; {self.split}=FILE takes a whole file"
+                )
         elif "train" in available and missing:
             self.cut = Cut("train", dict.fromkeys(missing, _FROM_TRAIN), rest="train", most=task.sample)
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
@@ -233,7 +274,7 @@ class _Loading:
     def _streamed(self) -> Iterator[Question]:
         origins = dict.fromkeys(self._origin(split) for split in SPLITS[1:])
         pools = {origin: [entry for entry, _ in self._rows(origin)] for origin in origins}
-        reason_against = held_out(pools, self.cut, self.task.name, self.task.seeds, self.seed)
+        reason_against = held_out(pools, self.cut, self.task.name, self.task.seeds or (self.seed,), self.seed)
         for entry, draft in self._rows(self._origin("train"), self.report):
             if reason := reason_against(entry):
                 self.report.dropped[reason] += 1

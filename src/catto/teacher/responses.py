@@ -38,6 +38,12 @@ OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new
 # English text has about four characters a token in the usual vocabularies; good to some 20 %.
 CHARACTERS_A_TOKEN = 4
 
+FREE = {
+    "witnesses": "the built-in teacher writes its responses here, without a model",
+    "labels": "labels are drawn here, without a model",
+    "responses": "the responses are read from a file",
+}
+
 Progress = Callable[[int, int], None]
 
 
@@ -180,7 +186,7 @@ def _manifest(
 
 
 class Estimate(Record):
-    """What is still to be asked. Tokens are estimates: see `lines`."""
+    """What is still to be asked. Tokens are estimates: see `lines`. free: why nothing is to be paid."""
 
     questions: int
     requests: int
@@ -188,12 +194,18 @@ class Estimate(Record):
     refused: int = 0
     prompt_tokens: int
     most_tokens: int
+    free: str | None = None
 
     def lines(self) -> list[str]:
         """Describe it, and how it was estimated."""
-        return [
+        counts = [
             f"{self.requests:,} requests for {self.questions:,} questions; {self.stored:,} responses are stored"
-            + (f", {self.refused:,} requests were refused" if self.refused else ""),
+            + (f", {self.refused:,} requests were refused" if self.refused else "")
+        ]
+        if self.free is not None:
+            return [*counts, f"free: {self.free}"]
+        return [
+            *counts,
             f"about {self.prompt_tokens:,} prompt tokens (characters / {CHARACTERS_A_TOKEN})",
             f"at most {self.most_tokens:,} generated tokens (requests x max_tokens)",
         ]
@@ -233,6 +245,7 @@ def dry_run(
         refused=len(refused),
         prompt_tokens=round(characters / CHARACTERS_A_TOKEN),
         most_tokens=left.total() * settings.max_tokens,
+        free=FREE.get(settings.source or ""),
     )
 
 
