@@ -33,6 +33,7 @@ LEVELS = {
     "engines": 2,
     "objectives": 2,
     "metrics": 2,
+    "logs": 3,
     "measure": 3,
     "calibrate": 3,
     "predict": 3,

@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 from catto import calibrate as recalibration
 from catto.calibrate import read_labels
 from catto.files import manifest_path
+from catto.logs import ColumnNames
 from catto.measure import read_graded
 from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
 from catto.metrics.errors import brier, ece, nll
@@ -83,7 +84,7 @@ def test_shared_questions_are_warned_about(tmp_path: Path, capsys: Capture) -> N
 def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recalibration, "MANY_QUESTIONS", 40)
     path = write_lines(tmp_path / "a.jsonl", rows())
-    names = recalibration.ColumnNames()
+    names = ColumnNames()
     fitted, answers = recalibration.fit_file(path, "temperature", "confidence", names, "fallback", tmp_path / "c.json")
     assert recalibration.shared_questions(fitted, answers) == 40
     assert recalibration.open_fitted(tmp_path / "c.json") == fitted
@@ -117,7 +118,7 @@ def test_answer_and_gold_are_places_in_the_labels(tmp_path: Path) -> None:
         {"label_logprobs": {"B": -2.0, "A": -0.2}, "label": "B", "gold": "A"},
         {"label_logprobs": {"A": -0.3, "B": -2.0, "C": -3.0}, "label": None, "gold": "C"},
     ]
-    table = read_labels(write_lines(tmp_path / "a.jsonl", data))
+    table = read_labels(write_lines(tmp_path / "a.jsonl", data), ColumnNames())
     assert table.gold is not None
     assert (table.answer.tolist(), table.gold.tolist()) == ([0, 0], [1, 2])
     assert table.logprobs.shape == (2, 3)
@@ -139,7 +140,7 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
     written = read(tmp_path / "n.jsonl")
     assert [row["p_raw"] for row in written] == [0.8, 0.6]
-    assert read_graded(tmp_path / "n.jsonl", recalibration.ColumnNames("p")).correct.tolist() == [True, False]
+    assert read_graded(tmp_path / "n.jsonl", ColumnNames("p")).correct.tolist() == [True, False]
 
 
 def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:

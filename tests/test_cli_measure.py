@@ -142,7 +142,7 @@ def test_compare_pairs_by_question_whatever_the_order(tmp_path: Path, capsys: Ca
     assert (found["difference"], found["low"], found["p_value"]) == pytest.approx(
         (expected.difference, expected.low, expected.p_value), abs=1e-12
     )
-    assert "p-value" in run(capsys, "measure", a, "--compare", b, "--metrics", "ece", "--resamples", "20").out
+    assert "corrected" in run(capsys, "measure", a, "--compare", b, "--metrics", "ece", "--resamples", "20").out
 
 
 def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from catto.measure import ColumnNames, read_graded
+from catto.logs import ColumnNames
+from catto.measure import read_graded
 from catto.problems import DataError
 from command import Done, run, write_lines
 from measure_rows import plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,14 @@ from typing import Literal
 
 import numpy as np
 
-from catto.files import library_versions, manifest_path, read_manifest, read_rows, replacing, write_manifest
+from catto.files import library_versions, manifest_path, read_manifest, replacing, write_manifest
+from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.measure import (
-    ColumnNames,
     Confidences,
     GradedAnswers,
     Unparsed,
-    answer_of,
-    logprobs_of,
     read_confidences,
     read_graded,
-    text_of,
 )
 from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
@@ -53,11 +51,11 @@ class LabelTable:
     gold: Ints | None
 
 
-def read_labels(path: Path) -> LabelTable:
+def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     """Read the label log-probabilities of every row, with the place of the answer and of the gold label."""
     rows: list[list[float]] = []
     places: dict[str, list[int]] = {"label": [], "gold": []}
-    for row, fields in read_rows(path):
+    for row, fields in read_answers(path, names):
         try:
             logprobs = logprobs_of(fields)
             answer = answer_of(fields)
@@ -89,13 +87,13 @@ class Fitted:
     on: On
     questions: tuple[str, ...] | None = None
 
-    def confidences(self, answers: Confidences) -> Floats:
+    def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
         if self.on == "confidence":
             return self.calibrator.apply(answers.confidence)
         if not isinstance(self.calibrator, Temperature):
             raise DataError(answers.source, None, "only a temperature can be applied to label log-probabilities")
-        labels = read_labels(answers.source)
+        labels = read_labels(answers.source, names)
         rescaled = self.calibrator.apply_labels(labels.logprobs)
         return np.asarray(np.exp(rescaled[np.arange(len(rescaled)), labels.answer]), dtype=np.float64)
 
@@ -109,7 +107,7 @@ def fit_file(
     calibrator: Calibrator
     try:
         if on == "labels":
-            labels = read_labels(path)
+            labels = read_labels(path, names)
             if labels.gold is None:
                 raise ValueError("gold: missing")
             calibrator = Temperature.fit_labels(labels.logprobs, labels.gold)
@@ -164,11 +162,12 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
     _check_other_file(path, out, "the calibrated answers")
     answers = read_confidences(path, names)
-    calibrated = fitted.confidences(answers)
+    calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
     with replacing(out) as file:
-        pairs = zip(read_rows(path), answers.confidence.tolist(), calibrated.tolist(), strict=True)
+        pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
+            fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
             if fields.get(raw) is not None:  # catto's own predictions have it, as null
                 raise DataError(path, row, f"{raw}: there already, so the row was calibrated before")
             try:

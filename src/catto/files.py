@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
@@ -272,10 +273,10 @@ def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
 
 def read_objects(path: Path) -> Rows:
     """Yield (row, object) of a JSON-lines file."""
-    return ((row, _object(path, row, line)) for row, line in read_lines(path))
+    return ((row, parse_object(path, row, line)) for row, line in read_lines(path))
 
 
-def _object(path: Path, row: int, line: str) -> dict[str, Any]:
+def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
     """Parse one line; where the first is of another format, the error says so."""
     try:
         value = parse_json(line)
@@ -311,7 +312,7 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
         if ours:
             yield record
             continue
-        value = _object(path, row, line)
+        value = parse_object(path, row, line)
         try:
             yield kind.model_validate(value)
         except ValidationError as error:
@@ -409,9 +410,14 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
 
 def _read_json(path: Path) -> Rows:
     value = read_json(path, MOST_JSON_BYTES)
-    rows = value.get("data") if isinstance(value, dict) else value
+    rows = value.get("data", value.get("samples")) if isinstance(value, dict) else value
+    if isinstance(rows, dict) and all(isinstance(column, list) for column in rows.values()):
+        lengths = {len(column) for column in rows.values()}
+        if len(lengths) > 1:
+            raise DataError(path, None, f"data: expected columns of equal length, got {listed(sorted(lengths))}")
+        rows = [dict(zip(rows, cells, strict=True)) for cells in zip(*rows.values(), strict=True)]
     if not isinstance(rows, list):
-        raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}')
+        raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}')
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}")
@@ -419,10 +425,13 @@ def _read_json(path: Path) -> Rows:
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
-    number = 0
+    number, lines = 0, (line for _, line in _text_lines(path, "line"))
+    first = next(lines, "")
+    # The header's most frequent one; a file without a header has commas.
+    signs = "\t" if kind(path) == ".tsv" else ",;\t|" if names is None else ","
+    sign = max(signs, key=first.count)
     try:
-        lines = (line for _, line in _text_lines(path, "line"))
-        for values in csv.reader(lines, strict=True, delimiter="\t" if kind(path) == ".tsv" else ","):
+        for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
             if names is None:
                 _check_header(path, values)
                 names = tuple(values)
@@ -437,7 +446,7 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
 
 
 def _check_header(path: Path, names: list[str]) -> None:
-    """Refuse repeated names, and a header that shows another format or another separator."""
+    """Refuse repeated names, and a header that shows another format."""
     whole = ",".join(names)
     if whole.startswith(("{", "[")):
         is_json = whole.startswith('{"')
@@ -446,9 +455,6 @@ def _check_header(path: Path, names: list[str]) -> None:
             is_json = True
         if is_json:
             raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    for sign, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        if len(names) == 1 and sign in whole:
-            raise DataError(path, None, f"columns are separated by {word}, expected commas (and points in numbers)")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(path, None, f"column {twice[0]!r} occurs twice in the header")
 

@@ -3,24 +3,33 @@
 A row holds how confident the answer was and whether it was right. Confidence is the column `confidence`, else the
 probability of the answer in `label_logprobs` (label -> log-probability). Right is the column `correct`, else
 `label == gold`, else that the top label of `label_logprobs` is `gold`. The first row decides; later rows must follow.
+`ColumnNames` names other columns; logs of other tools are brought into this form by `catto.logs`.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
-from math import exp, inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from catto.files import read_rows
+from catto.logs import (
+    ColumnNames,
+    Fields,
+    answer_of,
+    answer_probability,
+    field,
+    probability_of,
+    read_answers,
+    text_of,
+    truth_of,
+)
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import HEADLINE, METRICS
 from catto.metrics.errors import confidence_gap, debiased_ece
@@ -38,16 +47,16 @@ from catto.metrics.statistics import (
     held,
     null_table,
 )
-from catto.problems import DataError, did_you_mean
+from catto.problems import DataError, did_you_mean, listed
 
-Fields = Mapping[str, Any]
 Read = Callable[[Fields], Any]
 Unparsed = Literal["fallback", "wrong"]
 
 QUESTION_COLUMNS = ("question", "id")
-WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
 # Each slice is resampled a thousand times; a column of more values is an id, not a kind.
 MOST_SLICES = 500
+# A probability of one label of two is recognised where so many lie on either side of a half.
+FEW_LOW = 5
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
@@ -112,15 +121,6 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class ColumnNames:
-    """What the columns are called in the file; `by` is the column that cuts it into slices."""
-
-    confidence: str = "confidence"
-    correct: str = "correct"
-    by: str | None = None
-
-
-@dataclass(frozen=True)
 class Confidences:
     """Answers as columns. confidence: (N,); question, by, read_as: N texts, or None where the file has none.
 
@@ -164,13 +164,17 @@ class GradedAnswers(Confidences):
         return Answers(None if self.questions in (None, len(self)) else self.question, self.confidence, self.correct)
 
     def slices(self) -> dict[str, Self]:
-        """Return the answers of each value of the `by` column, values sorted."""
+        """Return the answers of each value of the `by` column, in their order: numbers as numbers, others as text."""
         rows: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
             rows.setdefault(value, []).append(row)
         if len(rows) > MOST_SLICES:
             raise DataError(self.source, None, f"--by: {len(rows):,} different values, expected at most {MOST_SLICES}")
-        return {value: self._picked(rows[value]) for value in sorted(rows)}
+        try:
+            values = sorted(rows, key=float)
+        except ValueError:
+            values = sorted(rows)
+        return {value: self._picked(rows[value]) for value in values}
 
     def _picked(self, rows: list[int]) -> Self:
         texts = {"question": self.question, "read_as": self.read_as, "by": self.by}
@@ -196,12 +200,13 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
     """Read answers; the result is GradedAnswers where the rows say which were right."""
+    names = names or ColumnNames()
     columns: dict[str, list[Any]] = {}
     steps: list[tuple[Callable[[Any], None], Read]] = []
-    for row, fields in read_rows(path):
+    for row, fields in read_answers(path, names):
         try:
             if not steps:
-                readers = _readers(fields, names or ColumnNames())
+                readers = _readers(fields, names)
                 columns = {name: [] for name in readers}
                 steps = [(columns[name].append, read) for name, read in readers.items()]
             for append, read in steps:
@@ -216,31 +221,43 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
         read_as = None  # another kind of file that calls something else `source`
     confidence = np.array(columns["confidence"], dtype=np.float64)
+    correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
+    if "gold" in columns:
+        try:
+            confidence, correct = _graded(confidence, columns["gold"], columns.get("answer"), names)
+        except ValueError as error:
+            raise DataError(path, None, str(error)) from None
     common = (path, confidence, columns.get("question"), read_as, columns.get("by"))
-    if "correct" not in columns:
-        return Confidences(*common)
-    return GradedAnswers(*common, np.array(columns["correct"], dtype=np.bool_))
+    return Confidences(*common) if correct is None else GradedAnswers(*common, correct)
 
 
 def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
     """Decide from the first row how each column is read."""
 
-    def there(name: str) -> str:
-        if name not in first:
-            raise ValueError(f"no column {name!r}{did_you_mean(name, first)} (there is {', '.join(first)})")
+    def there(name: str, hint: str = "") -> str:
+        try:
+            field(first, name)
+        except KeyError:
+            columns = f"{did_you_mean(name, first)} (there is {', '.join(first)})"
+            raise ValueError(f"no column {name!r}{hint}{columns}") from None
         return name
 
     readers: dict[str, Read] = {}
     if names.confidence == "confidence" and "confidence" not in first and "label_logprobs" in first:
-        readers["confidence"] = _answer_probability
+        readers["confidence"] = answer_probability
     else:
-        readers["confidence"] = partial(_probability, there(names.confidence))
-    if names.correct in first:
-        readers["correct"] = partial(_truth, names.correct)
-    elif names.correct != "correct":
-        there(names.correct)
-    elif "gold" in first and ("label" in first or "label_logprobs" in first):
-        readers["correct"] = lambda fields: answer_of(fields) == text_of("gold", fields)
+        readers["confidence"] = partial(probability_of, there(names.confidence))
+    prediction, gold = names.prediction or "label", names.gold or "gold"
+    named = (names.prediction, names.gold, names.positive) != (None, None, None)
+    if names.correct != "correct" or ("correct" in first and not named):
+        readers["correct"] = partial(truth_of, there(names.correct))
+    elif named or ("gold" in first and ("label" in first or "label_logprobs" in first)):
+        readers["gold"] = partial(text_of, there(gold))
+        if names.positive is None:
+            if prediction != "label" or "label_logprobs" not in first:
+                there(prediction, f" to compare with {gold!r}: name it with --prediction, or with --positive the label "
+                f"whose probability {names.confidence!r} is;")  # fmt: skip
+            readers["answer"] = partial(answer_of, name=prediction)
     question = next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
         readers["question"] = partial(text_of, question)
@@ -251,71 +268,31 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
     return readers
 
 
-def _probability(name: str, fields: Fields) -> float:
-    """Return a number in [0, 1], also from its text."""
-    value = number = fields[name]
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = None
-    if type(number) is float and 0.0 <= number <= 1.0:  # nearly every cell
-        return number
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
-        percent = isinstance(number, int | float) and 1 < number <= 100
-        hint = "; divide percentages by 100" if percent else ""
-        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
-    return float(number)
+def _graded(
+    confidence: Floats, gold: list[str], answer: list[str | None] | None, names: ColumnNames
+) -> tuple[Floats, Bools]:
+    """Compare answers with the right ones; return confidence and correctness. (N,), (N,).
 
-
-def _truth(name: str, fields: Fields) -> bool:
-    """Return a boolean, also from 0, 1 and the words of a CSV file."""
-    value = fields[name]
-    if isinstance(value, bool):
-        return value
-    word = WORDS.get(value) if isinstance(value, str) else None  # nearly every cell of a CSV file
-    if word is None and isinstance(value, str | int | float):
-        word = WORDS.get(str(value).strip().lower())
-    if word is None:
-        raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
-    return word
-
-
-def text_of(name: str, fields: Fields) -> str:
-    """Return the field as text; ids and labels may be written as numbers."""
-    value = fields[name]
-    if isinstance(value, str):
-        return value
-    if value is None or isinstance(value, dict | list):
-        raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
-    return str(value)
-
-
-def logprobs_of(fields: Fields) -> dict[str, float]:
-    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
-    logprobs = fields["label_logprobs"]
-    if not isinstance(logprobs, dict) or not logprobs:
-        raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
-    for label, value in logprobs.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and -inf < value <= 1e-6):  # a nan fails both
-            raise ValueError(f"label_logprobs.{label}: expected a finite number <= 0, got {reprlib.repr(value)}")
-    return logprobs
-
-
-def answer_of(fields: Fields) -> str | None:
-    """Return the answer's label; None where nothing could be parsed, which is never right."""
-    if "label" not in fields:
-        logprobs = logprobs_of(fields)
-        return max(logprobs, key=logprobs.__getitem__)
-    return None if fields["label"] is None else text_of("label", fields)
-
-
-def _answer_probability(fields: Fields) -> float:
-    logprobs, answer = logprobs_of(fields), answer_of(fields)
-    if answer not in logprobs:
-        raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
-    return exp(min(logprobs[answer], 0.0))
+    With `positive` the confidence given is that label's probability: the answer is the likelier label. Without it, a
+    column that is below a half for one label of two and above for the other is refused: it is such a probability.
+    """
+    if answer is None:
+        labels = sorted(set(gold))
+        if names.positive not in labels or len(labels) > 2:
+            expected = f"expected one of two labels in {names.gold or 'gold'!r}, there is {listed(labels)}"
+            raise ValueError(f"--positive {names.positive}: {expected}")
+        said = confidence >= 0.5
+        right = np.array([label == names.positive for label in gold], dtype=np.bool_)
+        return np.where(said, confidence, 1.0 - confidence), said == right
+    low = confidence < 0.5
+    sides = [{label for label, is_low in zip(answer, low, strict=True) if is_low == side} for side in (False, True)]
+    if [len(side) for side in sides] == [1, 1] and sides[0] != sides[1] and min(low.sum(), (~low).sum()) >= FEW_LOW:
+        above, below = (next(iter(side)) for side in sides)
+        raise ValueError(
+            f"{names.confidence}: below 0.5 exactly where the answer is {below!r}, so it looks like the probability of "
+            f"{above!r} and not of the answer; if it is, say --positive {above}"
+        )
+    return confidence, np.array([label == right for label, right in zip(answer, gold, strict=True)], dtype=np.bool_)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,15 @@ from catto.cli.console import (
     warn_few,
     writable_file,
 )
-from catto.cli.measure import ConfidenceColumn, CorrectColumn, UnparsedOption
+from catto.cli.measure import (
+    ConfidenceColumn,
+    CorrectColumn,
+    FormatOption,
+    GoldColumn,
+    LengthOption,
+    PredictionColumn,
+    UnparsedOption,
+)
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers
@@ -49,13 +57,17 @@ def fit(
         typer.Option(help="What it reads: the confidence, or (temperature only) the column label_logprobs."),
     ] = "confidence",
     unparsed: UnparsedOption = "fallback",
-    confidence_column: ConfidenceColumn = "confidence",
-    correct_column: CorrectColumn = "correct",
+    log_format: FormatOption = "auto",
+    confidence: ConfidenceColumn = "confidence",
+    correct: CorrectColumn = "correct",
+    prediction: PredictionColumn = None,
+    gold: GoldColumn = None,
+    length_normalised: LengthOption = False,
     seed: SeedOption = 0,
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
     from catto.calibrate import fit_file
-    from catto.measure import ColumnNames
+    from catto.logs import ColumnNames
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if on == "labels" and method != "temperature":
@@ -63,12 +75,17 @@ def fit(
     if out.suffix.lower() != ".json":
         refuse(f"--out: {out} must end in .json")
     writable_file("--out", out)
-    fitted, answers = fit_file(file, method, on, ColumnNames(confidence_column, correct_column), unparsed, out)
+    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
+    fitted, answers = fit_file(file, method, on, names, unparsed, out)
     warn_few(len(answers), file, "a calibrator follows single answers")
     if isinstance(fitted.calibrator, Temperature) and fitted.calibrator.tau in TAU_RANGE:
         warn(f"{file}: tau {fitted.calibrator.tau:g} is the end of its range, so these answers do not determine it")
-    _show(answers, fitted.confidences(answers), seed)
-    say(f"Wrote {out}. These are the rows it was fitted on: measure it on others.")
+    _show(answers, fitted.confidences(answers, names), seed)
+    if isinstance(fitted.calibrator, Temperature):
+        effect = "lowers" if fitted.calibrator.tau > 1 else "raises"
+        say(f"tau = {fitted.calibrator.tau:.4g}, which {effect} confidences above one half.")
+    say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
+    say(f"Next: catto calibrate apply {out} test.jsonl --out calibrated.jsonl")
 
 
 @app.command("apply", epilog=examples(APPLY))
@@ -80,24 +97,31 @@ def apply(
         Literal["confidence", "labels"] | None, typer.Option(help="What the calibrator reads, where its file is alone.")
     ] = None,
     unparsed: UnparsedOption = "fallback",
-    confidence_column: ConfidenceColumn = "confidence",
-    correct_column: CorrectColumn = "correct",
+    log_format: FormatOption = "auto",
+    confidence: ConfidenceColumn = "confidence",
+    correct: CorrectColumn = "correct",
+    prediction: PredictionColumn = None,
+    gold: GoldColumn = None,
+    length_normalised: LengthOption = False,
     seed: SeedOption = 0,
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
     from catto.calibrate import apply_file, open_fitted, shared_questions
-    from catto.measure import ColumnNames, GradedAnswers
+    from catto.logs import ColumnNames
+    from catto.measure import GradedAnswers
 
     if out.suffix.lower() != ".jsonl":
         refuse(f"--out: {out} must end in .jsonl")
     writable_file("--out", out)
     fitted = open_fitted(calibrator, on)
-    answers, calibrated = apply_file(fitted, file, ColumnNames(confidence_column, correct_column), out)
+    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
+    answers, calibrated = apply_file(fitted, file, names, out)
     if shared := shared_questions(fitted, answers):
         warn(f"{shared} of the questions the calibrator was fitted on are in {file}: the numbers flatter it")
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
+    say(f"Next: catto measure {out}")
 
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:

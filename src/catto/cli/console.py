@@ -73,7 +73,7 @@ def print_json(value: object) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Return an empty table: the first column is text, the others are numbers."""
+    """Return an empty table: the first column is text, which may wrap, the others are numbers, which do not."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -81,7 +81,7 @@ def table(title: str, *columns: str) -> Table:
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        made.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
     return made
 
 

@@ -28,14 +28,15 @@ from catto.cli.console import (
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, Summary
+    from catto.measure import GradedAnswers, MeasureSettings, Summary
     from catto.metrics.catalogue import Judged
     from catto.metrics.errors import BrierSplit
     from catto.metrics.ranking import Threshold
 
 EXAMPLES = examples(
     "catto measure predictions.jsonl --figure reliability.svg",
-    "catto measure answers.csv --confidence-column p --correct-column right --json",
+    "catto measure answers.csv --confidence p --prediction answer --gold truth --json",
+    "catto measure samples_mmlu.jsonl --compare samples_mmlu_other.jsonl",
     "catto measure dpo_catto.jsonl --compare dpo.jsonl --metrics accuracy,ece,nll",
     "catto measure predictions.jsonl --by task --unparsed wrong",
     "catto measure validation.jsonl --target-risk 0.05 --brier-split",
@@ -44,8 +45,27 @@ FIGURES = (".svg", ".png", ".pdf")
 # More panels than this side by side cannot be read on a page.
 MOST_PANELS = 6
 
-ConfidenceColumn = Annotated[str, typer.Option(help="Column that holds the confidence, in 0 to 1.")]
-CorrectColumn = Annotated[str, typer.Option(help="Column that tells whether the answer was right.")]
+FormatOption = Annotated[
+    Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"],
+    typer.Option("--format", help="The tool that wrote the file; auto looks at its first row."),
+]
+ConfidenceColumn = Annotated[
+    str,
+    typer.Option(
+        "--confidence", "--confidence-column", metavar="COL", help="Column of the confidence, in 0 to 1; a.b is b in a."
+    ),
+]
+CorrectColumn = Annotated[
+    str,
+    typer.Option("--correct", "--correct-column", metavar="COL", help="Column that tells whether the answer is right."),
+]
+PredictionColumn = Annotated[
+    str | None, typer.Option("--prediction", metavar="COL", help="Column of the answer, to compare with --gold.")
+]
+GoldColumn = Annotated[str | None, typer.Option("--gold", metavar="COL", help="Column of the right answer.")]
+LengthOption = Annotated[
+    bool, typer.Option("--length-normalised", help="lm-eval: likelihoods per character of the choice, as acc_norm.")
+]
 UnparsedOption = Annotated[
     Literal["fallback", "wrong"],
     typer.Option(help="Answers that came from the fallback: keep them, or count as wrong."),
@@ -68,7 +88,9 @@ class Result:
 
 
 def measure(
-    file: Annotated[Path, typer.Argument(help="JSON lines, JSON or CSV (.gz too), of any model.")],
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines, JSON, CSV or Parquet (.gz too) of any model, or another tool's log.")
+    ],
     bins: Annotated[int, typer.Option(min=1, max=MOST_BINS, help="Confidence bins of equal width.")] = 20,
     metrics: Annotated[str | None, typer.Option(help="Comma-separated names, or `all`.")] = None,
     resamples: Annotated[
@@ -97,21 +119,30 @@ def measure(
         bool, typer.Option("--brier-split", help="Split the Brier score: reliability, resolution, uncertainty.")
     ] = False,
     unparsed: UnparsedOption = "fallback",
-    confidence_column: ConfidenceColumn = "confidence",
-    correct_column: CorrectColumn = "correct",
+    log_format: FormatOption = "auto",
+    confidence: ConfidenceColumn = "confidence",
+    correct: CorrectColumn = "correct",
+    prediction: PredictionColumn = None,
+    gold: GoldColumn = None,
+    positive: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="The confidence is the probability of this label, of two.")
+    ] = None,
+    length_normalised: LengthOption = False,
     figure: Annotated[Path | None, typer.Option(help="Draw the reliability diagram: .svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
     """Measure how honest confidences are: accuracy, calibration, ranking, each with its interval.
 
     A row needs `confidence` and `correct`; or `confidence`, `label` and `gold`, as catto's own predictions have them;
-    or `label_logprobs` (label -> log-probability) and `gold`. With a column `question` (or `id`), whole questions are
-    resampled.
+    or `label_logprobs` (label -> log-probability) and `gold`; columns of other names are named by options. With a
+    column `question` (or `id`), whole questions are resampled. Logs of lm-evaluation-harness, inspect_ai, HELM, uqlm
+    and chat completions with `logprobs` are recognised.
     """
     from catto.cli.display import progress
-    from catto.measure import ColumnNames, MeasureSettings, compared, paired, read_graded, summarise
+    from catto.logs import ColumnNames
+    from catto.measure import MeasureSettings, read_graded, summarise
     from catto.metrics import errors
-    from catto.metrics.catalogue import chosen, judged
+    from catto.metrics.catalogue import chosen
     from catto.metrics.ranking import threshold_for_risk
 
     if figure is not None and figure.suffix.lower() not in FIGURES:
@@ -120,22 +151,16 @@ def measure(
         writable_file("--figure", figure)
     with refusing(place="--metrics: "):
         settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
-    names = ColumnNames(confidence_column, correct_column, by)
+    names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised)
     answers = read_graded(file, names, unparsed)
     other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
-    pair = None if other is None else paired(answers, other)
     if target_risk is not None and answers.run.question is not None:
         refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
+    comparison = {} if other is None else _against(answers, other, settings)
     slices = answers.slices()
     tables = [answers, *slices.values()]
     with progress("measuring", sum(settings.steps(len(part)) for part in tables)) as tick:
         whole, *parts = [summarise(part, settings, tick) for part in tables]
-    comparison = {}
-    if pair is not None and other is not None:
-        with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-            comparisons = compared([pair[0]], [pair[1]], settings, tick=tick)
-        forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
-        comparison = judged(comparisons, judge=not forced)
     split = threshold = None
     if brier_split:
         split = errors.brier_split(answers.confidence, answers.correct, bins=bins)
@@ -152,6 +177,19 @@ def measure(
         print_json(_document(result))
     else:
         _show(result)
+
+
+def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
+    """Compare with the other file, question by question; files of mostly forced answers get no marks."""
+    from catto.cli.display import progress
+    from catto.measure import compared, paired
+    from catto.metrics.catalogue import judged
+
+    this, that = paired(answers, other)
+    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+        comparisons = compared([this], [that], settings, tick=tick)
+    forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
+    return judged(comparisons, judge=not forced)
 
 
 def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:
@@ -206,15 +244,13 @@ def _show(result: Result) -> None:
     for warning in [whole.warning] if whole.warning is not None else warnings:
         say(warning)
     interval = f"{100 * settings.level:g} % interval"
-    first = () if result.by is None else (result.by,)
-    made = table(str(result.file), *first, "metric", "value", interval, "by chance, if calibrated")
-    for value, summary in [("all", whole), *result.slices.items()]:
-        for place, cells in enumerate(_metric_cells(summary)):
-            label = f"{value} (N = {summary.rows:,})" if place == 0 else ""
-            made.add_row(*([label] if first else []), *cells)
-        if first:
-            made.add_section()
-    print_table(made)
+    parts = {str(result.file): whole}
+    parts |= {f"{result.by} = {value} (N = {part.rows:,})": part for value, part in result.slices.items()}
+    for title, summary in parts.items():
+        made = table(title, "metric", "value", interval, "by chance,\nif calibrated")
+        for cells in _metric_cells(summary):
+            made.add_row(*cells)
+        print_table(made)
     questions = f" to {whole.questions:,} questions" if whole.questions not in (None, whole.rows) else ""
     counts = [f"N = {whole.rows:,} answers{questions}", f"{settings.bins} bins", f"{settings.resamples} resamples"]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
@@ -226,6 +262,20 @@ def _show(result: Result) -> None:
             say(sentence)
     if result.compare is not None:
         _show_comparison(result)
+    ece = whole.metrics.get("ece")
+    if ece is not None and ece.null is not None and ece.interval.value > ece.null.high:
+        say("Next: catto calibrate fit validation.jsonl --out tau.json, on other rows than these, repairs confidences.")
+    else:
+        say(f"Next: catto measure {result.file} --figure reliability.svg draws confidence against accuracy.")
+
+
+def p_value(p: float) -> str:
+    """Format a p-value.
+
+    >>> p_value(0.0004), p_value(0.0314)
+    ('< 0.001', '0.031')
+    """
+    return "-" if isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _metric_cells(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
@@ -267,15 +317,16 @@ def _show_comparison(result: Result) -> None:
     from catto.metrics.statistics import ALPHA
 
     settings = result.whole.settings
-    heading = f"{100 * settings.level:g} % interval"
     title = f"{result.file} (this) against {result.compare} (other), same questions"
-    made = table(title, "metric", "this", "other", "difference", heading, "p-value", "corrected", "mark")
+    heading = f"difference\n{100 * settings.level:g} % interval"
+    made = table(title, "metric", "this", "other", heading, "p\ncorrected")
     for name, judged in result.comparison.items():
-        percent, found = METRICS[name].percent, judged.comparison
-        values = (number(found.a, percent), number(found.b, percent), number(found.difference, percent, signed=True))
-        p_values = ("-" if isnan(p) else f"{p:.3g}" for p in (found.p_value, judged.p_corrected))
-        interval = span(found.low, found.high, percent, signed=True)
-        made.add_row(METRICS[name].title, *values, interval, *p_values, judged.mark)
+        percent, compared = METRICS[name].percent, judged.comparison
+        difference = f"{judged.mark} {number(compared.difference, percent, signed=True)}"
+        interval = span(compared.low, compared.high, percent, signed=True)
+        p_values = "\n".join(map(p_value, (compared.p_value, judged.p_corrected)))
+        values = (number(compared.a, percent), number(compared.b, percent))
+        made.add_row(METRICS[name].title, *values, f"{difference}\n{interval}", p_values)
     print_table(made)
     count = sum(METRICS[name].better is not None for name in result.comparison)
     legend = (

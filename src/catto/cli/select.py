@@ -98,3 +98,5 @@ def select(
     value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
     basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
     say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
+    if tau is None:
+        say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")

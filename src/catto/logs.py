@@ -1,0 +1,374 @@
+"""Rows of answers, whichever tool wrote them: catto, lm-evaluation-harness, inspect_ai, HELM, chat completions, uqlm.
+
+A reader turns one record of a log into catto's own fields: question, confidence, label, gold, correct, label_logprobs.
+What a log does not hold is left out. The record's own fields stay below them, so that they can be named as columns.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+import struct
+import zipfile
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import exp, inf, isfinite, log
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from catto.answers import find_stated
+from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
+from catto.problems import DataError, listed
+
+Fields = Mapping[str, Any]
+Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
+
+ZSTANDARD = 93  # the zip method that Python's zipfile knows from 3.14 on
+# The scores of uqlm's scorers and ensembles that lie in 0 to 1.
+UQLM_SCORES = (
+    *("sequence_probability", "normalized_probability", "min_probability", "probability_margin", "p_true"),
+    *("mean_token_negentropy", "min_token_negentropy", "monte_carlo_probability", "consistency_and_confidence"),
+    *("semantic_negentropy", "semantic_density", "semantic_sets_confidence", "noncontradiction", "entailment"),
+    *("exact_match", "cosine_sim", "bert_score", "bleurt", "ensemble_score", "avg", "median"),
+)
+WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
+# What inspect_ai writes for right, wrong and no answer; its "P", partly right, is neither.
+INSPECT_VALUES = {"C": True, "I": False, "N": False}
+
+
+@dataclass(frozen=True)
+class ColumnNames:
+    """Where a file holds what; `a.b` is field b inside a. `by` is the column that cuts the file into slices.
+
+    prediction, gold None: `label` and `gold`. positive: the confidence is the probability of this label of two.
+    """
+
+    confidence: str = "confidence"
+    correct: str = "correct"
+    by: str | None = None
+    prediction: str | None = None
+    gold: str | None = None
+    positive: str | None = None
+    format: Format = "auto"
+    length_normalised: bool = False
+
+
+def field(fields: Fields, name: str) -> Any:
+    """Return a field, `a.b` being b inside a, also `a.0.b` in a list; KeyError where there is none.
+
+    >>> field({"scores": {"match": {"value": "C"}}}, "scores.match.value")
+    'C'
+    """
+    if name in fields or "." not in name:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        try:
+            value = value[int(part) if isinstance(value, list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise KeyError(name) from None
+    return value
+
+
+def probability_of(name: str, fields: Fields) -> float:
+    """Return a number in [0, 1], also from its text."""
+    value = number = field(fields, name)
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if type(number) is float and 0.0 <= number <= 1.0:  # nearly every cell
+        return number
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
+        percent = isinstance(number, int | float) and 1 < number <= 100
+        hint = "; divide percentages by 100" if percent else ""
+        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
+    return float(number)
+
+
+def truth_of(name: str, fields: Fields) -> bool:
+    """Return a boolean, also from 0, 1 and the words of a CSV file."""
+    value = field(fields, name)
+    if isinstance(value, bool):
+        return value
+    word = WORDS.get(value) if isinstance(value, str) else None  # nearly every cell of a CSV file
+    if word is None and isinstance(value, str | int | float):
+        word = WORDS.get(str(value).strip().lower())
+    if word is None:
+        raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
+    return word
+
+
+def text_of(name: str, fields: Fields) -> str:
+    """Return the field as text; ids and labels may be written as numbers."""
+    value = field(fields, name)
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, dict | list):
+        raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
+    return str(value)
+
+
+def logprobs_of(fields: Fields) -> dict[str, float]:
+    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
+    logprobs = fields["label_logprobs"]
+    if not isinstance(logprobs, dict) or not logprobs:
+        raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
+    for label, value in logprobs.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and -inf < value <= 1e-6):  # a nan fails both
+            raise ValueError(f"label_logprobs.{label}: expected a finite number <= 0, got {reprlib.repr(value)}")
+    return logprobs
+
+
+def answer_of(fields: Fields, name: str = "label") -> str | None:
+    """Return the answer's label; None where nothing could be parsed, which is never right."""
+    if name == "label" and "label" not in fields:
+        logprobs = logprobs_of(fields)
+        return max(logprobs, key=logprobs.__getitem__)
+    return None if field(fields, name) is None else text_of(name, fields)
+
+
+def answer_probability(fields: Fields) -> float:
+    """Return the probability of the answer in `label_logprobs`."""
+    logprobs, answer = logprobs_of(fields), answer_of(fields)
+    if answer not in logprobs:
+        raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
+    return exp(min(logprobs[answer], 0.0))
+
+
+def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
+    """Yield (row, fields) of a file of answers, whichever tool wrote it. `auto` looks at the first row."""
+    rows = _samples(path) if path.suffix.lower() == ".eval" else read_rows(path)
+    first = next(rows, None)
+    if first is None:
+        return
+    known = (name for name, (recognised, _) in READERS.items() if recognised(first[1]))
+    name: str = names.format
+    if name == "auto":  # a table that has the column needs no reader
+        name = "catto" if "confidence" in first[1] else next(known, "catto")
+    records: Iterable[tuple[int, dict[str, Any]]] = chain([first], rows)
+    if name == "catto":
+        yield from records
+        return
+    labels: list[str] = []
+    if name == "openai" and names.gold is not None:  # only the whole file says which answers there are
+        records = list(records)
+        labels = _labels(path, records, names.gold)
+    for row, record in records:
+        try:
+            yield row, ChainMap(READERS[name][1](record, names, labels), record)
+        except KeyError as error:
+            raise DataError(path, row, f"{error.args[0]}: missing, expected a record of {name}") from None
+        except ValueError as error:
+            raise DataError(path, row, str(error)) from None
+        except (TypeError, AttributeError, IndexError) as error:
+            raise DataError(path, row, f"expected a record of {name}: {error}") from None
+
+
+def _samples(path: Path) -> Rows:
+    """Yield the samples of a log of inspect_ai: a zip file of JSON files, packed by deflate or by Zstandard."""
+    with opened(path) as file:
+        try:
+            with zipfile.ZipFile(file) as log:
+                members = [member for member in log.infolist() if member.filename.startswith("samples/")]
+                for number, member in enumerate(members, 1):
+                    if member.file_size > MOST_JSON_BYTES:
+                        raise DataError(path, number, f"larger than {MOST_JSON_BYTES // 2**20} MB")
+                    yield number, parse_object(path, number, _unpacked(path, file, log, member).decode())
+        except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError) as error:
+            raise DataError(path, None, f"broken zip file: {error}") from None
+
+
+def _unpacked(path: Path, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    if member.compress_type != ZSTANDARD:
+        return log.read(member)
+    try:
+        import pyarrow as arrow  # type: ignore[import-untyped]
+    except ImportError:
+        raise DataError(path, None, "reading this log needs pyarrow: pip install 'catto[train]'") from None
+    file.seek(member.header_offset)
+    header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
+    file.seek(sum(struct.unpack("<HH", header[26:])), os.SEEK_CUR)
+    try:
+        return bytes(arrow.input_stream(arrow.py_buffer(file.read(member.compress_size)), compression="zstd").read())
+    except OSError as error:
+        raise DataError(path, None, f"broken zip file: {error}") from None
+
+
+def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+    """A line of `samples_*.jsonl`. multiple_choice: the softmax over the choices' log-likelihoods.
+
+    Length-normalised: each is divided by the characters of its choice first, as for the harness's `acc_norm`.
+    """
+    answer: dict[str, Any] = {"question": str(record["doc_id"])}
+    replies = record["filtered_resps"]
+    if not all(isinstance(reply, list) and len(reply) == 2 and _is_number(reply[0]) for reply in replies):
+        if names.confidence == "confidence" and "confidence" not in record:
+            raise ValueError("filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence")
+        metric = next(iter(record.get("metrics") or ()), None)
+        return answer | ({} if metric is None else {"correct": record[metric]})
+    arguments = record["arguments"]
+    requests = arguments.values() if isinstance(arguments, dict) else arguments
+    requests = [tuple(one.values()) if isinstance(one, dict) else tuple(one) for one in requests]
+    # An empty context asks for the choice's likelihood alone, which acc_mutual_info compares with.
+    asked = [place for place, (context, _) in enumerate(requests) if context] or list(range(len(requests)))
+    choices = [requests[place][1].removeprefix(" ") for place in asked]
+    scores = [float(replies[place][0]) for place in asked]
+    if names.length_normalised:
+        scores = [score / max(len(choice), 1) for score, choice in zip(scores, choices, strict=True)]
+    logprobs = _log_softmax(scores)
+    best = max(range(len(scores)), key=scores.__getitem__)
+    target, metric = str(record["target"]).strip(), "acc_norm" if names.length_normalised else "acc"
+    golds = [place for place, choice in enumerate(choices) if choice.strip() == target]
+    golds += [int(target)] if target.isdecimal() and int(target) < len(choices) else []
+    graded = record.get(metric)
+    if graded is None and not golds:
+        raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
+    # A number may be a choice or the place of one: the grade tells which.
+    gold = next((place for place in golds if graded is None or (place == best) == (graded == 1)), None)
+    answer |= {"label": str(best), "confidence": exp(logprobs[best])}
+    answer["correct"] = best == gold if graded is None else graded
+    answer["label_logprobs"] = {str(place): value for place, value in enumerate(logprobs) if isfinite(value)}
+    return answer if gold is None else answer | {"gold": str(gold)}
+
+
+def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+    """A sample: the confidence in the score's metadata, else the probability of the answer's token.
+
+    `--correct NAME` chooses among several scorers.
+    """
+    scores = record.get("scores") or {}
+    if names.correct not in scores and len(scores) != 1:
+        raise ValueError(f"scores: name one of {listed(list(scores)) or 'none'} with --correct")
+    score = scores[names.correct if names.correct in scores else next(iter(scores))]
+    value, target = score["value"], record.get("target")
+    answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
+    if score.get("answer"):
+        answer["label"] = score["answer"]
+    if isinstance(target, str):
+        answer["gold"] = target
+    stated = (score.get("metadata") or {}).get("confidence")
+    if stated is not None:
+        return answer | {"confidence": stated}
+    choices = record.get("choices") or ()
+    labels = [chr(ord("A") + place) for place in range(len(choices))] or [str(score.get("answer"))]
+    replies = record["output"]["choices"]
+    tokens = ((replies[0].get("logprobs") or {}).get("content") if replies else None) or ()
+    if names.confidence == "confidence" and not tokens:
+        raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
+    return answer | (_from_tokens(tokens, labels, score.get("answer") or None) if tokens else {})
+
+
+def helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+    """An entry of `per_instance_stats.json`: every statistic by its name; `max_prob` and `exact_match` by default."""
+    answer = {stat["name"]["name"]: stat.get("mean") for stat in record["stats"]}
+    answer |= {"question": str(record["instance_id"]), "correct": answer.get("exact_match")}
+    answer["perturbation"] = (record.get("perturbation") or {}).get("name", "none")
+    if names.confidence == "confidence":
+        answer["confidence"] = answer["max_prob"]
+    return answer
+
+
+def openai(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
+    """A chat completion with `logprobs`, alone or as the response of a batch: the probability of the label's token."""
+    reply = _completion(record)["choices"][0]
+    name = next((name for name in ("custom_id", "question", "id") if name in record), None)
+    answer = {} if name is None else {"question": str(record[name])}
+    if not labels:
+        raise ValueError("the right answer is not in a completion: name its field with --gold")
+    tokens = (reply.get("logprobs") or {}).get("content")
+    if not tokens:
+        raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
+    text = reply["message"].get("content") or ""
+    reading = find_stated(text, (0, len(text)), labels)
+    return answer | _from_tokens(tokens, labels, None if reading is None else reading.label)
+
+
+def uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+    """A row of `results.to_df()`, with the column `response_correct` that a grader added."""
+    answer = {"question": record.get("prompt"), "correct": record.get("response_correct")}
+    answer = {name: value for name, value in answer.items() if value is not None}
+    if names.confidence == "confidence":
+        scores = [name for name in UQLM_SCORES if name in record]
+        if len(scores) != 1:
+            raise ValueError(f"name one of the scores {listed(scores)} with --confidence")
+        answer["confidence"] = record[scores[0]]
+    return answer
+
+
+Reader = Callable[[Fields, ColumnNames, Sequence[str]], dict[str, Any]]
+# How the first record shows which tool wrote it, and what reads it.
+READERS: dict[str, tuple[Callable[[Fields], bool], Reader]] = {
+    "lm-eval": (lambda record: {"doc_id", "filtered_resps"} <= record.keys(), lm_eval),
+    "inspect": (lambda record: {"epoch", "scores", "output"} <= record.keys(), inspect_ai),
+    "helm": (lambda record: {"instance_id", "stats"} <= record.keys(), helm),
+    "openai": (lambda record: "choices" in _completion(record), openai),
+    "uqlm": (lambda record: "response" in record and not record.keys().isdisjoint(UQLM_SCORES), uqlm),
+}
+
+
+def _completion(record: Fields) -> Fields:
+    """Find the completion in a record: itself, or below `response`, of a batch also below its `body`."""
+    for name in ("response", "body"):
+        record = record[name] if isinstance(record.get(name), dict) else record
+    return record if isinstance(record.get("choices"), list) and "message" in (record["choices"] or [{}])[0] else {}
+
+
+def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> list[str]:
+    """Return the labels that occur as right answers; of letters, those before them too."""
+    labels = set()
+    for row, record in rows:
+        try:
+            labels.add(str(field(record, gold)))
+        except KeyError:
+            raise DataError(path, row, f"{gold}: missing") from None
+    if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):
+        return [chr(code) for code in range(ord("A"), ord(max(labels)) + 1)]
+    return sorted(labels)
+
+
+def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | None) -> dict[str, Any]:
+    """Return the answer `said` and its probability at the token where the reply's label begins.
+
+    Some engines log the likeliest token where another was sampled: then `said` is looked up among `top_logprobs`. A
+    reply without a label is a wrong answer of `source` fallback, with the probability of the whole reply.
+    """
+    texts = [token["token"] for token in tokens]
+    text = "".join(texts)
+    reading = find_stated(text, (0, len(text)), labels)
+    if reading is None or said is None:
+        whole = sum(token["logprob"] for token in tokens)
+        return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
+    end, place = len(texts[0]), 0
+    while end <= reading.span[0]:
+        place += 1
+        end += len(texts[place])
+    token = tokens[place]
+    known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
+    known[reading.label] = token["logprob"]
+    if said not in known:
+        raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")
+    answer = {"label": said, "confidence": exp(min(known[said], 0.0)), "source": "plain"}
+    return answer | (
+        {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
+    )
+
+
+def _is_number(value: object) -> bool:
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _log_softmax(scores: Sequence[float]) -> list[float]:
+    largest = max(scores)
+    if not -inf < largest < inf:
+        raise ValueError(f"filtered_resps: expected finite log-likelihoods, got {largest}")
+    total = log(sum(exp(score - largest) for score in scores))
+    return [min(score - largest - total, 0.0) for score in scores]
