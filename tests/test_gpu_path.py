@@ -167,7 +167,7 @@ def test_policy_and_reference_use_the_same_products(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "columns"), [(512, 151_936, 9472), (6_400, 151_936, 9472), (65_536, 151_936, 1152)]
+    ("tokens", "vocabulary", "columns"), [(512, 151_936, 19_072), (6_400, 151_936, 12_288), (65_536, 151_936, 1280)]
 )
 def test_tiles_of_a_gpu_hold_all_tokens_and_little_memory(
     tokens: int, vocabulary: int, columns: int, monkeypatch: pytest.MonkeyPatch

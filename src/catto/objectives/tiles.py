@@ -42,13 +42,13 @@ def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | N
     """Rows and columns of a tile; `tile` columns if given.
 
     On a GPU as many as memory allows, since every tile costs its launches: all tokens, so that the weight's gradient
-    is a sum of one product, and a 256th of the device's memory, but at most a 16th of the vocabulary. With its
+    is a sum of one product, and a 256th of the device's memory, but at most an eighth of the vocabulary. With its
     temporaries a tile stays below a tenth of what dense logits need.
     """
     if tile is not None or device.type not in MIXED_PRODUCTS:
         return TOKENS, TILE if tile is None else tile
-    columns = min(device_memory(device) // 1024 // max(tokens, 1), vocabulary // 16)
-    return max(tokens, 1), max(columns // 128, 8) * 128
+    columns = min(device_memory(device) // 1024 // max(tokens, 1), vocabulary // 8)
+    return max(tokens, 1), -(-max(columns, 1024) // 128) * 128
 
 
 def device_memory(device: torch.device) -> int:
