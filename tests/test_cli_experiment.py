@@ -33,6 +33,22 @@ def test_every_help_has_an_example(capsys: Capture, command: str) -> None:
     assert re.search(rf"Examples?.*catto {command}", shown.out, re.DOTALL)
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "measure", "calibrate fit", "eval", "select", "doctor"])
+def test_the_values_of_options_have_names(capsys: Capture, command: str) -> None:
+    options = [line for line in run(capsys, *command.split(), "--help").out.splitlines() if re.match(r"│[ *]+--", line)]
+    # What typer writes of its own: types of Python, also beside flags. `--help` is typer's option.
+    assert not [
+        line for line in options if re.search(r"<(bool|str|int|float|path|list\[\w+\])>", line.partition("--help")[0])
+    ]
+
+
+def test_an_option_is_named_by_what_it_takes(capsys: Capture) -> None:
+    shown = run(capsys, "eval", "--help").out
+    assert re.search(r"--max-tokens +N", shown)
+    assert re.search(r"--split +<\w+\|\w+", shown)
+    assert re.search(r"--set +KEY=VALUE", run(capsys, "plan", "--help").out)
+
+
 def python(source: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", source]
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)

@@ -83,7 +83,8 @@ def _name_values(command: Any) -> None:
     for inner in getattr(command, "commands", {}).values():
         _name_values(inner)
     for param in command.params:
-        kind = param.type_descriptor.annotation
+        # Older versions of typer have no descriptor, and names of their own.
+        kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         if param.metavar is None and param.param_type_name == "option" and kind in (int, float, Path, bool, str):
             param.metavar = _VALUES.get(param.name, _VALUES.get(kind, param.name.rpartition("_")[2].upper()))

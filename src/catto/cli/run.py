@@ -32,9 +32,12 @@ RECIPE_EXAMPLES = console.examples(
 RecipeArgument = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=console.recipes)
 ]
-OutOption = Annotated[Path | None, typer.Option(help="The experiment's folder.", show_default="runs/<name>")]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="The experiment's folder.", show_default="runs/<name>")
+]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: evaluation.bins=15. May be repeated."),
 ]
 SeedOption = Annotated[
     list[int] | None, typer.Option("--seed", min=0, max=console.MOST_SEED, help="Only these seeds. May be repeated.")
