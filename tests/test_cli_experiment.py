@@ -147,7 +147,7 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     two bytes 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
     """
     tasks = "tasks={snli: {train: 100, validation: 50}}"
-    sets = [tasks, "methods=[sft, dpo]", "budgets=[matched]", "seeds=[0]"]
+    sets = [tasks, "methods=[sft, dpo]", "budgets=[matched]", "seeds=[0]", "model.dtype=bfloat16"]
     plan = ["plan", "paper", "--out", tmp_path / "out", *(part for one in sets for part in ("--set", one))]
     lines = run(capsys, *plan).out.splitlines()[-4:]
     assert lines == [
