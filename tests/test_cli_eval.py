@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
+from huggingface_hub import DatasetCard, ModelCard
 from typer.testing import CliRunner
 
 from catto.cli.evaluate import evaluate as command
@@ -35,6 +36,8 @@ def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> 
     assert "12/12, accuracy" in shown.stderr
     found = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
     assert [one.question for one in found] == [question.id for question in asked]
+    assert ModelCard.load(tmp_path / "eval" / "model_card.md").data.eval_results[0].dataset_args == {"answers": 12}
+    assert DatasetCard.load(tmp_path / "eval" / "README.md").data.configs[0]["data_files"][0]["split"] == "test"
     again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--k", "2"])
     assert again.exit_code == 2
     assert "k is 2 at temperature 0" in again.stderr

@@ -75,8 +75,9 @@ def evaluate(
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
 
-    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Requests that a server
-    refuses for good are listed in predictions.refused.jsonl.
+    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Beside it: the picture
+    reliability.png, and cards for the Hugging Face hub, model_card.md and, for the predictions, README.md.
+    Requests that a server refuses for good are listed in predictions.refused.jsonl.
     """
     from catto.cli.display import Bar, bars
     from catto.engines.replies import ServerError
@@ -137,8 +138,10 @@ def _show(path: Path) -> None:
     from catto.engines.replies import count_reasons
     from catto.files import read_manifest
     from catto.predict.predictor import refusals_of
+    from catto.report.cards import write_cards
 
     measure(path)
+    cards = write_cards(path)
     counts, refused = read_manifest(path).counts, refusals_of(path)
     plain, forced = counts.get("plain", 0), counts["fallback"]
     tagged = counts["predictions"] - plain - forced
@@ -149,4 +152,4 @@ def _show(path: Path) -> None:
         say("--retry-refused asks them again.")
     if counts.get("other_model"):
         say(f"{counts['other_model']:,} replies came under another model name than the one asked for.")
-    say(f"Predictions: {path}")
+    say(f"Predictions: {path}; beside them {', '.join(cards)}.")

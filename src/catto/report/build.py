@@ -9,6 +9,7 @@ from catto.files import library_versions, replacing
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
+from catto.report.cards import experiment_cards
 from catto.report.figures import pictures
 from catto.report.measuring import Answered, Tick, answered, evaluation_of, measure, predictions_of, questions_of
 from catto.report.numbers import Results
@@ -21,7 +22,7 @@ __all__ = ["build", "read"]
 
 
 def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) -> Path:
-    """Write report.html, tables, figures and numbers.json into `out`; return the page's path.
+    """Write report.html, tables, figures, model cards and numbers.json into `out`; return the page's path.
 
     Numbers and figures of an earlier build in `out` with the same inputs are kept. `tick` is called
     `catto.report.measuring.steps(results)` times.
@@ -46,6 +47,8 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
             _write(path, rendered(picture.draw, ".svg").decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
     _write(note, json.dumps({"inputs": key}) + "\n")
+    for name, card in experiment_cards(numbers):
+        _write(out / "cards" / f"{name}.md", card)
     _write(out / "report.html", page(results, numbers, tables, drawn, browser))
     return out / "report.html"
 
