@@ -15,17 +15,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import pairs
 from catto.objectives import fused_head, label_logprobs, tiles, token_stats
+from catto.training import model_forward, monitor
 from catto.training.batches import Batch
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
+from catto.training.tokenize import examples
 from gpu_run import STEPS, VOCABULARY
 from steps import made
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 
 NAMES = ("target", "rival", "logsumexp", *fused_head.EXTRAS)
 BF16 = torch.bfloat16
@@ -164,6 +168,20 @@ def test_policy_and_reference_use_the_same_products(
     trainer.train()
     assert trainer.state.log_history[0]["rewards/margins"] == 0.0
     assert seen == [BF16 if precision == "auto" else torch.float32] * 2  # the reference's and the policy's
+
+
+def test_validation_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engines do that score labels after training."""
+    seen = []
+
+    def watched(*arguments: Any, precision: tiles.Precision, **rest: Any) -> Tensor:
+        seen.append(precision)
+        return label_logprobs(*arguments, precision=precision, **rest)
+
+    monkeypatch.setattr(model_forward, "label_logprobs", watched)
+    held_out = examples(tiny_tokenizer(), pairs.sft_rows())
+    assert np.isfinite(monitor.label_logprobs(tiny_model(), held_out, 0)).all()
+    assert seen == ["fp32"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
             batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
-            values = head.call(model, batch.to(model.device), ()).labels
+            values = head.call(model, batch.to(model.device), precision="fp32").labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
     return logprobs
