@@ -109,4 +109,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys: Capture, arguments: list[
 def test_a_bad_row_is_named(tmp_path: Path, capsys: Capture) -> None:
     file = own(tmp_path, 3, key="C")
     told = run(capsys, "data", "mine", "--file", file, "--fields", FIELDS)
-    assert (told.code, told.err) == (2, f"catto: {file} row 1: key 'C' is not one of A, B\n")
+    assert (told.code, told.err) == (
+        2,
+        f"catto: {file} row 1: key 'C' is not one of A, B, nor an option's text or index\n",
+    )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import catto
 from catto.engines.transformers import TransformersEngine
@@ -20,6 +24,7 @@ from catto.prompts import messages
 from catto.records import SPLITS, Prediction, Question, SftRow
 from catto.tasks import from_file, load
 from catto.tasks.fields import LETTERS
+from catto.tasks.proposal import propose
 from command import Done, run, write_lines
 from experiment_world import write_recipe
 from pages import ROOT
@@ -30,7 +35,7 @@ Capture = pytest.CaptureFixture[str]
 FREE = {"source": "labels", "reasoning": False, "n": 4, "min_wrong": 1}
 
 
-def given(folder: Path, schema: Schema, split: str = "test") -> list[str | Path]:
+def options_of(folder: Path, schema: Schema, split: str = "test") -> list[str | Path]:
     """Write the rows of a schema; return the options that name them."""
     file = write_lines(folder / "mine.jsonl", schema.rows)
     options: list[str | Path] = ["--file", f"{split}={file}", "--fields", schema.fields]
@@ -42,7 +47,7 @@ def given(folder: Path, schema: Schema, split: str = "test") -> list[str | Path]
 
 def task_file(folder: Path, schema: Schema) -> Path:
     """Write the rows and a task file beside them, which names them by their names alone."""
-    given(folder, schema)
+    options_of(folder, schema)
     parts = [part.split("=") for part in schema.fields.split(",")]
     fields = {name: value.split("+") if "+" in value else value for name, value in parts}
     block: dict[str, Any] = {"path": "mine.jsonl", "fields": fields}
@@ -85,7 +90,7 @@ def all_texts(value: Any) -> set[str]:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_catto_data_shows_every_shape(name: str, tmp_path: Path, capsys: Capture) -> None:
     schema = SCHEMAS[name]
-    shown = run(capsys, "data", *given(tmp_path, schema), "--split", "test", "--n", "9", "--json")
+    shown = run(capsys, "data", *options_of(tmp_path, schema), "--split", "test", "--n", "9", "--json")
     assert shown.code == 0, shown.err
     told = [{name: each[name] for name in each if name != "messages"} for each in shown.json["questions"]]
     checked(schema, [Question.model_validate(question) for question in told])
@@ -94,7 +99,7 @@ def test_catto_data_shows_every_shape(name: str, tmp_path: Path, capsys: Capture
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_without_fields_a_map_is_proposed_with_the_first_prompt(name: str, tmp_path: Path, capsys: Capture) -> None:
     schema = SCHEMAS[name]
-    arguments = given(tmp_path, schema)
+    arguments = options_of(tmp_path, schema)
     shown = run(capsys, "data", *arguments[:2], *arguments[4:], "--split", "test")
     if not schema.proposed:
         assert (shown.code, shown.out) == (2, "")
@@ -111,7 +116,7 @@ def test_without_fields_a_map_is_proposed_with_the_first_prompt(name: str, tmp_p
 def from_options(folder: Path, schema: Schema) -> Any:
     from catto.cli.data import source_of
 
-    _, file, _, fields, *answers = map(str, given(folder, schema))
+    _, file, _, fields, *answers = map(str, options_of(folder, schema))
     return source_of(None, [file], fields, None, answers[1:])
 
 
@@ -141,7 +146,7 @@ def test_every_shape_is_answered_and_read(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["arc", "boolq", "piqa"])
 def test_catto_eval_asks_own_questions(name: str, model: Path, tmp_path: Path, capsys: Capture) -> None:
     schema = SCHEMAS[name]
-    arguments = (*given(tmp_path, schema), "--max-tokens", "2", "--out", tmp_path / "eval")
+    arguments = (*options_of(tmp_path, schema), "--max-tokens", "2", "--out", tmp_path / "eval")
     done = run(capsys, "eval", model, *arguments)
     assert done.code == 0, done.err
     predictions = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
@@ -340,6 +345,9 @@ TWO = ["x", "y"]
         ({"choices": {"label": ["A", "A"], "text": TWO}}, "choices: expected 2 different labels, got A, A"),
         ({"choices": {"label": ["A"], "text": TWO}}, "choices: expected 2 different labels, got A"),
         ({"choices": {"label": [1, 2], "text": TWO}}, "key 'A' is not one of 1, 2"),
+        ({"choices": {"label": "AB", "text": TWO}}, "labels of choices: expected a list of texts, got str"),
+        ({"choices": {"a": TWO, "b": TWO}}, "choices: expected a list of texts, got a list with list"),
+        ({"choices": "['red', 'blue']"}, "choices: not JSON: Expecting value at column 2"),
         ({"stem": " "}, "stem is empty"),
         ({"stem": 7}, "stem: expected text, got int"),
     ],
@@ -379,6 +387,11 @@ def test_a_text_that_two_options_share_is_no_answer(tmp_path: Path, capsys: Capt
         (["question={ctx}\\n{stem},options=choices,answer=key"], "row 1: ctx is missing"),
         (["question=stem,options=choices"], "fields: answer is missing"),
         ([FIELDS, "--answer", "boolean"], "row 1: key 'A' is not one of red, blue"),
+        (
+            ["question=stem,options=yes|no,answer=stem"],
+            "row 1: stem 'Question 0?' is not one of yes, no, nor an option's",
+        ),
+        ([f"{FIELDS},labels=stem"], "row 1: labels of choices: expected a list of texts, got str"),
     ],
 )
 def test_a_malformed_map_is_one_line(
@@ -393,6 +406,32 @@ def test_a_malformed_map_is_one_line(
 def assert_refused(done: Done, said: str) -> None:
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert said in done.err
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 3)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["A", "b", "1", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["label", "text", "A"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.fixed_dictionaries({"stem": VALUES, "choices": VALUES, "key": VALUES}), min_size=1, max_size=3))
+def test_any_row_is_a_question_or_refused(rows: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_lines(Path(folder) / "mine.jsonl", rows)
+        for tried in (
+            lambda: propose({"test": file}),
+            lambda: list(load(from_file({"test": file}, fields=MAP), "test")),
+        ):
+            with suppress(DataError):
+                tried()
 
 
 @pytest.mark.parametrize(

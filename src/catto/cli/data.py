@@ -114,7 +114,6 @@ def own_questions(
     """Return name and settings of the user's own questions; None where the task is one of ours."""
     from catto.recipe import TaskSettings, is_task_file
     from catto.recipe_file import load_task
-    from catto.records import SPLITS
     from catto.tasks.own_file import task_name
 
     if not file:
@@ -130,8 +129,9 @@ def own_questions(
         if not equals or not column:
             refuse(f"--fields: {part}: expected name=column, such as question=stem")
         columns[name.strip()] = column.split("+") if "+" in column and "{" not in column else column
-    block = TaskSettings(files=by_split(file), fields=columns, answer=answer, answers=by_split(answers) or None)
-    return task or task_name(re.sub(f"^({'|'.join(SPLITS)})=", "", file[0])), block
+    files, lines = by_split(file), by_split(answers) or None
+    block = TaskSettings.model_construct(files=files, fields=columns, answer=answer, answers=lines)
+    return task or task_name(next(iter(files.values()))[0]), block
 
 
 def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
@@ -145,14 +145,13 @@ def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
     return named
 
 
-def task_of_recipe(
-    own: tuple[str, TaskSettings] | None, task: str | None, sets: list[str]
-) -> tuple[str | None, list[str]]:
+def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> tuple[str | None, list[str]]:
     """Return a task's name and overrides of the recipe, of which the user's own questions become the only task."""
-    if own is None:
-        return task, sets
-    name, block = own
-    return name, [*sets, f"tasks={json.dumps({name: block.model_dump(exclude_none=True)})}", "train_on=null"]
+    overrides = list(sets or ())
+    if (own := own_questions(task, *options)) is not None:
+        task, block = own
+        overrides += [f"tasks={json.dumps({task: block.model_dump(exclude_none=True)})}", "train_on=null"]
+    return task, overrides
 
 
 def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Task:

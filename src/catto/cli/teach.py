@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from catto.cli.console import check_name, examples, refusing, say
-from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, own_questions, task_of_recipe
+from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def teach(
     from catto.experiment.stages import place
     from catto.teacher import Yield
 
-    own = own_questions(task, file, fields, answer, answers)
-    task, overrides = task_of_recipe(own, task, sets or [])
+    task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     read = open_recipe(recipe, overrides)
     check_places(recipe, read)
     root, graph = folder(read, out), Graph(read)

@@ -9,7 +9,7 @@ import typer
 
 from catto.cli import console
 from catto.cli.console import MOST_SEED, check_name, examples, needs, refuse, refusing, say, writable_folder
-from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, own_questions, task_of_recipe
+from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, SCALED
 
@@ -51,8 +51,7 @@ def train(
         start = method.removesuffix(SCALED)
         refuse(f"--method: {method} only rescales the confidence of {start}: train that")
     check_name("--method", method, METHODS)
-    own = own_questions(task, file, fields, answer, answers)
-    task, overrides = task_of_recipe(own, task, sets or [])
+    task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     read = open_recipe(recipe, overrides)
     if seed is not None and seed not in read.seeds:
         known = ", ".join(map(str, read.seeds))

@@ -138,9 +138,11 @@ class FieldMap:
         for file, number, raw in rows:
             try:
                 labels, options = self._choices(raw)
-                golds = self._golds(raw, labels, options, styles) or {}
+                golds = self._golds(raw, labels, options, styles)
             except ValueError as error:
                 raise DataError(file, number, str(error)) from None
+            if golds is None:
+                continue
             styles, own_labels = tuple(golds), own_labels or labels is not None
             for one, two in combinations(golds, 2):
                 if golds[one] != golds[two]:
@@ -169,14 +171,17 @@ class FieldMap:
         else:
             value = lookup(raw, self.options)
             if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
-                value = parse_json(value)
+                try:
+                    value = parse_json(value)
+                except ValueError as error:
+                    raise ValueError(f"{shown}: {error}") from None
             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
                 value = {name: [item.get(name) for item in value] for name in ("label", "text")}
             if isinstance(value, dict):
                 if isinstance(value.get("text"), list):
                     labels, value = value.get("label"), value["text"]
                 else:  # label -> text, or text -> 0 or 1
-                    labels = None if {*value.values()} <= {0, 1} else list(value)
+                    labels = None if all(mark in (0, 1) for mark in value.values()) else list(value)
                     value = list(value) if labels is None else list(value.values())
             options = texts(self.options, value)
         if isinstance(self.labels, str):
@@ -186,7 +191,7 @@ class FieldMap:
             raise ValueError(f"{shown}: expected {expected} options, got {len(options)}")
         if self.count is None and not all(map(str.strip, options)):
             raise ValueError(f"{shown}: an option is empty")
-        if not isinstance(labels, list) or labels == [None] * len(labels):
+        if labels is None or labels == [None] * len(options):
             return None, options
         named = tuple(label.strip() for label in texts(f"labels of {shown}", labels))
         if len({*named}) != len(options):
@@ -219,14 +224,17 @@ class FieldMap:
             if len(styles) == 1 and names.count(found) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not golds:
-            raise ValueError(f"{self.answer} {value!r} is not one of {listed(self._names(styles[0], labels, options))}")
+            expected = listed(self._names(styles[0], labels, options))
+            more = ", nor an option's text or index" if len(styles) == len(MEANING) else ""
+            raise ValueError(f"{self.answer} {value!r} is not one of {expected}{more}")
         return golds
 
     def _names(self, style: Style, labels: tuple[str, ...] | None, options: tuple[str, ...]) -> tuple[str, ...]:
         """How an answer of the style names each option."""
         match style:
             case "label":
-                return labels or (self.labels if isinstance(self.labels, tuple) else LETTERS)[: len(options)]
+                known = self.labels if isinstance(self.labels, tuple) else self.constant or LETTERS
+                return labels or known[: len(options)]
             case "text":
                 return tuple(option.strip() for option in options)
             case "boolean":

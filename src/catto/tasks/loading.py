@@ -16,7 +16,7 @@ from catto.recipe import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER
-from catto.tasks.own_file import open_task
+from catto.tasks.own_file import own_task, task_name
 from catto.tasks.splits import (
     Cut,
     Draft,
@@ -199,7 +199,9 @@ def load(
     """
     if isinstance(task, str):
         if is_task_file(task):
-            task = open_task(task)
+            from catto.recipe_file import load_task  # imports YAML
+
+            task = own_task(task_name(task), load_task(task))
         elif task not in TASKS:
             raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
         else:
@@ -249,7 +251,7 @@ class _Loading:
         missing = [split for split in SPLITS[1:] if split not in available]
         if task.cut and task.cut.source in available and set(task.cut.parts) - {task.cut.source} - set(available):
             self.cut = task.cut
-            if task.files is not None and self.split in task.cut.parts:
+            if task.files is not None and self.split in task.cut.shares:
                 self.report.notes.append(
                     f"{self.split} is cut from the one file by seed {self.seed}; {self.split}=FILE takes a whole file"
                 )

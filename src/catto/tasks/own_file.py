@@ -115,10 +115,3 @@ def task_name(path: str | Path) -> str:
     """
     name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(path).name.split(".")[0])[:60]
     return f"own_{name}" if name in TASKS or not name else name
-
-
-def open_task(name: str) -> Task:
-    """The task of a task file, which is named after it."""
-    from catto.recipe_file import load_task
-
-    return own_task(task_name(name), load_task(name))

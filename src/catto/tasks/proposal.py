@@ -14,34 +14,11 @@ from catto.tasks.loading import find
 from catto.tasks.own_file import field_map
 
 ROWS = 50  # that a proposal is made of
-# Part of the map -> names of fields that hold it, the likeliest first; by the last part of a nested name.
+# Part of the map -> names of fields that hold it, the likeliest first; of a nested field, its last name.
 _USUAL = {
-    "question": (
-        "question",
-        "stem",
-        "question_stem",
-        "query",
-        "problem",
-        "goal",
-        "prompt",
-        "sentence",
-        "ctx",
-        "premise",
-        "text",
-    ),
+    "question": ("question", "(question_)?stem", "query", "goal", "prompt", "sentence", "ctx", "premise", "text"),
     "context": ("passage", "article", "context", "support", "paragraph", "premise"),
-    "answer": (
-        "answerkey",
-        "answer",
-        "correct_answer",
-        "correct_option",
-        "cop",
-        "label",
-        "labels",
-        "gold",
-        "key",
-        "answer_idx",
-    ),
+    "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
 }
 _OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
 _WRONG = re.compile("distract|incorrect|wrong", re.IGNORECASE)
@@ -71,7 +48,8 @@ def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[
             columns[match[1]].append(name)
 
     def usual(part: str) -> list[str]:
-        return [name for usual in _USUAL[part] for name in values if name.rpartition(".")[2].lower() == usual]
+        last = {name: name.rpartition(".")[2].lower() for name in values}
+        return [name for usual in _USUAL[part] for name in values if re.fullmatch(usual, last[name])]
 
     lists: list[str | list[str]] = [name for name, value in values.items() if isinstance(value, list | dict)]
     several = [names for names in columns.values() if len(names) > 1]
