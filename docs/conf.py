@@ -34,9 +34,17 @@ CONTENTS = """
 :glob:
 
 docs/method
+docs/measure
+docs/data
 docs/recipes
-docs/conventions
+docs/page
 docs/results
+docs/publishing
+docs/conventions
+docs/gpu
+docs/extending
+docs/architecture
+docs/api
 docs/*
 CONTRIBUTING
 CHANGELOG
