@@ -53,7 +53,8 @@ def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | N
 
 def device_memory(device: torch.device) -> int:
     """Bytes; a modest GPU's where the device does not tell."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 16 * 2**30
+    known = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if known else 16 * 2**30
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
