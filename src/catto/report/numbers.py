@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -109,32 +108,27 @@ class Versus(Comparison):
 NOT_STORED = {"level": nan, "a": nan, "b": nan, "n": 0}
 
 
-def _read(kind: type[Any], value: object) -> object:
-    if not isinstance(value, Mapping):
-        return value
+def _stored(kind: type[Any], names: str) -> tuple[BeforeValidator, PlainSerializer]:
+    """Read and write the named fields of a statistic; those that are not stored get a value that says nothing."""
     others = {field.name: NOT_STORED[field.name] for field in fields(kind) if field.name in NOT_STORED}
-    return others | {key: nan if item is None and key not in ("reason", "std") else item for key, item in value.items()}
+
+    def read(value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        nullable = ("reason", "std")
+        return others | {key: nan if item is None and key not in nullable else item for key, item in value.items()}
+
+    def written(value: object) -> dict[str, Any]:
+        shown = {name: getattr(value, name) for name in names.split()}
+        return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
+
+    return BeforeValidator(read), PlainSerializer(written)
 
 
-def _written(names: str, value: object) -> dict[str, Any]:
-    shown = {name: getattr(value, name) for name in names.split()}
-    return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
-
-
-Number = Annotated[
-    Interval, BeforeValidator(partial(_read, Interval)), PlainSerializer(partial(_written, "value low high reason"))
-]
-Band = Annotated[
-    NullBand, BeforeValidator(partial(_read, NullBand)), PlainSerializer(partial(_written, "mean low high"))
-]
-Spread = Annotated[
-    SeedSummary, BeforeValidator(partial(_read, SeedSummary)), PlainSerializer(partial(_written, "mean std"))
-]
-Difference = Annotated[
-    Versus,
-    BeforeValidator(partial(_read, Versus)),
-    PlainSerializer(partial(_written, "difference low high p_value p_corrected")),
-]
+Number = Annotated[Interval, *_stored(Interval, "value low high reason")]
+Band = Annotated[NullBand, *_stored(NullBand, "mean low high")]
+Spread = Annotated[SeedSummary, *_stored(SeedSummary, "mean std")]
+Difference = Annotated[Versus, *_stored(Versus, "difference low high p_value p_corrected")]
 
 
 class World(Record):

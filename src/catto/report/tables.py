@@ -165,7 +165,7 @@ def all_tables(numbers: Numbers, results: Results) -> list[Table]:
 def summary(numbers: Numbers) -> Table:
     """Build the table of the first screen: the groups that it shows, a line for each method, with means over the tasks.
 
-    Decimals are those that N supports, and bold marks all that cannot be told apart from the best.
+    Decimals are those that N supports. Bold marks all that cannot be told apart from the best, unless these are all.
     """
     groups, verdict = numbers.first_screen, numbers.verdict
     (spec,) = (spec for spec in specs() if spec.kind == "summary")
@@ -179,36 +179,36 @@ def summary(numbers: Numbers) -> Table:
     lines = []
     for method in sorted({group.method for _, group in groups}, key=method_order):
         mine = [(index, group) for index, group in groups if group.method == method]
-        decisive = verdict.metric if verdict is not None and method in verdict.leaders else None
-        entries = (
-            _chance([group for _, group in mine], column)
-            if column.metric == "chance"
-            else replace(_mean(spec, column, mine), best=column.metric == decisive)
-            for column in columns
-        )
+        entries = [_over_tasks(spec, column, mine) for column in columns]
+        if verdict is not None and method in verdict.leaders and len(verdict.leaders) < len(verdict.losses):
+            entries = [
+                replace(entry, best=column.metric == verdict.metric)
+                for entry, column in zip(entries, columns, strict=True)
+            ]
         lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
     budget = groups[0][1].budget
     facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
     return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), tuple(lines), None, spec.kind)
 
 
-def _chance(groups: Sequence[GroupNumbers], column: Column) -> Entry:
-    """Print the null band of one task, or in how many of several tasks the ECE is within it."""
-    if len(groups) > 1:
-        return Entry(None, f"in {sum(group.within_null for group in groups)} of {len(groups)} tasks")
-    low, high = (100 * end for end in (groups[0].null.low, groups[0].null.high))
-    return Entry(None, f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
+def _over_tasks(spec: Spec, column: Column, groups: Sequence[tuple[int, GroupNumbers]]) -> Entry:
+    """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it.
 
-
-def _mean(spec: Spec, column: Column, groups: Sequence[tuple[int, GroupNumbers]]) -> Entry:
-    """Print the mean over tasks; the share of forced answers alone says where numbers describe the fallback."""
+    The share of forced answers alone says where numbers describe the fallback.
+    """
+    (_, first), count = groups[0], len(groups)
+    if column.metric == "chance" and count > 1:
+        return Entry(None, f"in {sum(group.within_null for _, group in groups)} of {count} tasks")
+    if column.metric == "chance":
+        low, high = 100 * first.null.low, 100 * first.null.high
+        return Entry(None, f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
     entries = [_entry(spec, column, index, group) for index, group in groups]
-    values = [entry.value for entry in entries if entry.value is not None]
     forced = "forced" if column.metric == "fallback_rate" and any(entry.forced for entry in entries) else ""
-    if len(entries) == 1 or len(values) < len(entries):
-        return replace(entries[0], forced=forced) if len(entries) == 1 else EMPTY
-    value = sum(values) / len(values)
-    return Entry(value, f"{value:.{column.decimals}f}", forced=forced)
+    if count == 1:
+        return replace(entries[0], forced=forced)
+    values = [entry.value for entry in entries if entry.value is not None]
+    value = sum(values) / count
+    return Entry(value, f"{value:.{column.decimals}f}", forced=forced) if len(values) == count else EMPTY
 
 
 def _sizes(groups: Iterable[tuple[int, GroupNumbers]]) -> list[int]:
