@@ -113,7 +113,7 @@ def test_a_filter_counts_what_the_numbers_say(page: Page) -> None:
     filtered(page, "verdict", "wrong")
     assert shown(page) == wanted
     filtered(page, "verdict", "fallback")
-    assert shown(page) == round(sum(cell.n * cell.fallback_rate for cell in numbers.cells if cell.seed == 1))
+    assert shown(page) == round(sum(cell.n * cell.others["fallback_rate"] for cell in numbers.cells if cell.seed == 1))
 
 
 def test_script_tags_in_questions_and_responses_show_as_text(page: Page) -> None:

@@ -57,8 +57,8 @@ def test_every_metric_of_every_cell_is_the_metric_of_its_file(world: Measured) -
         for part in ("reliability", "resolution", "uncertainty"):
             assert found.metrics[f"brier_{part}"].value == getattr(split, part)
         fallback = np.array([row.source == "fallback" for row in rows])
-        assert found.fallback_rate == fallback.mean()
-        assert found.accuracy_unparsed_wrong == (z & ~fallback).mean()
+        assert found.others["fallback_rate"] == fallback.mean()
+        assert found.others["accuracy_unparsed_wrong"] == (z & ~fallback).mean()
         assert found.n == len(rows)
 
 
@@ -121,10 +121,10 @@ def test_known_posteriors_give_true_error_bayes_accuracy_and_regret(world: Measu
     error = np.mean([abs(row.confidence - one[row.label]) for row, one in zip(rows, exact, strict=True)])
     regret = np.mean([max(one.values()) - one[row.label] for row, one in zip(rows, exact, strict=True)])
     best = np.mean([max(one, key=one.get) == row.gold for row, one in zip(rows, exact, strict=True)])
-    assert found.world is not None
-    assert (found.world.true_error, found.world.regret) == pytest.approx((error, regret), abs=1e-12)
-    assert found.world.bayes_accuracy == best
-    assert next(one for one in world.numbers.cells if one.task == "snli").world is None
+    assert (found.others["true_error"], found.others["regret"]) == pytest.approx((error, regret), abs=1e-12)
+    assert found.others["bayes_accuracy"] == best
+    unknown = next(one for one in world.numbers.cells if one.task == "snli").others
+    assert not {"true_error", "regret", "bayes_accuracy"} & set(unknown)
 
 
 def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
@@ -144,9 +144,8 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
     )
     cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path / "p.jsonl") for cell in results.cells]
     found = measure(results, tmp_path, cells, {"own": {"q": question}})
-    world = found.cells[0].world
-    assert world is not None
-    assert (world.true_error, world.regret, world.bayes_accuracy) == pytest.approx((0.6, 0.4, 1.0), abs=1e-12)
+    others = [found.cells[0].others[name] for name in ("true_error", "regret", "bayes_accuracy")]
+    assert others == pytest.approx([0.6, 0.4, 1.0], abs=1e-12)
     assert found.budgets == (None,)
     assert found.groups[0].versus == {}
     assert group_tables(found, "in")
@@ -157,10 +156,10 @@ def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Me
     known = store.read(tmp_path / "numbers.json")
     assert known.model_dump_json() == world.numbers.model_dump_json()
     # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
-    cells = [cell.model_copy(update={"fallback_rate": 0.123}) for cell in known.cells]
+    cells = [cell.model_copy(update={"others": {"fallback_rate": 0.123}}) for cell in known.cells]
     spoiled = known.model_copy(update={"cells": tuple(cells)})
     arguments = (world.results, world.folder, world.cells, world.questions)
-    assert {cell.fallback_rate for cell in measure(*arguments, spoiled).cells} == {0.123}
+    assert {cell.others["fallback_rate"] for cell in measure(*arguments, spoiled).cells} == {0.123}
     stale = spoiled.model_copy(update={"cells": tuple(cell.model_copy(update={"input": "x"}) for cell in cells)})
     afresh = measure(*arguments, stale)
     assert [one.model_dump_json() for one in afresh.cells] == [one.model_dump_json() for one in world.numbers.cells]
@@ -318,7 +317,7 @@ def test_the_verdict_is_by_the_true_error_where_every_posterior_is_known() -> No
     world = measured(replace(SMALL, tasks=("witnesses",)))
     verdict, groups = world.numbers.verdict, [group for _, group in world.numbers.first_screen]
     assert verdict.metric == "true_error"
-    wanted = {group.method: group.world["true_error"].mean for group in groups}
+    wanted = {group.method: group.others["true_error"].mean for group in groups}
     assert verdict.losses == pytest.approx(wanted, abs=1e-12)
     assert list(verdict.losses.values()) == sorted(wanted.values())
     first = next(iter(verdict.losses))

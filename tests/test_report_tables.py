@@ -23,7 +23,7 @@ from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, hel
 from catto.report import render
 from catto.report.figures import look
 from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
-from catto.report.numbers import Numbers, Training, Verdict, Versus
+from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
@@ -334,11 +334,16 @@ def regrouped(*changes: tuple[str, str, dict[str, Any]]) -> Numbers:
     numbers = measured(SMALL).numbers
     groups = list(numbers.groups)
     for method, task, update in changes:
-        groups = [g.model_copy(update=update) if (g.method, g.task) == (method, task) else g for g in groups]
+        groups = [changed(g, update) if (g.method, g.task) == (method, task) else g for g in groups]
     return numbers.model_copy(update={"groups": tuple(groups)})
 
 
-MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "fallback_rate": SeedSummary(0.85, 0.0, 2)}
+def changed(group: GroupNumbers, update: dict[str, Any]) -> GroupNumbers:
+    """The group with some fields changed; of `others`, the given numbers alone."""
+    return group.model_copy(update=update | {"others": group.others | update.get("others", {})})
+
+
+MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "others": {"fallback_rate": SeedSummary(0.85, 0.0, 2)}}
 
 
 def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
@@ -430,8 +435,8 @@ def test_confidence_at_k_stands_beside_greedy_vote_auroc_within_and_fallback(tab
     assert {column.metric for column in table.columns} == wanted | {"sampling_temperature", "tau"}
     entry = entry_of(table, "sft", "snli", "auroc_within")
     group = numbers.groups[entry.group]
-    assert entry.value == pytest.approx(100 * group.sampled["auroc_within"].mean)
-    assert entry.notes == (f"in {group.sampled['questions_with_both'].mean:g} of 30 questions",)
+    assert entry.value == pytest.approx(100 * group.others["auroc_within"].mean)
+    assert entry.notes == (f"in {group.others['questions_with_both'].mean:g} of 30 questions",)
     assert entry_of(table, "sft", "snli", "accuracy").value == pytest.approx(100 * group.metrics["accuracy"].mean)
     vote = group.selection[4]["majority vote"].mean
     assert entry_of(table, "sft", "snli", "4 majority vote").value == pytest.approx(100 * vote)
@@ -447,7 +452,7 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
     assert "| none | **0.00**" in markdown(tables["risk-paper"])
     shares = {"risk_promised": 0.5, "risk_threshold": 0.72, "risk_coverage": 0.4, "risk_errors": 0.01}
     changed = regrouped(
-        ("dpo", "snli", {"risk": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
+        ("dpo", "snli", {"others": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
     )
     entries = [entry_of(group_tables(changed, "risk")[0], "dpo", "snli", name) for name in list(shares)[1:]]
     assert [entry.text for entry in entries] == ["0.7200", "40.00", "1.00"]
@@ -575,7 +580,7 @@ def test_the_first_table_fits_sixty_columns(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     numbers = measured(replace(TINY, tasks=("witnesses",), methods=("dpo", "dpo+outcome", "dpo+outcome+ts"))).numbers
-    forced = [group.model_copy(update=MOSTLY_FORCED) for group in numbers.groups]
+    forced = [changed(group, MOSTLY_FORCED) for group in numbers.groups]
     for one in (numbers, numbers.model_copy(update={"groups": tuple(forced)})):
         table = summary(one)
         print_table(terminal(table))
@@ -591,7 +596,7 @@ def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_know
     assert table.columns[0].metric == numbers.verdict.metric == "true_error"
     for line in table.lines:
         group = numbers.groups[line.entries[0].group]
-        assert line.entries[0].text == f"{100 * group.world['true_error'].mean:.0f}"
+        assert line.entries[0].text == f"{100 * group.others['true_error'].mean:.0f}"
         assert line.entries[3].text == f"{100 * group.null.low:.0f} to {100 * group.null.high:.0f}"
     told = {line.method for line in table.lines if line.entries[0].best}
     leaders = numbers.verdict.leaders

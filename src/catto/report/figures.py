@@ -105,7 +105,7 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
             "ece": groups,
             "scatter": groups,
             "seeds": [cell for cell in cells if (cell.task == cell.trained_on) == (setting == "in")],
-            "world": [group for group in groups if group.world],
+            "world": [group for group in groups if "true_error" in group.others],
         }
         for kind, shown in kinds.items():
             contents = by_task((record.task, (record.method, None), record) for record in shown)
@@ -235,7 +235,7 @@ def ends(band: Interval | NullBand) -> tuple[float, float]:
 def name_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
     """Write beside a mark that it describes the fallback."""
     if group.sources.forced:
-        share = f"{100 * group.fallback_rate.mean:.0f} % forced"
+        share = f"{100 * group.others['fallback_rate'].mean:.0f} % forced"
         axes.annotate(share, (x, y), (8, 6), textcoords="offset points", fontsize=7, color=INK)
 
 
@@ -280,7 +280,7 @@ def draw_world(axes: Axes, rows: Groups) -> None:
     """Measured ECE (filled) and true calibration error (open)."""
     for row, shade, groups in named_rows(axes, rows):
         for group in groups:
-            ece, true = 100 * group.metrics["ece"].mean, 100 * group.world["true_error"].mean
+            ece, true = 100 * group.metrics["ece"].mean, 100 * group.others["true_error"].mean
             axes.plot((ece, true), (row, row), color=GREY, linewidth=2.0, zorder=1)
             axes.plot(ece, row, "o", color=shade, markersize=7)
             axes.plot(true, row, "o", color=shade, markersize=7, markerfacecolor="#ffffff")

@@ -36,7 +36,6 @@ from catto.report.numbers import (
     Training,
     Verdict,
     Versus,
-    World,
 )
 
 Tick = Callable[[], None]
@@ -228,13 +227,15 @@ def _cell(
         gap=gap,
         null=null,
         sources=sources,
-        fallback_rate=sources.share("fallback"),
-        plain_rate=sources.share("plain"),
-        accuracy_unparsed_wrong=float(one.unparsed_wrong().correct.mean()),
-        world=_world(one, questions.get(one.cell.task, {})),
         selection=selection,
-        sampled=sampled,
-        risk=risk_of(one, folder, unparsed),
+        others={
+            **against_posterior(one, questions.get(one.cell.task, {})),
+            "fallback_rate": sources.share("fallback"),
+            "plain_rate": sources.share("plain"),
+            "accuracy_unparsed_wrong": float(one.unparsed_wrong().correct.mean()),
+            **sampled,
+            **risk_of(one, folder, unparsed),
+        },
     )
 
 
@@ -311,19 +312,23 @@ def probability_given(one: Answered, exact: Sequence[Mapping[str, float]]) -> Fl
     return np.array([posterior.get(label or "", 0.0) for posterior, label in zip(exact, one.label, strict=True)])
 
 
-def _world(one: Answered, questions: Mapping[str, Question]) -> World | None:
-    """Compare with the exact posterior; None where the questions carry none."""
+def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[str, float]:
+    """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
+
+    true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
+    the gold one. regret: mean of the largest posterior probability less that of the answer given.
+    """
     exact = posteriors_of(one, questions)
     if not exact:
-        return None
+        return {}
     given = probability_given(one, exact)
     golds = [questions[name].gold for name in one.question or ()]
     bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
-    return World(
-        true_error=float(np.abs(one.confidence - given).mean()),
-        bayes_accuracy=float(np.mean([label == gold for label, gold in zip(bayes, golds, strict=True)])),
-        regret=float(np.mean([max(posterior.values()) for posterior in exact] - given)),
-    )
+    return {
+        "true_error": float(np.abs(one.confidence - given).mean()),
+        "bayes_accuracy": float(np.mean([label == gold for label, gold in zip(bayes, golds, strict=True)])),
+        "regret": float(np.mean([max(posterior.values()) for posterior in exact] - given)),
+    }
 
 
 # ---- groups
@@ -355,31 +360,26 @@ def _group(
         gap=resampled[GAP].interval,
         null=null,
         sources=Sources.total_of(one.sources for one in seeds),
-        fallback_rate=over_seeds([one.fallback_rate for one in seeds]),
-        plain_rate=over_seeds([one.plain_rate for one in seeds]),
-        accuracy_unparsed_wrong=over_seeds([one.accuracy_unparsed_wrong for one in seeds]),
         papers_budget=papers,
         versus=_versus(runs, baseline, settings, swaps),
         versus_seed={
             one.seed: _versus([run], [base], settings) for one, run, base in zip(seeds, runs, baseline, strict=False)
         },
-        world=_spreads([dict(one.world or ()) for one in seeds]),
         selection={
             k: _spreads([_defined(one.selection[k]) for one in seeds])
             for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
         },
-        sampled=_spreads([one.sampled for one in seeds]),
-        risk=_spreads([one.risk for one in seeds], every=False),
+        others=_spreads([one.others for one in seeds]),
     )
 
 
-def _spreads(seeds: Sequence[Mapping[str, float]], every: bool = True) -> dict[str, SeedSummary]:
-    """Summarise each number over the seeds that have it; with `every`, only those that all seeds have."""
+def _spreads(seeds: Sequence[Mapping[str, float]]) -> dict[str, SeedSummary]:
+    """Summarise each number that all seeds have; a threshold over the seeds that can promise one."""
     counts = Counter(name for seed in seeds for name in seed)
     return {
         name: over_seeds([seed[name] for seed in seeds if name in seed])
         for name, count in counts.items()
-        if count == len(seeds) or not every
+        if count == len(seeds) or name.startswith("risk_")
     }
 
 
@@ -431,7 +431,7 @@ def decided(
     if known is not None and known.verdict is not None and known.verdict.input == key:
         return known.verdict
     forced = {group.method for group, _ in groups if group.sources.forced}
-    exact = all(group.world for group, _ in groups)
+    exact = all("true_error" in group.others for group, _ in groups)
     runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
     for group, members in groups:
         for one in members if group.method not in forced else ():

@@ -131,18 +131,6 @@ Spread = Annotated[SeedSummary, *_stored(SeedSummary, "mean std")]
 Difference = Annotated[Versus, *_stored(Versus, "difference low high p_value p_corrected")]
 
 
-class World(Record):
-    """What only a known posterior shows. All in [0, 1].
-
-    true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
-    the gold one. regret: mean of the largest posterior probability less that of the answer given.
-    """
-
-    true_error: float
-    bayes_accuracy: float
-    regret: float
-
-
 class MeasuredPlace(Place):
     """What one seed and a group of seeds have in common.
 
@@ -159,20 +147,17 @@ class MeasuredPlace(Place):
 class CellNumbers(MeasuredPlace):
     """One method on one task at one seed.
 
-    selection: k -> rule -> accuracy; sampled: further numbers of the samples. risk: the threshold that keeps the risk,
-    fitted on validation, and its effect.
+    selection: k -> rule -> accuracy. others: numbers without an interval, by the names that the page defines. Where the
+    posterior is known: true_error, bayes_accuracy, regret; how answers were read: fallback_rate, plain_rate,
+    accuracy_unparsed_wrong; of sampled answers: auroc_within, ...; risk_*: the threshold that keeps the risk, fitted on
+    validation, and its effect.
     """
 
     seed: int
     model: str
     metrics: dict[str, Number]
-    fallback_rate: float
-    plain_rate: float
-    accuracy_unparsed_wrong: float
-    world: World | None
     selection: dict[int, dict[str, Number]]
-    sampled: dict[str, float]
-    risk: dict[str, float]
+    others: dict[str, float]
 
 
 class GroupNumbers(MeasuredPlace):
@@ -181,16 +166,11 @@ class GroupNumbers(MeasuredPlace):
     seeds: tuple[int, ...]
     metrics: dict[str, Spread]
     intervals: dict[str, Number]
-    fallback_rate: Spread
-    plain_rate: Spread
-    accuracy_unparsed_wrong: Spread
     papers_budget: bool  # whether the paper's numbers may be printed beside these
     versus: dict[str, Difference]
     versus_seed: dict[int, dict[str, Difference]]
-    world: dict[str, Spread]
     selection: dict[int, dict[str, Spread]]
-    sampled: dict[str, Spread]
-    risk: dict[str, Spread]
+    others: dict[str, Spread]
 
     @property
     def within_null(self) -> bool:
@@ -199,8 +179,7 @@ class GroupNumbers(MeasuredPlace):
 
     def named(self, name: str) -> Spread | None:
         """Look a number up by its name; None where the group does not have it."""
-        unparsed = {key: getattr(self, key) for key in ("fallback_rate", "plain_rate", "accuracy_unparsed_wrong")}
-        return {**self.metrics, **self.world, **self.sampled, **self.risk, **unparsed}.get(name)
+        return self.metrics.get(name) or self.others.get(name)
 
 
 class Verdict(Record):

@@ -109,7 +109,7 @@ class Spec:
     """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
     shows: the mean over seeds, the mean with its mark, these with interval, null band and difference to DPO, or the
-    deviation over seeds. needs: the numbers without which a group is left out. each: one table for each task and
+    deviation over seeds. needs: what a group without it is left out for. each: one table for each task and
     training set.
     """
 
@@ -120,7 +120,7 @@ class Spec:
     columns: tuple[Column, ...]
     settings: tuple[Setting, ...] = ("in",)
     shows: Literal["mean", "short", "all", "std"] = "mean"
-    needs: Literal["metrics", "selection", "world", "risk", "training"] = "metrics"
+    needs: str = "accuracy"  # a number, "selection" or "training"
     each: bool = False
 
 
@@ -172,7 +172,9 @@ def summary(numbers: Numbers) -> Table:
     tasks, sizes, n = tasks_of(groups), _sizes(groups), min(group.n for _, group in groups)
     columns = []
     for column in spec.columns:
-        if (column.metric != "true_error" or all(group.world for _, group in groups)) and (sizes or not column.rule):
+        if (column.metric != "true_error" or all(group.named("true_error") for _, group in groups)) and (
+            sizes or not column.rule
+        ):
             texts = {key: getattr(column, key).format(k=max(sizes, default=0)) for key in ("name", "metric")}
             digits = supported_decimals(n) + (0 if column.scale == 100 else 2)
             columns.append(replace(column, k=max(sizes, default=0), decimals=digits, **texts))
@@ -222,7 +224,10 @@ def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     tables = []
     for spec in (spec for spec in specs() if spec.kind in kinds):
         for budget in numbers.budgets:
-            groups = [one for one in of_setting(numbers, spec.settings[0], budget) if getattr(one[1], spec.needs)]
+            groups = of_setting(numbers, spec.settings[0], budget)
+            groups = [
+                one for one in groups if (one[1].selection if spec.needs == "selection" else one[1].named(spec.needs))
+            ]
             parts: dict[tuple[bool, tuple[int, str], str], list[tuple[int, GroupNumbers]]] = {}
             for index, group in groups:
                 apart = group.trained_on != group.task, task_order(group.task), group.trained_on
@@ -276,9 +281,9 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
     std = None if std is None else scale * std
     entry = Entry(scale * value, f"{scale * value:.{column.decimals}f}", std, paper=paper, group=place, scale=scale)
     if column.metric == "auroc_within":
-        entry = replace(entry, notes=(f"in {group.sampled['questions_with_both'].mean:g} of {group.n:,} questions",))
-    if column.metric == "risk_threshold" and group.risk["risk_promised"].mean < 1:
-        promised = round(group.risk["risk_promised"].mean * len(group.seeds))
+        entry = replace(entry, notes=(f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",))
+    if column.metric == "risk_threshold" and group.others["risk_promised"].mean < 1:
+        promised = round(group.others["risk_promised"].mean * len(group.seeds))
         entry = replace(entry, notes=(f"in {promised} of {len(group.seeds)} seeds",))
     versus = group.versus.get(column.metric)
     if spec.shows in ("short", "all") and versus is not None:
@@ -292,7 +297,7 @@ def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry
             versus=versus,
             notes=_instead_of_interval(group) if interval.reason is not None else (),
         )
-    share = (group.sampled["sample_fallback_rate"] if spec.needs == "selection" else group.fallback_rate).mean
+    share = group.others["sample_fallback_rate" if spec.needs == "selection" else "fallback_rate"].mean
     return replace(entry, forced=f"{100 * share:.0f} % forced", mark="") if share > MOST_FORCED else entry
 
 

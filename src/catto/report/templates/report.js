@@ -73,7 +73,7 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
   function named(group, metric) {
     const [, k, rule] = metric.match(/^(\d+) ?(.*)$/) || [];
     if (k) return { name: rule || "most confident", spread: group.selection[k][rule || "most confident"], suffix: `, k = ${k}` };
-    return { name: metric, spread: group.metrics[metric] || group.world[metric] || group.sampled[metric] || group.risk[metric] || group[metric], suffix: "" };
+    return { name: metric, spread: group.metrics[metric] || group.others[metric], suffix: "" };
   }
   function open(group, button) {
     const title = DATA.methods[group.method] + " on " + DATA.tasks[group.task];
@@ -83,9 +83,7 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
     const definition = DEFINITIONS[main];
     const seedCount = `${group.seeds.length} seed${group.seeds.length > 1 ? "s" : ""}, N = ${group.n.toLocaleString("en")} questions each.`;
     const rows = Object.entries(group.metrics).map(([name, one]) => line(name, scaled(name, one.mean) + (one.std === null ? "" : " ± " + scaled(name, one.std))));
-    for (const [name, one] of Object.entries(group.world)) rows.push(line(name, percent(one.mean)));
-    rows.push(line("fallback_rate", percent(group.fallback_rate.mean)), line("plain_rate", percent(group.plain_rate.mean)), line("accuracy_unparsed_wrong", percent(group.accuracy_unparsed_wrong.mean)));
-    for (const [name, one] of Object.entries({ ...group.sampled, ...group.risk })) rows.push(line(name, scaled(name, one.mean)));
+    for (const [name, one] of Object.entries(group.others)) rows.push(line(name, scaled(name, one.mean)));
     const special = [];
     const interval = deviation ? null : group.intervals[main];
     if (interval && interval.low !== null) special.push(line("interval", `[${scaled(main, interval.low)}, ${scaled(main, interval.high)}]`));
