@@ -65,7 +65,7 @@ wheel: ## build and check the source archive and the wheel; try the wheel in a c
 # Warnings are errors: a link without a target, a page outside the contents, a docstring that cannot be rendered.
 docs: install ## build the site in build/docs from README, docs/ and the docstrings; a broken link fails
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --conf-dir docs . build/docs
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet --conf-dir docs . build/docs
 
 format: install ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .

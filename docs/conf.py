@@ -42,9 +42,6 @@ docs/results
 docs/publishing
 docs/conventions
 docs/gpu
-docs/extending
-docs/architecture
-docs/api
 docs/*
 CONTRIBUTING
 CHANGELOG
@@ -70,6 +67,13 @@ def as_markdown(app: Sphinx, what: str, name: str, obj: object, options: object,
     lines[:] = "\n\n".join(paragraphs).split("\n")
 
 
+def without_inherited(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """Leave out a signature of two pages, as that of CATTOConfig, which repeats TRL's hundred settings."""
+    return ("(...)", returned) if len(signature or "") > 2000 else None
+
+
 def add_front_page(app: Sphinx, error: Exception | None) -> None:
     """Copy the first page to the address that servers look for."""
     if error is None:
@@ -80,4 +84,5 @@ def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-docstring", as_markdown)
+    app.connect("autodoc-process-signature", without_inherited)
     app.connect("build-finished", add_front_page)
