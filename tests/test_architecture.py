@@ -34,6 +34,7 @@ LEVELS = {
     "objectives": 2,
     "metrics": 2,
     "logs": 3,
+    "plain_table": 3,
     "measure": 3,
     "calibrate": 3,
     "predict": 3,
@@ -129,7 +130,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 # A ceiling for the whole package: lower it when the package shrinks. `python tests/shape.py` prints where it stands.
-CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 13_396, 89, 1090, 96
+CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 13_474, 90, 1099, 99
 
 
 def test_the_package_stays_within_its_budget() -> None:

@@ -25,6 +25,7 @@ from catto.logs import (
     answer_of,
     answer_probability,
     field,
+    format_of,
     probability_of,
     read_answers,
     text_of,
@@ -47,6 +48,7 @@ from catto.metrics.statistics import (
     held,
     null_table,
 )
+from catto.plain_table import columns_of, probabilities, read_plain, texts, truths
 from catto.problems import DataError, did_you_mean, listed
 
 Read = Callable[[Fields], Any]
@@ -62,6 +64,13 @@ MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
 # Mean confidence less accuracy; it has a row of its own, whichever metrics are chosen.
 GAP = "gap"
+# What reads a whole column, for what reads one cell of it.
+AT_ONCE: dict[Callable[..., Any], Callable[[Any], Any]] = {
+    probability_of: probabilities,
+    truth_of: truths,
+    text_of: texts,
+    answer_of: texts,
+}
 # 200 resamples still place the 2.5 % quantile.
 RESAMPLES, FEW_RESAMPLES, MANY_ROWS = 1000, 200, 200_000
 
@@ -201,6 +210,39 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
     """Read answers; the result is GradedAnswers where the rows say which were right."""
     names = names or ColumnNames()
+    columns = _at_once(path, names) or _row_by_row(path, names)
+    read_as = columns.get("source")
+    if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
+        read_as = None  # another kind of file that calls something else `source`
+    confidence = np.array(columns["confidence"], dtype=np.float64)
+    correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
+    if "gold" in columns:
+        try:
+            confidence, correct = _graded(confidence, columns["gold"], columns.get("answer"), names)
+        except ValueError as error:
+            raise DataError(path, None, str(error)) from None
+    common = (path, confidence, columns.get("question"), read_as, columns.get("by"))
+    return Confidences(*common) if correct is None else GradedAnswers(*common, correct)
+
+
+def _at_once(path: Path, names: ColumnNames) -> dict[str, Any] | None:
+    """Read the columns of a plain table; None where row by row is the only way, or gives an error that names a row."""
+    if (table := read_plain(path)) is None:
+        return None
+    [first] = table.slice(0, 1).to_pylist()
+    try:
+        readers = _readers(first, names)
+    except ValueError:
+        return None
+    wanted: dict[str, tuple[Callable[[Any], Any], str]] = {"source": (texts, "source")} if "source" in readers else {}
+    for name, read in readers.items():
+        if isinstance(read, partial):
+            wanted[name] = AT_ONCE[read.func], read.args[0] if read.args else read.keywords["name"]
+    same = format_of(first, names) == "catto" and wanted.keys() == readers.keys()
+    return columns_of(table, wanted) if same else None
+
+
+def _row_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {}
     steps: list[tuple[Callable[[Any], None], Read]] = []
     for row, fields in read_answers(path, names):
@@ -217,18 +259,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
             raise DataError(path, row, str(error)) from None
     if not steps:
         raise DataError(path, None, "holds no rows")
-    read_as = columns.get("source")
-    if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
-        read_as = None  # another kind of file that calls something else `source`
-    confidence = np.array(columns["confidence"], dtype=np.float64)
-    correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
-    if "gold" in columns:
-        try:
-            confidence, correct = _graded(confidence, columns["gold"], columns.get("answer"), names)
-        except ValueError as error:
-            raise DataError(path, None, str(error)) from None
-    common = (path, confidence, columns.get("question"), read_as, columns.get("by"))
-    return Confidences(*common) if correct is None else GradedAnswers(*common, correct)
+    return columns
 
 
 def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
