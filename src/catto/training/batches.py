@@ -195,8 +195,9 @@ def block_mask(batch: Batch) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     (lines, size), device = batch.segments.shape, batch.segments.device
-    # Compiled on a GPU, where the mask of every pair of tokens is then never held.
-    return create_block_mask(visible(batch), lines, None, size, size, device=device, _compile=device.type == "cuda")
+    # Compiled, it never holds the mask of every pair of tokens; lengths that change compile it twice, no more.
+    make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(visible(batch), lines, None, size, size, device=device)
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
