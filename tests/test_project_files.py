@@ -75,6 +75,7 @@ def test_the_source_archive_holds_what_a_checkout_holds() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
     local = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert {"benchmarks", "docs", "examples", "tests"} <= set(manifest) & local
+    assert {".ci", ".github"} <= set(manifest)
     files = {"Makefile", "constraints.txt", *(page for page in PAGES if "/" not in page)} - {"README.md"}
     assert files <= set(manifest)
 
