@@ -137,7 +137,7 @@ CHECKS += [f"{step} {what}" for step in ("step", "shared prompts") for what in (
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "CPU", selftest.Size(2, 12, 6, 200, 64, 1))
+    monkeypatch.setattr(selftest, "CPU", (2, 12, 6, 200, 64, 1))
 
 
 def test_selftest_passes_on_this_machine_and_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -36,20 +36,8 @@ BOUNDS = {"fp32": dict.fromkeys(("head", "labels", "step"), (1e-4, 1e-4))}
 BOUNDS["bf16"] = {"head": (1e-4, 1e-2), "labels": (1e-2, 1e-2), "step": (0.1, 0.1)}
 LABELS = [8, 9, 10, 11]
 Pair = Mapping[str, Sequence[int]]
-
-
-class Size(NamedTuple):
-    """How large the test is: ten seconds."""
-
-    pairs: int
-    prompt: int
-    response: int
-    words: int
-    width: int
-    layers: int
-
-
-CPU, ACCELERATOR = Size(2, 80, 32, 2000, 128, 2), Size(4, 160, 64, 32000, 512, 4)
+# Pairs, tokens of a prompt and of a response, words, width and layers: a few seconds of work.
+CPU, ACCELERATOR = (2, 80, 32, 2000, 128, 2), (4, 160, 64, 32000, 512, 4)
 
 
 def selftest(bf16: bool | None = None) -> dict[str, Any]:
@@ -58,23 +46,23 @@ def selftest(bf16: bool | None = None) -> dict[str, Any]:
     bf16: what is computed in; None is the default of training on this device. Returns `ok`, the `checks` (name, error,
     bound, ok, problem), `milliseconds` of every kind of step, and the device, precision and attention.
     """
-    size = ACCELERATOR if torch.accelerator.is_available() else CPU
-    tokenizer = word_tokenizer(f"w{number}" for number in range(size.words))
-    shape = ScratchModel(layers=size.layers, width=size.width, heads=size.width // 64, intermediate=2 * size.width)
+    cpu = not torch.accelerator.is_available()
+    number, prompt, response, words, width, layers = CPU if cpu else ACCELERATOR
+    tokenizer = word_tokenizer(f"w{word}" for word in range(words))
+    shape = ScratchModel(layers=layers, width=width, heads=width // 64, intermediate=2 * width)
     policy, reference = (scratch_model(tokenizer, shape, seed) for seed in (0, 1))
     for parameter in (*policy.parameters(), *reference.parameters()):
-        parameter.data.mul_(90 / size.width**0.5 if parameter.dim() > 1 else 1)  # distributions far from uniform
-    draw = random.Random(0)
-    lengths = {"prompt_ids": size.prompt, "chosen_ids": size.response, "rejected_ids": size.response}
-    pairs = [{name: draw.choices(range(8, size.words), k=n) for name, n in lengths.items()} for _ in range(size.pairs)]
+        parameter.data.mul_(90 / width**0.5 if parameter.dim() > 1 else 1)  # distributions far from uniform
+    draw, lengths = random.Random(0), {"prompt_ids": prompt, "chosen_ids": response, "rejected_ids": response}
+    pairs = [{name: draw.choices(range(8, words), k=n) for name, n in lengths.items()} for _ in range(number)]
     with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"per_device_train_batch_size": size.pairs, "max_length": None, "report_to": "none"}
-        options |= {"gradient_checkpointing": False, "bf16": bf16, "use_cpu": size is CPU}
+        options: dict[str, Any] = {"per_device_train_batch_size": number, "max_length": None, "report_to": "none"}
+        options |= {"gradient_checkpointing": False, "bf16": bf16, "use_cpu": cpu}
         config = CATTOConfig(folder, **options)
         models = copy.deepcopy(policy), copy.deepcopy(reference)
         trainer = CATTOTrainer(*models, config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
         trainer.accelerator.prepare_model(trainer.model)  # its forward enters autocast, as in training
-        inputs = _head_inputs(size, torch.bfloat16 if config.bf16 else torch.float32)
+        inputs = _head_inputs(number * response, words, width, torch.bfloat16 if config.bf16 else torch.float32)
         plain = _graded(_plain_loss(policy, reference, pairs), policy.parameters())
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
@@ -163,11 +151,11 @@ def _head(inputs: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return _graded(torch.stack([stats.target, stats.rival]), (hidden, weight))
 
 
-def _head_inputs(size: Size, dtype: torch.dtype) -> Sequence[Tensor]:
+def _head_inputs(tokens: int, words: int, width: int, dtype: torch.dtype) -> Sequence[Tensor]:
     """Hidden states, a weight and targets."""
-    generator, tokens = torch.Generator().manual_seed(0), size.pairs * size.response
-    hidden, weight = (torch.randn(n, size.width, generator=generator) for n in (tokens, size.words))
-    return hidden.to(dtype), weight.mul(0.3).to(dtype), torch.randint(size.words, (tokens,), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, width, generator=generator) for n in (tokens, words))
+    return hidden.to(dtype), weight.mul(0.3).to(dtype), torch.randint(words, (tokens,), generator=generator)
 
 
 # ---- the references --------------------------------------------------------------------------------------------------
