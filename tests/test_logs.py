@@ -295,6 +295,45 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, names: dict[str, str], 
     assert told in str(error.value)
 
 
+def spoiled(value: Any) -> list[Any]:
+    """The same record with one value, at any depth, replaced or left out."""
+    if not isinstance(value, dict | list) or not value:
+        return [None, 7, "x", [], {}, [1], {"x": None}, -1e400]
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    copies = []
+    for key in keys:
+        for other in [*spoiled(value[key]), None, 7, "x", []]:
+            copies.append(json.loads(json.dumps(value)))
+            copies[-1][key] = other
+        if isinstance(value, dict):
+            copies.append({name: kept for name, kept in value.items() if name != key})
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("form", "record"),
+    [
+        ("lm-eval", lm_eval(0, [-1.0, -2.0], 0, 1.0)),
+        ("inspect", sample(0, 0.6, "C", "B")),
+        ("helm", helm(0, 0.9, 1.0)),
+        ("openai", {"gold": "B", "response": completion("B", [token("B", 0.3, A=0.2)])}),
+        ("uqlm", {"prompt": "p", "response": "r", "min_probability": 0.8, "response_correct": True}),
+    ],
+)
+def test_spoiled_records_are_read_or_refused_in_one_line(tmp_path: Path, form: str, record: dict[str, Any]) -> None:
+    outcomes, path = [], tmp_path / "a.jsonl"
+    for one in spoiled(record):
+        for named in (form, "auto"):
+            path.write_text(json.dumps(one) + "\n")
+            try:
+                read(path, format=named, gold="gold" if form == "openai" else None)
+                outcomes.append("read")
+            except DataError as error:
+                outcomes.append(str(error))
+    assert "read" in outcomes
+    assert all(outcome == "read" or outcome.startswith(str(path)) for outcome in outcomes)
+
+
 def test_broken_zip_files_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "log.eval"
     path.write_bytes(b"PK\x03\x04 nothing")

@@ -320,7 +320,9 @@ def _completion(record: Fields) -> Fields:
     """Find the completion in a record: itself, or below `response`, of a batch also below its `body`."""
     for name in ("response", "body"):
         record = record[name] if isinstance(record.get(name), dict) else record
-    return record if isinstance(record.get("choices"), list) and "message" in (record["choices"] or [{}])[0] else {}
+    choices = record.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return record if isinstance(first, dict) and "message" in first else {}
 
 
 def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> list[str]:
