@@ -7,12 +7,15 @@ Counts: `gpu_run.py` takes steps on a pretended device.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from torch import Tensor
 import pairs
 from catto.objectives import fused_head, label_logprobs, tiles, token_stats
 from catto.training import model_forward, monitor
-from catto.training.batches import Batch
+from catto.training.batches import Batch, build
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from catto.training.tokenize import examples
@@ -220,3 +223,22 @@ def test_a_step_of_ours_never_makes_the_host_wait_for_the_device(name: str, coun
     assert step["products"] == ["torch.bfloat16"] * heads * parts * 4  # forward, again in the backward, 2 gradients
     # 4 tiles, forward and backward, of one head or two; the term and the layout take the rest.
     assert step["launches"] <= (510 if heads == 1 else 670)
+
+
+def test_the_projection_counts_what_the_heads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `benchmarks/roofline.py`: FLOPs by hand, no fp32 product, little memory, the time of one product."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    roofline = importlib.import_module("roofline")
+    batch = build(roofline.pairs(8, 4, 4), [], 8, 0, shared=False)
+    config = SimpleNamespace(hidden_size=64, vocab_size=32_768)
+    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
+    with roofline.triton_kernels():
+        ours, memory = roofline.head("catto", config, batch, BF16)
+        theirs, _ = roofline.head("dpo", config, batch, BF16)
+        _, dense = roofline.head("dense", config, batch, BF16)
+    products = 4 * 2 * 32 * 64 * 32_768  # forward, again in the backward, and two gradients, of 8 x 4 tokens
+    assert ours.flops(BF16) == theirs.flops(BF16) == products
+    assert ours.fp32_products == theirs.fp32_products == 0
+    assert memory < 0.1 * dense
+    cost = roofline.Cost(Counter({roofline.Operation("mm", 312e12, 1.0, BF16): 3}))
+    assert cost.seconds(roofline.CARDS["A100"]) == pytest.approx(3 / roofline.PRODUCTS)
