@@ -314,6 +314,16 @@ def test_all_rows_decide_what_an_answer_is(answers: list[Any], golds: list[str],
     assert [found[f"Row {n}"] for n in range(len(rows))] == golds
 
 
+def test_labels_of_the_rows_come_before_indices_and_letters_do_not_come_before_texts(tmp_path: Path) -> None:
+    choices = {"label": ["1", "2", "3"], "text": ["p", "q", "r"]}
+    rows = [{"stem": f"Row {n}", "choices": choices, "key": "1"} for n in range(3)]
+    files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
+    assert {gold_text(one) for one in load(from_file(files, fields=MAP), "test")} == {"p"}  # type: ignore[arg-type]
+    write_lines(files["test"], [{"stem": "Which letter?", "choices": ["B", "A"], "key": "A"}])
+    with pytest.raises(DataError, match="key 'A' may be an option's label or an option's text, and no row decides"):
+        load(from_file(files, fields=MAP), "test")  # type: ignore[arg-type]
+
+
 def test_what_no_row_decides_is_refused_and_can_be_stated(tmp_path: Path) -> None:
     rows = [{"stem": "Row", "choices": ["p", "q", "r"], "key": 1}] * 3
     files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
