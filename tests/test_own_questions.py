@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import catto
-from catto.engines.transformers import TransformersEngine
+from catto.engines import open_engine
 from catto.files import read_records
 from catto.predict.predictor import evaluate
 from catto.problems import DataError
@@ -29,7 +29,6 @@ from command import Done, run, write_lines
 from experiment_world import write_recipe
 from pages import ROOT
 from public_schemas import SCHEMAS, Schema
-from tiny import tiny_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 FREE = {"source": "labels", "reasoning": False, "n": 4, "min_wrong": 1}
@@ -122,6 +121,8 @@ def from_options(folder: Path, schema: Schema) -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import tiny_model, tiny_tokenizer
+
     folder = tmp_path_factory.mktemp("model")
     texts: list[str] = []
     for schema in SCHEMAS.values():
@@ -134,7 +135,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_shape_is_answered_and_read(model: Path, tmp_path: Path) -> None:
-    engine = TransformersEngine.load(str(model), batch_size=4)
+    engine = open_engine("transformers", str(model), batch_size=4)
     for schema in SCHEMAS.values():
         asked = list(load(from_options(tmp_path, schema), "test"))
         predictions = evaluate(engine, asked, max_tokens=2)
@@ -230,6 +231,15 @@ def held(graph: Any, split: Any, seed: int) -> list[Question]:
     return questions_of(graph.questions("mine", split, seed).settings)[0]
 
 
+def test_the_keys_of_benchmarks_do_not_depend_on_settings_of_own_files() -> None:
+    from catto.experiment.graph import Graph, open_recipe
+
+    counted = Graph(open_recipe("quickstart")).questions("witnesses").settings.counted()
+    assert "seeds" not in counted
+    assert "answers" not in counted["block"]
+    assert counted["block"]["answer"] == "label"
+
+
 def test_the_key_has_the_fields_of_a_task_file_and_the_contents_of_the_answers(tmp_path: Path) -> None:
     from catto.experiment.graph import Graph, open_recipe
 
@@ -287,13 +297,15 @@ def test_words_that_all_rows_share_are_the_labels_and_phrases_are_not(tmp_path: 
 
 
 def test_an_answer_that_is_always_one_column_shows_at_no_place(tmp_path: Path) -> None:
-    """Options that name letters keep their order elsewhere; here the first would always be right."""
+    """Options that name letters keep their order elsewhere; here the second would always be right."""
     rows = [{"q": f"Row {n}", "right": "Both A and B", "wrong": "C only"} for n in range(40)]
     task = from_file(
         {"test": write_lines(tmp_path / "mine.jsonl", rows)},
-        fields={"question": "q", "options": ["right", "wrong"], "answer": "right"},
+        fields={"question": "q", "options": ["wrong", "right"], "answer": "right"},
     )
-    assert {one.gold for one in load(task, "test")} == {"A", "B"}
+    questions = list(load(task, "test"))
+    assert {gold_text(one) for one in questions} == {"Both A and B"}
+    assert {one.gold for one in questions} == {"A", "B"}
 
 
 @pytest.mark.parametrize(
