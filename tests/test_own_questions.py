@@ -403,6 +403,7 @@ def test_a_text_that_two_options_share_is_no_answer(tmp_path: Path, capsys: Capt
             ["question=stem,options=choices", "--answers", "test=a.lst"],
             "a.lst: 2 answers, expected 3, one for each",
         ),
+        (["question=stem,options=choices", "--answers", "test=b.lst"], "b.lst: 4 answers, expected 3, one for each"),
         ([FIELDS, "--answers", "test=a.lst"], "fields: answer: the answers are in a file of their own"),
         (["question=stem,options=choices", "--answers", "a.lst"], "answers: 1 files for the 0 of train"),
         (["question=stem,options=choices+other,answer=key"], "row 1: other is missing"),
@@ -422,6 +423,7 @@ def test_a_malformed_map_is_one_line(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "mine.jsonl", COLOURS)
     (tmp_path / "a.lst").write_text("A\nB\n")
+    (tmp_path / "b.lst").write_text("A\nB\nA\nB\n")
     assert_refused(run(capsys, *asking("data", tmp_path), "--fields", *options), said)
 
 

@@ -25,8 +25,8 @@ Files = Mapping[Split, str | Path | Sequence[str | Path]]
 class Task:
     """Where the questions of one task come from.
 
-    `maps` say which field of a row is which: the one that fits the row's fields best is used. `parse` reads rows that
-    no map describes; it returns the draft, or the reason to leave the row out.
+    `maps` say which field of a row is which: the one that fits the first row of a file best is used. `parse` reads rows
+    that no map describes; it returns the draft, or the reason to leave the row out.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Task:
     files: Files | None = None
     answers: Files | None = None  # one answer a line, file by file as in `files`
 
-    def read(self, raw: Raw) -> Draft | str:
-        """Turn a row into a draft, or return the reason to leave it out."""
+    def reader(self, raw: Raw) -> Callable[[Raw], Draft | str]:
+        """What reads the rows of a file whose first row this is: the draft, or the reason to leave a row out."""
         if self.parse is not None:
-            return self.parse(raw)
-        return max(self.maps, key=lambda known: len(known.names & raw.keys()) - len(known.names - raw.keys()))(raw)
+            return self.parse
+        return max(self.maps, key=lambda known: len(known.names & raw.keys()) - len(known.names - raw.keys()))
 
 
 def parse_reward_bench_2(raw: Raw) -> Draft | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from catto.problems import DataError, did_you_mean
 from catto.recipe import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks.benchmarks import TASKS, Files, Task
-from catto.tasks.fields import ANSWER
+from catto.tasks.fields import ANSWER, Raw
 from catto.tasks.own_file import own_task, task_name
 from catto.tasks.splits import (
     Cut,
@@ -245,6 +245,7 @@ class _Loading:
     source: RowSource
     report: LoadReport
     cut: Cut | None = None  # None: every split there is has its own file
+    readers: dict[str, Callable[[Raw], Draft | str]] = field(default_factory=dict)  # by file
 
     def __post_init__(self) -> None:
         task, available = self.task, self.source.available
@@ -349,8 +350,10 @@ class _Loading:
             yield Entry(place, name, group, content), draft
 
     def _parsed(self, file: str, number: int, raw: dict[str, Any]) -> Draft | str:
+        if file not in self.readers:
+            self.readers[file] = self.task.reader(raw)
         try:
-            return self.task.read(raw)
+            return self.readers[file](raw)
         except ValueError as error:
             raise DataError(file, number, str(error)) from None
 
