@@ -119,8 +119,11 @@ def _batch_rows(batch: dict[str, Any]) -> Any:
 def test_cuda_packs_by_itself_with_flex_attention_and_equal_gradients(flex: list[bool]) -> None:
     padded = step(CATTOTrainer, CATTOConfig, padding_free=False)
     assert not flex
-    chosen = step(CATTOTrainer, CATTOConfig, prefix_sharing=True)
-    assert flex == [False, False, True, True]  # two layers of the reference, then of the policy in training
+    model = tiny_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    chosen = step(CATTOTrainer, CATTOConfig, model=model, prefix_sharing=True)
+    # Two layers of the reference, two of the policy in training and the two again in its backward pass.
+    assert flex == [False, False, True, True, True, True]
     for model in (chosen.trainer.model, chosen.trainer.ref_model):
         assert model.config._attn_implementation == "catto"
     assert chosen.trainer.arrangement() == {"shared": True, "packed": True}
