@@ -34,7 +34,8 @@ def read_plain(path: Path) -> Any | None:
     if len(data) > MOST_JSON_BYTES or b"\0" in data or b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
         return None
     try:
-        data.decode()
+        if not data.isascii():
+            data.decode()
         table = _csv_table(arrow, data) if form == ".csv" else _json_table(arrow, data)
     except (UnicodeDecodeError, arrow.ArrowException):
         return None
@@ -44,8 +45,9 @@ def read_plain(path: Path) -> Any | None:
 def _json_table(arrow: Any, data: bytes) -> Any | None:
     from pyarrow import json
 
-    rows, lines = data.count(b"{"), b"\n" + data.strip(b"\n") + b"\n"
-    if not rows == data.count(b"}") == lines.count(b"\n{") == lines.count(b"}\n") == lines.count(b"\n") - 1:
+    rows, lines = data.count(b"{"), data.count(b"\n") + (not data.endswith(b"\n"))
+    starts, ends = data.count(b"\n{") + data.startswith(b"{"), data.count(b"}\n") + data.endswith(b"}")
+    if not rows == data.count(b"}") == lines == starts == ends:
         return None  # not one object a line
     table = json.read_json(arrow.py_buffer(data), read_options=json.ReadOptions(use_threads=False))
     numbers = [column for column in table.columns if arrow.types.is_floating(column.type)]

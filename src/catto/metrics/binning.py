@@ -292,7 +292,7 @@ def _registered(metric: M, written: Callable[..., object], on_counts: Callable[.
 
 def by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
     """Return the rows in rising order, where each group of equal confidences starts in it, and their confidences."""
-    order = np.argsort(confidence, kind="stable")
+    order = np.argsort(confidence)
     c = confidence[order] + 0.0  # turns -0 into 0
     starts = np.flatnonzero(np.append(True, c[1:] != c[:-1]))
     return order, starts, c[starts]

@@ -336,6 +336,7 @@ def null_table(
         c = np.sort(c) if len(c) > BLOCK else c  # drawn in the order in which they are counted
         order, starts, value = by_confidence(c)
         count = np.diff(starts, append=len(c)).astype(np.float64)
+        confidence_sum = count * value
         prepared = [on_counts(metric)(value) for metric in metrics.values()]
         values = []
         for size in _parts(simulations, len(c), tick if place == 0 else lambda: None):
@@ -344,6 +345,7 @@ def null_table(
             if len(starts) < len(c):
                 right = np.add.reduceat(right, starts, axis=1)
             rows = Groups(value, np.broadcast_to(count, right.shape), right)
+            vars(rows)["confidence_sum"] = np.broadcast_to(confidence_sum, right.shape)  # of every simulation the same
             values.append(np.array([metric(rows) for metric in prepared]))
         draws += np.hstack(values) / len(confidences)
     return {name: _band(row, level) for name, row in zip(metrics, draws, strict=True)}
