@@ -79,11 +79,11 @@ def select(
         return
     if counts.warning is not None:
         say(counts.warning)
-    made = table(str(file), "rule", "k", "accuracy", "95 % interval", "ECE", "subsets", "fallback")
+    made = table(str(file), "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
     for row in rows:
-        cells = (number(row.accuracy, True), span(row.low, row.high, True), number(row.ece, True))
+        accuracy = f"{number(row.accuracy, True)}\n{span(row.low, row.high, True)}"
         subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
-        made.add_row(row.rule, str(row.k), *cells, subsets, f"{100 * rate:.1f} %")
+        made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, f"{100 * rate:.1f} %")
     print_table(made)
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
