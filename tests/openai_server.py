@@ -67,13 +67,13 @@ def error(status: int, message: str = "no", **more: Any) -> Reply:
 class OpenAIServer:
     """Serve `respond(seen) -> Reply` while the context lasts; every request is kept in `seen`."""
 
-    def __init__(self, respond: Callable[[Seen], Reply]) -> None:
+    def __init__(self, respond: Callable[[Seen], Reply], port: int = 0) -> None:
         self.respond = respond
         self.seen: list[Seen] = []
         self.flying = self.most_flying = 0
         self._attempts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", port), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
     @property

@@ -40,6 +40,7 @@ LEVELS = {
     "predict": 3,
     "teacher": 3,
     "training": 4,
+    "serve": 4,
     "experiment": 5,
     "report": 5,
     "cli": 6,
@@ -130,7 +131,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 # A ceiling for the whole package: lower it when the package shrinks. `python tests/shape.py` prints where it stands.
-CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 13_474, 90, 1099, 99
+CODE, FILE_COUNT, FUNCTIONS, USED_ONCE = 14_475, 94, 1175, 106
 
 
 def test_the_package_stays_within_its_budget() -> None:

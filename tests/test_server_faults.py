@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from catto.engines import check_server
-from catto.engines.server import ServerEngine, ServerError, back_off, wished_wait
+from catto.engines.replies import wished_wait
+from catto.engines.server import ServerEngine, ServerError, back_off
 from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from server_cases import by_seed, engine, refused, request

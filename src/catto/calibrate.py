@@ -1,7 +1,10 @@
-"""Fit a calibrator on one file of answers and apply it to another, both kept as files.
+"""Fit a calibrator on one file of answers and apply it to another; choose final answers and a threshold for them.
 
 Next to the calibrator is a manifest that says what it reads (`on`: confidences or label log-probabilities) and which
 questions it was fitted on, as digests, so that measuring on the fit set can be noticed.
+
+A calibrator that was fitted on final answers (`final_answers`) is applied to final answers of the same protocol, any
+other to each sample before one is chosen. A threshold holds for final answers of one protocol and one calibrator.
 """
 
 from __future__ import annotations
@@ -9,14 +12,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 
-from catto.files import library_versions, manifest_path, read_manifest, replacing, write_manifest
+from catto.files import (
+    first_problem,
+    library_versions,
+    manifest_path,
+    read_json,
+    read_manifest,
+    replacing,
+    write_manifest,
+    write_records,
+)
 from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.measure import (
     Confidences,
@@ -27,8 +40,10 @@ from catto.measure import (
 )
 from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
+from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.selection import RULES, candidates, grouped, stopped
 from catto.problems import DataError
-from catto.records import Manifest
+from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
 On = Literal["confidence", "labels"]
 Kind = Literal["temperature", "platt", "isotonic", "histogram"]
@@ -37,6 +52,8 @@ Kind = Literal["temperature", "platt", "isotonic", "histogram"]
 NO_LABEL = -1e6
 # The smallest digests of the fit questions are kept, and no more: of larger sets they are a fair sample.
 MANY_QUESTIONS = 10_000
+FINAL = "final answers"
+OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
 @dataclass(frozen=True)
@@ -81,11 +98,46 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibrator, what it reads, and the digests of the questions it was fitted on (None: not known)."""
+    """A calibrator, what it reads, and the digests of the questions it was fitted on (None: not known).
+
+    `protocol`: of the final answers that it was fitted on; None: of single samples. `rows` is how many there were.
+    """
 
     calibrator: Calibrator
     on: On
     questions: tuple[str, ...] | None = None
+    protocol: Protocol | None = None
+    rows: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """What tells this calibrator from others."""
+        return content_hash([self.on, self.calibrator.model_dump()])
+
+    def ranked(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+        """Return samples with calibrated confidences; a calibrator of final answers leaves samples as they are.
+
+        ValueError where a sample lacks the label log-probabilities that the calibrator reads. No answer stays at 0.
+        """
+        if self.protocol is not None:
+            return list(predictions)
+        if self.on == "confidence" or not isinstance(self.calibrator, Temperature):
+            new = self.calibrator.apply([one.confidence for one in predictions]).tolist()
+        else:
+            new = [self._of_labels(self.calibrator, one) for one in predictions]
+        pairs = zip(predictions, new, strict=True)
+        return [one.model_copy(update={"confidence": 0.0 if one.label is None else value}) for one, value in pairs]
+
+    @staticmethod
+    def _of_labels(calibrator: Temperature, one: Prediction) -> float:
+        known = one.label_logprobs
+        if one.label is None:
+            return 0.0
+        if known is None:
+            name = f"question {one.question} sample {one.sample}"
+            raise ValueError(f"{name} has no label_logprobs, which the calibrator reads")
+        rescaled = calibrator.apply_labels([list(known.values())])[0]
+        return float(np.exp(rescaled[list(known).index(one.label)]))
 
     def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
@@ -120,8 +172,10 @@ def fit_file(
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
-    fitted = Fitted(calibrator, on, None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS])
-    notes = {"on": on, "fitted_on": path.name, "questions": fitted.questions}
+    known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
+    protocol = _final_notes(path).get("protocol") if manifest_path(path).exists() else None
+    fitted = Fitted(calibrator, on, known, protocol and Protocol.model_validate(protocol), len(answers))
+    notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": protocol}
     save(calibrator, out)
     counts = {"rows": len(answers)}
     write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
@@ -140,13 +194,19 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
         if on is None:
             raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
         return Fitted(calibrator, on)
-    notes = read_manifest(path).notes
+    manifest = read_manifest(path)
+    notes = manifest.notes
     noted, questions = notes.get("on", "confidence"), notes.get("questions")
     if noted not in ("confidence", "labels"):
         raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
     if questions is not None and not (isinstance(questions, list) and all(isinstance(one, str) for one in questions)):
         raise DataError(place, None, "notes.questions: expected a list of texts")
-    return Fitted(calibrator, on or noted, None if questions is None else tuple(questions))
+    try:
+        protocol = Protocol.model_validate(notes["protocol"]) if notes.get("protocol") is not None else None
+    except ValidationError as error:
+        raise DataError(place, None, f"notes.protocol: {first_problem(error)}") from None
+    known = None if questions is None else tuple(questions)
+    return Fitted(calibrator, on or noted, known, protocol, manifest.counts.get("rows"))
 
 
 def _digests(questions: Iterable[str]) -> tuple[str, ...]:
@@ -177,3 +237,125 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
                 raise DataError(path, row, message) from None
             file.write(line + "\n")
     return answers, calibrated
+
+
+def final_answers(
+    predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None = None
+) -> list[FinalAnswer]:
+    """Choose one answer a question of the first k samples, as the protocol says, with its calibrated confidence.
+
+    The calibrator must be of single samples or of this protocol.
+    """
+    rows = [row[: protocol.k] for row in grouped(predictions)]
+    if len(rows[0]) < protocol.k:
+        raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
+    taken_of = [one for row in rows for one in row]
+    given = candidates(taken_of if fitted is None else fitted.ranked(taken_of))
+    taken = np.full(len(rows), protocol.k)
+    if protocol.stop is None:
+        choice = RULES[protocol.rule](given)
+    else:
+        choice, taken = stopped(given, protocol.rule, protocol.stop)
+    confidence = choice.confidence
+    if fitted is not None and fitted.protocol is not None:
+        confidence = fitted.calibrator.apply(confidence)
+    answers = []
+    for row, place, stated, count in zip(rows, choice.place.tolist(), confidence.tolist(), taken.tolist(), strict=True):
+        one, used = row[place], row[:count]
+        tokens = [other.tokens for other in used if other.tokens is not None]
+        answers.append(
+            FinalAnswer(
+                question=one.question,
+                sample=one.sample,
+                label=one.label,
+                gold=one.gold,
+                correct=one.label is not None and one.label == one.gold,
+                confidence=stated if one.label is not None else 0.0,
+                confidence_raw=one.confidence,
+                source=one.source,
+                samples=count,
+                votes=sum(other.label == one.label for other in used if other.label is not None),
+                tokens=sum(tokens) if len(tokens) == count else None,
+            )
+        )
+    return answers
+
+
+def write_final(
+    out: Path, predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None
+) -> list[FinalAnswer]:
+    """Write the final answers with a manifest of how they were made; see `final_answers`."""
+    if fitted is not None and fitted.protocol not in (None, protocol):
+        raise ValueError(OTHER_PROTOCOL)
+    answers = final_answers(predictions, protocol, fitted)
+    shared = set(fitted.questions or ()) & set(_digests(one.question for one in answers)) if fitted else ()
+    notes = {
+        "protocol": protocol.model_dump(),
+        "calibrator": fitted.digest if fitted else None,
+        "fitted_on": len(shared),  # questions that the calibrator was fitted on
+        "models": sorted({one.model for one in predictions}),
+    }
+    counts = {"answers": len(answers)}
+    write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
+    return answers
+
+
+def _final_notes(path: Path) -> dict[str, Any]:
+    """The notes of a file of final answers; none where it is another file."""
+    manifest = read_manifest(path)
+    return manifest.notes if manifest.kind == FINAL else {}
+
+
+class RiskThreshold(Record):
+    """Answer at `confidence >= threshold`: at most `risk` of the answers are wrong, with probability 1 - delta.
+
+    This holds for final answers of the protocol with the calibrator of that digest, to questions like the `rows` that
+    it was fitted on, of which it answers the share `coverage`.
+    """
+
+    schema_version: Literal[1] = 1
+    kind: Literal["threshold"] = "threshold"
+    threshold: float = Field(ge=0, le=1)
+    risk: float = Field(gt=0, lt=1)
+    delta: float = Field(gt=0, lt=1)
+    coverage: float
+    answered: int
+    errors: int
+    bound: float
+    rows: int
+    protocol: Protocol
+    calibrator: str | None
+    models: tuple[str, ...] = ()
+
+
+def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
+    """Find the threshold for final answers and write it; DataError where none can promise the risk."""
+    _check_other_file(path, out, "the threshold")
+    notes = _final_notes(path) if manifest_path(path).exists() else {}
+    if "protocol" not in notes:
+        raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
+    if shared := notes.get("fitted_on"):
+        raise DataError(path, None, f"the calibrator was fitted on {shared} of these questions: use others")
+    answers = read_graded(path)
+    found = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
+    if found.threshold is None:
+        promise = f"an error rate of at most {100 * risk:g} % with {100 * (1 - delta):g} % confidence"
+        wrong = int((~answers.correct).sum())
+        raise DataError(path, None, f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong")
+    made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
+    try:
+        threshold = RiskThreshold.model_validate({**asdict(found), "rows": len(answers), **made_with})
+    except ValidationError as error:
+        raise DataError(manifest_path(path), None, f"notes: {first_problem(error)}") from None
+    with replacing(out) as file:
+        file.write(threshold.model_dump_json(indent=2) + "\n")
+    return threshold
+
+
+def open_threshold(path: Path) -> RiskThreshold:
+    """Read a threshold that `fit_threshold` wrote."""
+    value = read_json(path)
+    try:
+        return RiskThreshold.model_validate(value)
+    except ValidationError as error:
+        raise DataError(path, None, first_problem(error, value)) from None

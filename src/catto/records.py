@@ -170,6 +170,39 @@ class Prediction(Sampled):
     model: str
 
 
+class Protocol(Record):
+    """How one answer is made of k samples: what a threshold's guarantee depends on besides model and questions.
+
+    `stop`: adaptive k, which ends votes when they are settled and the most confident at this confidence. `fallback`:
+    a response without an answer is continued to one (`answer`), or has none (`none`).
+    """
+
+    rule: str
+    k: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    fallback: Literal["answer", "none"]
+    stop: float | None = None
+
+
+class FinalAnswer(Record):
+    """The answer chosen among a question's samples; `confidence_raw` is the model's own for the chosen sample.
+
+    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, all have `tokens` tokens.
+    """
+
+    question: str
+    sample: int
+    label: str | None
+    gold: str
+    correct: bool
+    confidence: float = Field(ge=0, le=1)
+    confidence_raw: float = Field(ge=0, le=1)
+    source: Literal["free", "plain", "fallback"]
+    samples: int
+    votes: int
+    tokens: int | None
+
+
 class Manifest(Record):
     """Describes the file of records that it is beside: what they are, how they were made, how many."""
 

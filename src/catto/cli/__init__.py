@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, run, select, teach, train
+from catto.cli import calibrate, data, doctor, evaluate, measure, run, select, serve, teach, train
 from catto.cli.console import examples, refuse
 from catto.problems import DataError
 
@@ -35,6 +35,7 @@ app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
 app.add_typer(calibrate.app, name="calibrate")
 app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("select", epilog=select.EXAMPLES)(select.select)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("data", epilog=data.EXAMPLES)(data.data)
 app.add_typer(run.app, name="recipe")
 app.command("plan", epilog=run.PLAN_EXAMPLES)(run.plan)

@@ -1,4 +1,4 @@
-"""`catto calibrate fit` and `catto calibrate apply`: repair confidences after the fact."""
+"""`catto calibrate fit`, `apply` and `threshold`: repair confidences after the fact, and find when to answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from catto.cli.console import (
     MOST_SEED,
     examples,
+    finite,
     number,
     print_table,
     refuse,
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 
 FIT = "catto calibrate fit validation.jsonl --method temperature --out tau.json"
 APPLY = "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
+THRESHOLD = "catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json"
 SHOWN = ("ece", "nll", "brier")
 SeedOption = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Fit a calibrator on one file and apply it to another.", epilog=examples(FIT, APPLY)
+    no_args_is_help=True,
+    help="Fit a calibrator on one file, apply it to another, and find a threshold.",
+    epilog=examples(FIT, APPLY, THRESHOLD),
 )
 
 
@@ -122,6 +126,37 @@ def apply(
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
     say(f"Next: catto measure {out}")
+
+
+@app.command("threshold", epilog=examples(THRESHOLD))
+def threshold(
+    file: Annotated[Path, typer.Argument(help="Final answers, as `catto select --rule ... --out` writes them.")],
+    target_risk: Annotated[
+        float, typer.Option(min=0.0001, max=0.9999, callback=finite, help="Largest share of wrong answers.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the threshold goes: a .json file.")],
+    confidence_level: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, callback=finite, help="How surely it must hold.")
+    ] = 0.95,
+) -> None:
+    """Find the lowest confidence above which at most this share of the answers is wrong, for `catto serve`.
+
+    The answers must be to questions that fitted neither the model nor the calibrator. What they were made with (rule,
+    k, temperature, fallback, calibrator) is stored: the promise is for answers made in the same way.
+    """
+    from catto.calibrate import fit_threshold
+
+    if out.suffix.lower() != ".json":
+        refuse(f"--out: {out} must end in .json")
+    writable_file("--out", out)
+    found = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
+    say(
+        f"Answering at confidence >= {found.threshold:.8g}: coverage {100 * found.coverage:.1f} %, {found.errors:,} of "
+        f"{found.answered:,} wrong, error rate at most {100 * found.bound:.1f} % with {100 * confidence_level:g} % "
+        "confidence."
+    )
+    made = found.protocol
+    say(f"For the {made.rule} of {made.k} at temperature {made.temperature:g}. Wrote {out}.")
 
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:

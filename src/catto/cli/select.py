@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from catto.cli.console import (
     MOST_SEED,
+    check_name,
     examples,
     finite,
     number,
@@ -19,33 +20,59 @@ from catto.cli.console import (
     say,
     span,
     table,
+    writable_file,
 )
 from catto.recipe import MOST_SAMPLES
 
+if TYPE_CHECKING:
+    from catto.metrics.ranking import Within
+    from catto.records import Prediction, Protocol
+
+MOST = "most confident"
 EXAMPLES = examples(
     "catto select predictions.jsonl --k 4 8",
     "catto select predictions.jsonl --k 4 --fit-tau validation.jsonl",
     "catto select predictions.jsonl --k 4 --tau 1.3 --json",
+    'catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl',
 )
+
+TauOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=100.0,
+        callback=finite,
+        help="Rank by the label's confidence at this temperature.",
+        show_default="as the file states it",
+    ),
+]
+StopOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        callback=finite,
+        help="With --adaptive: the most confident stops at this confidence.",
+        show_default="chosen on this file, which should be of validation questions",
+    ),
+]
 
 
 def select(
     file: Annotated[Path, typer.Argument(help="Predictions with several samples per question.")],
     k: Annotated[list[int], typer.Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
     more: Annotated[list[int] | None, typer.Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
-    tau: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            max=100.0,
-            callback=finite,
-            help="Rank by the label's confidence at this temperature.",
-            show_default="as the file states it",
-        ),
-    ] = None,
+    tau: TauOption = None,
     fit_tau: Annotated[
         Path | None, typer.Option(help="Fit the ranking's tau on these greedy validation predictions.")
     ] = None,
+    rule: Annotated[str | None, typer.Option(help="With --out: how the final answers are chosen.")] = None,
+    calibrator: Annotated[Path | None, typer.Option(help="With --out: calibrate the confidences.")] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Stop sampling a question when its choice is settled.")
+    ] = False,
+    stop: StopOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write one final answer per question: a .jsonl file.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
@@ -56,12 +83,23 @@ def select(
     """
     from catto.files import read_records
     from catto.measure import Sources, jsonable
-    from catto.metrics.selection import candidates, within_questions
+    from catto.metrics.selection import RULES, candidates, within_questions
     from catto.metrics.selection import select as selected
     from catto.metrics.temperature import fit_tau as fitted
+    from catto.metrics.temperature import rescaled
     from catto.predict.predictor import refusals_of
     from catto.records import Prediction
 
+    sizes = [*k, *(more or ())]
+    if out is not None and (rule is None or len(sizes) > 1 or tau is not None or fit_tau is not None):
+        refuse("--out: needs --rule and one --k, and takes a --calibrator in place of a tau")
+    if out is None and (rule is not None or calibrator is not None):
+        refuse("--rule and --calibrator: for the final answers that --out writes")
+    if out is not None and rule is not None:
+        check_name("--rule", rule, RULES)
+        writable_file("--out", out)
+    if stop is not None and not adaptive:
+        refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
@@ -70,12 +108,15 @@ def select(
         if fit_tau is not None:
             tau = fitted(list(read_records(fit_tau, Prediction))).tau
         samples = candidates(predictions, tau)
-        rows = [row for size in (*k, *(more or ())) for row in selected(samples, size, seed=seed)]
+        rows = [row for size in sizes for row in selected(samples, size, seed=seed)]
+        saved = _adaptive_rows(predictions if tau is None else rescaled(predictions, tau), sizes, stop, adaptive)
+        if out is not None and rule is not None:
+            written = _write_final(out, predictions, rule, sizes[0], adaptive, stop, calibrator)
     within, counts = within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
     rate = counts.share("fallback")
     if as_json:
         known = {"fallback_rate": rate, "sources": jsonable(counts), "within": jsonable(within)}
-        print_json([{**jsonable(row), **known} for row in rows])
+        print_json([{**jsonable(row), **known} for row in rows] + saved)
         return
     if counts.warning is not None:
         say(counts.warning)
@@ -85,6 +126,8 @@ def select(
         subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
         made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, f"{100 * rate:.1f} %")
     print_table(made)
+    if saved:
+        _show_adaptive(saved)
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
     questions, size = samples.label.shape
@@ -92,11 +135,88 @@ def select(
     drawn = ", ".join(f"{value:g}" for value in sorted({one.temperature for one in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
+    if out is not None:
+        say(f"Wrote {out}: {written}.")
+    _show_within(within, questions)
+    if tau is None and within.pairs:
+        say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
+
+
+def _show_within(within: Within, questions: int) -> None:
     if not within.pairs:
         say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
         return
     value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
     basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
     say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
-    if tau is None:
-        say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
+
+
+def _show_adaptive(saved: list[dict[str, Any]]) -> None:
+    made = table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
+    for row in saved:
+        means = (f"{row['samples']:.2f}", "-" if row["tokens"] is None else f"{row['tokens']:.0f}")
+        ended = "-" if row["stop"] is None else f"{row['stop']:.4g}" if row["rule"] == MOST else "settled"
+        made.add_row(row["rule"], str(row["k"]), ended, *means, number(row["accuracy"], True))
+    print_table(made)
+
+
+def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None) -> Protocol:
+    """Describe how the first k samples of a file become one answer; choose where to stop if that is not given."""
+    from catto.metrics.selection import candidates, choose_stop
+    from catto.records import Protocol
+
+    temperatures = {one.temperature for one in predictions}
+    if len(temperatures) > 1:
+        raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
+    if adaptive and stop is None:
+        stop = choose_stop(candidates([one for one in predictions if one.sample < k])) if rule == MOST else 1.0
+    fallback: Literal["answer", "none"] = "none" if any(one.label is None for one in predictions) else "answer"
+    return Protocol(rule=rule, k=k, temperature=temperatures.pop(), fallback=fallback, stop=stop)
+
+
+def _adaptive_rows(
+    predictions: list[Prediction], sizes: list[int], stop: float | None, adaptive: bool
+) -> list[dict[str, Any]]:
+    """Return what stopping early saves of the first k samples: mean samples, tokens and accuracy, beside all k."""
+    from catto.calibrate import final_answers
+    from catto.metrics.selection import VOTES
+
+    rows: list[dict[str, Any]] = []
+    for k in sizes if adaptive else ():
+        for rule in (MOST, *VOTES):
+            for early in (False, True):
+                protocol = _protocol(predictions, rule, k, early, stop if early and rule == MOST else None)
+                answers = final_answers(predictions, protocol)
+                tokens = [one.tokens for one in answers if one.tokens is not None]
+                rows.append(
+                    {
+                        "rule": rule,
+                        "k": k,
+                        "stop": protocol.stop,
+                        "samples": sum(one.samples for one in answers) / len(answers),
+                        "tokens": sum(tokens) / len(answers) if len(tokens) == len(answers) else None,
+                        "accuracy": sum(one.correct for one in answers) / len(answers),
+                    }
+                )
+    return rows
+
+
+def _write_final(
+    out: Path,
+    predictions: list[Prediction],
+    rule: str,
+    k: int,
+    adaptive: bool,
+    stop: float | None,
+    calibrator: Path | None,
+) -> str:
+    """Write the final answers; return in words what they are."""
+    from catto.calibrate import open_fitted, write_final
+
+    fitted = None if calibrator is None else open_fitted(calibrator)
+    ranked = predictions if fitted is None else fitted.ranked(predictions)
+    protocol = _protocol(ranked, rule, k, adaptive, stop)
+    answers = write_final(out, predictions, protocol, fitted)
+    right = sum(one.correct for one in answers) / len(answers)
+    samples = sum(one.samples for one in answers) / len(answers)
+    return f"the {rule} of {k} ({samples:.2f} samples on average), accuracy {100 * right:.1f} %"

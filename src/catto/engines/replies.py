@@ -6,9 +6,12 @@ which too much is refused is stopped.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from math import isfinite
+from collections.abc import Iterable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from math import inf, isfinite
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -195,3 +198,21 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
     # The token that was drawn need not be among the best.
     tops = tuple((t.token, {t.token: t.logprob, **{top.token: top.logprob for top in t.top_logprobs}}) for t in kept)
     return text, tops, sum(token.logprob for token in kept) / len(kept)
+
+
+def wished_wait(headers: Mapping[str, str]) -> float | None:
+    """Seconds after which a server wants to be asked again, from its headers; None where they say nothing usable.
+
+    Example:
+        >>> wished_wait({"retry-after": "20"})
+        20.0
+    """
+    wait = 0.0
+    with contextlib.suppress(ValueError):
+        if "retry-after-ms" in headers:
+            wait = float(headers["retry-after-ms"]) / 1000
+        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
+            wait = float(given)
+        else:
+            wait = parsedate_to_datetime(given).timestamp() - time.time()
+    return wait if 0 < wait < inf else None

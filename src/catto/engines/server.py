@@ -10,7 +10,6 @@ import asyncio
 import base64
 import contextlib
 import copy
-import math
 import os
 import queue
 import random
@@ -21,7 +20,6 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -30,7 +28,7 @@ import openai
 from pydantic import ValidationError
 
 from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
-from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line
+from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line, wished_wait
 from catto.files import first_problem
 from catto.records import Message, Refusal
 
@@ -83,12 +81,18 @@ class Abilities(NamedTuple):
         return [line for line, is_missing in lines.items() if is_missing]
 
 
-class _FaultError(Exception):
-    """A try that failed: why, whether another one may help and after how long, and whether all requests would fail."""
+class FaultError(Exception):
+    """A try that failed: why, whether another one may help and after how long, and whether all requests would fail.
 
-    def __init__(self, reason: str, *, again: bool, of_all: bool = False, wait: float | None = None) -> None:
+    `code` is the HTTP status with which a gateway passes it on: 400 the request itself was refused, 502 the reply is
+    unusable, 503 no server, 504 too late.
+    """
+
+    def __init__(
+        self, reason: str, *, again: bool, of_all: bool = False, wait: float | None = None, code: int = 502
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.again, self.of_all, self.wait = reason, again, of_all, wait
+        self.reason, self.again, self.of_all, self.wait, self.code = reason, again, of_all, wait, code
 
 
 class ServerEngine(Engine):
@@ -149,7 +153,7 @@ class ServerEngine(Engine):
                     failures.append(error)
 
         async def ask_all(put: Put[Generation | Refusal]) -> None:
-            async with self._client() as client:
+            async with self.client() as client:
                 await asyncio.gather(*(work(client, put) for _ in range(self.batch_size)))
             if failures:
                 raise failures[0] from None
@@ -191,19 +195,38 @@ class ServerEngine(Engine):
             continues = lengths[0] - bare <= lengths[1] - lengths[0] + 1
         return Abilities(bool(tops), max((len(candidates) for _, candidates in tops), default=0), continues)
 
+    def only_model(self) -> str:
+        """The name of the one model that the server lists; ServerError where there are others, or none."""
+
+        async def listed(put: Put[str]) -> None:
+            async with self.client() as client:
+                try:
+                    async for model in client.models.list(timeout=CONNECTING):
+                        put(model.id)
+                except openai.OpenAIError as error:
+                    reason = one_line(str(error), [self._key() or "", *self._login])
+                    raise ServerError(f"{self.place}: it does not list its models: {reason}; name one") from None
+
+        names = list(arrivals(listed))
+        if len(names) != 1:
+            raise ServerError(f"{self.place}: serves {', '.join(names[:5]) or 'no model'}; name one")
+        return names[0]
+
     def next_tokens(self, begun: Sequence[tuple[tuple[Message, ...], str]]) -> list[dict[str, float] | Refusal]:
         """Best next tokens after each (chat, begun answer), text -> log-probability; empty where there are none."""
-        twin = self._twin(self.top_logprobs or MOST_TOPS, self.max_retries, CONTINUE)
-        requests = [
-            Request(question=str(place), messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
-            for place, (chat, text) in enumerate(begun)
-        ]
+        twin = self._continuing()
+        requests = [_begun(str(place), chat, text) for place, (chat, text) in enumerate(begun)]
         outcomes = {int(outcome.question): outcome for outcome in twin.generate(requests)}
         self.retries += twin.retries
         ordered = [outcomes[place] for place in range(len(begun))]
-        return [
-            reply if isinstance(reply, Refusal) else dict(reply.tops[0][1]) if reply.tops else {} for reply in ordered
-        ]
+        return [reply if isinstance(reply, Refusal) else _first(reply) for reply in ordered]
+
+    async def next_token(self, client: openai.AsyncOpenAI, chat: tuple[Message, ...], text: str) -> dict[str, float]:
+        """`next_tokens` of one (chat, begun answer) by a client of the caller; FaultError as `ask` raises it."""
+        return _first(await self._continuing().ask(client, _begun("", chat, text)))
+
+    def _continuing(self) -> ServerEngine:
+        return self._twin(self.top_logprobs or MOST_TOPS, self.max_retries, CONTINUE)
 
     def _twin(self, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
         """The same server with other settings and counters of its own."""
@@ -214,7 +237,8 @@ class ServerEngine(Engine):
         twin._warned = twin._reached = False
         return twin
 
-    def _client(self) -> openai.AsyncOpenAI:
+    def client(self) -> openai.AsyncOpenAI:
+        """A client for `ask`, to be closed by the caller."""
         key = self._key() or NO_KEY
         if not (key.isascii() and key.isprintable()):
             raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
@@ -236,18 +260,33 @@ class ServerEngine(Engine):
         return os.environ.get(self.api_key_env, "").strip() or None
 
     async def _ask(self, client: openai.AsyncOpenAI, request: Request) -> Generation | Refusal:
-        """Ask until there is a usable reply, no retry is left, or the deadline is over."""
+        """Ask; a fault that does not speak against the other requests is a refusal."""
+        try:
+            generation = await self.ask(client, request)
+        except FaultError as fault:
+            self._in_a_row = self._in_a_row + 1 if fault.again else 0
+            if fault.of_all or self._in_a_row >= ENOUGH:
+                where = f"{self.place} question {request.question} sample {request.sample}"
+                raise ServerError(f"{where}: {fault.reason}") from None
+            return Refusal(refused=fault.reason, question=request.question, sample=request.sample)
+        self._in_a_row = 0
+        return generation
+
+    async def ask(self, client: openai.AsyncOpenAI, request: Request) -> Generation:
+        """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
+
+        Its reason is one line without secrets or prompt.
+        """
         started, tries = time.monotonic(), 0
-        fault: _FaultError | None = None
+        fault: FaultError | None = None
         try:
             async with asyncio.timeout(self.deadline):
                 while True:
                     fault, tries = None, tries + 1
                     try:
                         reply = await self._post(client, request, tries)
-                        self._in_a_row = 0
                         return self._generation(request, reply, time.monotonic() - started)
-                    except _FaultError as error:
+                    except FaultError as error:
                         fault = error
                     unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
                     if not fault.again or tries > self.max_retries or unreached:
@@ -256,15 +295,12 @@ class ServerEngine(Engine):
                     await asyncio.sleep(back_off(tries) if fault.wait is None else fault.wait)
         except TimeoutError:
             if fault is None or not fault.of_all:
-                fault = _FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True)
-        self._in_a_row = self._in_a_row + 1 if fault.again else 0
-        if fault.of_all or self._in_a_row >= ENOUGH:
-            where = f"{self.place} question {request.question} sample {request.sample}"
-            raise ServerError(f"{where}: {self._told(fault, request)}") from None
-        return Refusal(refused=self._told(fault, request), question=request.question, sample=request.sample)
+                fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
+        fault.reason = self._told(fault, request)
+        raise fault from None
 
     async def _post(self, client: openai.AsyncOpenAI, request: Request, tries: int) -> Reply:
-        """Post once; whatever goes wrong is a `_FaultError`. A reply emptied by a filter is not requested again."""
+        """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [message.model_dump() for message in request.messages],
@@ -274,17 +310,16 @@ class ServerEngine(Engine):
         }
         if self.top_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if self.extra_body:
-            body["extra_body"] = self.extra_body
         try:
             api = client.chat.completions.with_streaming_response
-            async with api.create(**body) as raw:
+            # As `extra_body` the fields are sent as they are: the client's own walk over typed fields takes longer.
+            async with api.create(model=self.model, messages=(), extra_body=body | self.extra_body) as raw:
                 self._reached = True
                 content = bytearray()
                 async for block in raw.iter_bytes():
                     content += block
                     if len(content) > MOST_BYTES:
-                        raise _FaultError(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
+                        raise FaultError(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
         except openai.APIStatusError as error:
             self._reached = True
             raise self._status_fault(error, tries) from None
@@ -293,18 +328,18 @@ class ServerEngine(Engine):
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         except openai.OpenAIError as error:
-            raise _FaultError(str(error), again=False, of_all=True) from None
+            raise FaultError(str(error), again=False, of_all=True) from None
         try:
             reply = Reply.model_validate_json(bytes(content))
         except ValidationError as error:
             what = "HTML" if content.lstrip()[:1] == b"<" else first_problem(error)
-            raise _FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
+            raise FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
         choice, message = reply.choices[0], reply.choices[0].message
         if choice.finish_reason == "content_filter" and not message.text:
-            raise _FaultError("the reply was withheld: finish_reason content_filter", again=False)
+            raise FaultError("the reply was withheld: finish_reason content_filter", again=False)
         # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
         if message.content is None and message.refusal is None and message.reasoned is None:
-            raise _FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
+            raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
         return reply
 
     def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
@@ -342,18 +377,18 @@ class ServerEngine(Engine):
         host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
         return f"{url.scheme}://{host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path}"
 
-    def _told(self, fault: _FaultError, request: Request) -> str:
+    def _told(self, fault: FaultError, request: Request) -> str:
         """Why it failed, in one line without secrets or prompt."""
         return one_line(fault.reason, [self._key() or "", *self._login], [turn.content for turn in request.messages])
 
-    def _status_fault(self, error: openai.APIStatusError, tries: int) -> _FaultError:
+    def _status_fault(self, error: openai.APIStatusError, tries: int) -> FaultError:
         """What an HTTP error says of the request and of the server."""
         status, body, said = error.status_code, error.body, error.message
         if isinstance(body, dict) and isinstance(text := body.get("message") or body.get("detail"), str):
             said = f"{text} ({body['code']})" if isinstance(body.get("code"), str) else text
         if status == 401:
             key = f"the key in environment variable {self.api_key_env}"
-            return _FaultError(f"401: {key} {'was refused' if self._key() else 'is not set'}", again=False, of_all=True)
+            return FaultError(f"401: {key} {'was refused' if self._key() else 'is not set'}", again=False, of_all=True)
         headers = error.response.headers
         wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
@@ -367,18 +402,28 @@ class ServerEngine(Engine):
         wish = headers.get("x-should-retry")
         again = wish == "true" or (wish != "false" and (status in AGAIN or status >= 500))
         reason = f"{status} in try {tries}{f', Retry-After {header}' if header else ''}: {said}"
-        return _FaultError(reason, again=again and not too_long, of_all=of_all, wait=wait)
+        code = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}.get(status, 502)
+        return FaultError(reason, again=again and not too_long, of_all=of_all, wait=wait, code=code)
 
-    def _connection_fault(self, cause: BaseException, tries: int) -> _FaultError:
+    def _connection_fault(self, cause: BaseException, tries: int) -> FaultError:
         """What a failed connection says; before the first reply of all, it says that there is no server."""
         kind, why = type(cause).__name__, f"{cause or type(cause).__name__}"
         if kind == "TooManyRedirects":
-            return _FaultError(f"redirected without end in try {tries}", again=False, of_all=True)
+            return FaultError(f"redirected without end in try {tries}", again=False, of_all=True)
         if kind in _UNREACHED or not (self._reached or isinstance(cause, httpx.ReadTimeout)):
-            return _FaultError(f"no connection in try {tries}: {why}", again=True, of_all=True)
+            return FaultError(f"no connection in try {tries}: {why}", again=True, of_all=True, code=503)
         if isinstance(cause, httpx.TimeoutException):
-            return _FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True)
-        return _FaultError(f"the connection broke in try {tries}: {why}", again=True)
+            return FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True, code=504)
+        return FaultError(f"the connection broke in try {tries}: {why}", again=True)
+
+
+def _begun(question: str, chat: tuple[Message, ...], text: str) -> Request:
+    """Ask for the token after an answer that was begun."""
+    return Request(question=question, messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
+
+
+def _first(reply: Generation) -> dict[str, float]:
+    return dict(reply.tops[0][1]) if reply.tops else {}
 
 
 @cache
@@ -437,24 +482,6 @@ def split_login(base_url: str) -> tuple[str, tuple[str, str] | None]:
             login = (unquote(url.username or ""), unquote(url.password or "")) if "@" in url.netloc else None
             return urlunsplit(url._replace(netloc=url.netloc.rpartition("@")[2])), login
     raise ValueError("base_url: expected http:// or https://, a host and a path, such as http://localhost:8000/v1")
-
-
-def wished_wait(headers: Mapping[str, str]) -> float | None:
-    """Seconds after which a server wants to be asked again, from its headers; None where they say nothing usable.
-
-    Example:
-        >>> wished_wait({"retry-after": "20"})
-        20.0
-    """
-    wait = 0.0
-    with contextlib.suppress(ValueError):
-        if "retry-after-ms" in headers:
-            wait = float(headers["retry-after-ms"]) / 1000
-        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
-            wait = float(given)
-        else:
-            wait = parsedate_to_datetime(given).timestamp() - time.time()
-    return wait if 0 < wait < math.inf else None
 
 
 def back_off(retry: int) -> float:

@@ -5,6 +5,9 @@ question; above `MOST_SUBSETS` on so many of them, drawn by a fixed seed. Ties g
 
 The confidence of the chosen answer is the chosen sample's own; for the majority vote it is the share of votes, for the
 weighted vote the share of confidence. The oracle, right where any of the k is, is a bound and has none.
+
+Adaptive k takes samples one after another: a vote ends when the samples to come cannot change it, which loses nothing;
+the most confident ends at the first sample that reaches a confidence chosen on validation questions.
 """
 
 from __future__ import annotations
@@ -13,20 +16,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from catto.metrics.binning import Bools, Floats, Ints
 from catto.metrics.errors import ece
-from catto.metrics.ranking import Within, auroc_within
+from catto.metrics.ranking import THRESHOLDS, Within, auroc_within
 from catto.metrics.statistics import ratio_interval
 from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
 
 MOST_SUBSETS = 2000
 LEVEL = 0.95
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class Candidates:
         """Return the candidates of one subset of sample numbers: (Q, k)."""
         columns = (self.label, self.confidence, self.logprob, self.correct)
         return Candidates(self.questions, *(column[:, subset] for column in columns))  # type: ignore[arg-type]
+
+    def right(self, place: Ints) -> Bools:
+        """Return whether the sample at each question's place is right: (Q,) -> (Q,)."""
+        return self.correct[np.arange(len(place)), place]
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,8 @@ class Selected:
     exact: bool
 
 
-def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
-    """Gather predictions by question, with their confidence at tau, which ranks them; None: the one they state.
-
-    The temperature at which they were sampled does not matter.
-    """
+def grouped(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Return the samples of every question in their order; ValueError where questions differ in their number."""
     groups: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         groups.setdefault(prediction.question, []).append(prediction)
@@ -82,13 +87,22 @@ def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> C
             raise ValueError(f"question {name} has a sample twice")
         if len({prediction.gold for prediction in row}) > 1:
             raise ValueError(f"question {name} has two gold labels")
+    return rows
+
+
+def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
+    """Gather predictions by question, with their confidence at tau, which ranks them; None: the one they state.
+
+    The temperature at which they were sampled does not matter.
+    """
+    rows = grouped(predictions)
     codes: dict[str | None, int] = {None: -1}
 
     def column(read: Callable[[Prediction], float], kind: type) -> NDArray[Any]:
         return np.array([[read(prediction) for prediction in row] for row in rows], dtype=kind)
 
     return Candidates(
-        tuple(groups),
+        tuple(row[0].question for row in rows),
         label=column(lambda one: codes.setdefault(one.label, len(codes) - 1), np.intp),
         confidence=column(lambda one: one.confidence if tau is None else confidence_at(one, tau), np.float64),
         logprob=column(lambda one: np.nan if one.mean_logprob is None else one.mean_logprob, np.float64),
@@ -118,7 +132,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     for prediction in sorted(predictions, key=lambda prediction: prediction.temperature):
         groups.setdefault(prediction.temperature, []).append(prediction)
     samples = {temperature: candidates(group, tau) for temperature, group in groups.items()}
-    accuracy = {temperature: float(_most_confident(given)[1].mean()) for temperature, given in samples.items()}
+    accuracy = {t: float(given.right(_most_confident(given).place).mean()) for t, given in samples.items()}
     questions, k = next(iter(samples.values())).label.shape
     forced = {t: sum(prediction.source == "fallback" for prediction in group) for t, group in groups.items()}
     return Sampling(
@@ -131,7 +145,11 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     )
 
 
-Choice = tuple[Floats, Bools]  # confidence and correctness of the chosen answers, (Q,)
+class Choice(NamedTuple):
+    """The chosen sample of every question and the confidence of the choice, both (Q,)."""
+
+    place: Ints
+    confidence: Floats
 
 
 def _most_confident(given: Candidates) -> Choice:
@@ -140,28 +158,84 @@ def _most_confident(given: Candidates) -> Choice:
 
 def _picked(given: Candidates, score: Floats) -> Choice:
     """Take the sample with the highest score. score: (Q, k)."""
-    rows, place = np.arange(len(score)), score.argmax(axis=1)
-    return given.confidence[rows, place], given.correct[rows, place]
+    place = score.argmax(axis=1)
+    return Choice(place, given.confidence[np.arange(len(score)), place])
+
+
+def _support(given: Candidates, weight: Floats) -> Floats:
+    """Return the weight of each sample's label; a sample without a label has no vote. (Q, k) -> (Q, k)."""
+    same = (given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :]
+    return np.asarray((same * weight[:, None, :]).sum(axis=2))
 
 
 def _voted(given: Candidates, weight: Floats) -> Choice:
-    """Take the label with most weight; samples without a label have no vote. Sums within 1e-12 tie."""
-    same = (given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :]
-    support = (same * weight[:, None, :]).sum(axis=2)
+    """Take the label with most weight. Sums within 1e-12 tie."""
+    support = _support(given, weight)
     # The first sample within rounding of the best, so that equal sums in another order stay equal.
-    place = (support >= support.max(axis=1, keepdims=True) - 1e-12).argmax(axis=1)
+    place = (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
     rows, total = np.arange(len(place)), weight.sum(axis=1)
     share = np.divide(support[rows, place], total, out=np.zeros(len(place)), where=total > 0)
-    return np.clip(share, 0.0, 1.0), given.correct[rows, place]
+    return Choice(place, np.clip(share, 0.0, 1.0))
 
 
+# What a sample's vote weighs, at most 1.
+VOTES: dict[str, Callable[[Candidates], Floats]] = {
+    "majority vote": lambda given: np.ones_like(given.confidence),
+    "confidence-weighted vote": lambda given: given.confidence,
+}
 RULES: dict[str, Callable[[Candidates], Choice]] = {
     "most confident": _most_confident,
-    "majority vote": lambda given: _voted(given, np.ones_like(given.confidence)),
-    "confidence-weighted vote": lambda given: _voted(given, given.confidence),
+    "majority vote": lambda given: _voted(given, VOTES["majority vote"](given)),
+    "confidence-weighted vote": lambda given: _voted(given, VOTES["confidence-weighted vote"](given)),
     # The sample whose tokens were likeliest on average; one without that number comes last.
     "mean log-probability": lambda given: _picked(given, np.where(np.isnan(given.logprob), -np.inf, given.logprob)),
 }
+
+
+def further(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
+    """Return how many samples of k the choice needs at least after the first m; 0: it is settled. (Q, m) -> (Q,).
+
+    A vote is settled when the lead is larger than what the k - m samples to come can add, so it is that of all k. The
+    most confident is settled when its confidence reaches `stop`. Other rules take all k.
+    """
+    questions, taken = given.label.shape
+    left = k - taken
+    if rule == "most confident":
+        return np.where(given.confidence.max(axis=1, initial=-1.0) >= stop, 0, min(left, 1))
+    if rule not in VOTES or not taken:
+        return np.full(questions, left if rule not in VOTES else left // 2 + 1)
+    support = _support(given, VOTES[rule](given))
+    winner = np.take_along_axis(given.label, support.argmax(axis=1)[:, None], axis=1)
+    lead = support.max(axis=1) - np.where(given.label != winner, support, 0.0).max(axis=1)
+    # With b more votes for the leader it leads by lead + b, and left - b are to come.
+    needed = np.floor((left - lead + ROUNDING) / 2) + 1
+    return np.where(lead > left + ROUNDING, 0, np.minimum(needed, left)).astype(np.intp)
+
+
+def stopped(given: Candidates, rule: str, stop: float = 1.0) -> tuple[Choice, Ints]:
+    """Choose one of up to k samples, taken one after another until `further` is 0; and how many were taken: (Q,)."""
+    k = given.label.shape[1]
+    choice, taken = RULES[rule](given), np.full(len(given.questions), k)
+    for count in range(k - 1, 0, -1):
+        part = given.at(np.arange(count))
+        settled, early = further(part, rule, k, stop) == 0, RULES[rule](part)
+        choice = Choice(*(np.where(settled, new, old) for new, old in zip(early, choice, strict=True)))
+        taken = np.where(settled, count, taken)
+    return choice, taken
+
+
+def choose_stop(given: Candidates) -> float:
+    """Choose where the most confident of k may stop: the lowest of `ranking.THRESHOLDS` from which on none is worse.
+
+    Worse: fewer right answers than with all k samples. Choose it on validation questions.
+    """
+    rule, best = "most confident", 1.0
+    wanted = given.right(RULES[rule](given).place).sum()
+    for stop in reversed(THRESHOLDS):
+        if given.right(stopped(given, rule, stop)[0].place).sum() < wanted:
+            break
+        best = stop
+    return best
 
 
 def subsets(n: int, k: int) -> tuple[Ints, bool]:
@@ -183,7 +257,10 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     """Return every rule at k, one random sample and the oracle. Means over subsets come before those over questions."""
     chosen, exact = subsets(given.label.shape[1], k)
     parts = [given.at(subset) for subset in chosen]
-    picks = {rule: [choose(part) for part in parts] for rule, choose in RULES.items()}
+    picks = {
+        rule: [(choice.confidence, part.right(choice.place)) for part in parts for choice in [choose(part)]]
+        for rule, choose in RULES.items()
+    }
     # One random sample of a random subset is one random sample of all.
     picks["one random sample"] = list(zip(given.confidence.T, given.correct.T, strict=True))
     no_confidence: Floats = np.full(len(given.questions), np.nan)

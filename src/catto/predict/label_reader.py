@@ -89,6 +89,12 @@ def close(text: str) -> Closed:
     return Closed(len(kept), ending if kept else ending.lstrip("\n"))
 
 
+def begun_answer(text: str) -> str:
+    """Return a response closed by `close`: it ends where a label comes next."""
+    keep, ending = close(text)
+    return text[:keep] + ending
+
+
 def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: int | None = None) -> Opening | None:
     """Tokens of a response closed by `close`, ready for a label, and every label's next token.
 
@@ -227,19 +233,16 @@ def read_replies(engine: ServerEngine, continues: bool, cases: Sequence[Case]) -
 
     A response whose label has no readable log-probability is refused, and so is one whose continuation was.
     """
-    answers = [_read_reply(case.question, case.generation) for case in cases]
+    answers = [read_reply(case.question, case.generation) for case in cases]
     unanswered = [case for case, answer in zip(cases, answers, strict=True) if answer is None]
-    begun = []
-    for _, chat, generation in unanswered:
-        keep, ending = close(generation.text)
-        begun.append((chat, generation.text[:keep] + ending))
+    begun = [(chat, begun_answer(generation.text)) for _, chat, generation in unanswered]
     tops = iter(engine.next_tokens(begun) if continues else [{}] * len(begun))
     return [
-        _continued(case, next(tops)) if answer is None else answer for case, answer in zip(cases, answers, strict=True)
+        continued(case, next(tops)) if answer is None else answer for case, answer in zip(cases, answers, strict=True)
     ]
 
 
-def _continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refusal:
+def continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refusal:
     """The most probable label among the candidates that continue a closed response."""
     if isinstance(tops, Refusal):
         return tops.model_copy(update={"question": case.generation.question, "sample": case.generation.sample})
@@ -248,7 +251,7 @@ def _continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refu
     return NO_ANSWER if best is None else _answer(case.question, best, "fallback", logprobs)
 
 
-def _read_reply(question: Question, generation: Generation) -> Answer | Refusal | None:
+def read_reply(question: Question, generation: Generation) -> Answer | Refusal | None:
     """The answer as it was written, at the token that holds the label's first character; None where there is none."""
     parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     if parsed.label is None or parsed.source is None or parsed.span is None:
@@ -260,6 +263,10 @@ def _read_reply(question: Question, generation: Generation) -> Answer | Refusal 
             break
         if begin <= start < end:
             after = token[stop - begin :] if end > stop else ""
+            written = token[start - begin : stop - begin]
+            if other := next((one for one in question.labels if one != parsed.label and one.startswith(written)), None):
+                why = f"labels {parsed.label!r} and {other!r} begin with the same token {written!r}"
+                return Refusal(refused=why, question=generation.question, sample=generation.sample)
             logprobs = label_logprobs(question.labels, tops, lead=token[: start - begin], after=after)
             # The token that was drawn counts, and not the likeliest beginning of the label.
             return _answer(question, parsed.label, parsed.source, {**logprobs, parsed.label: tops[token]})

@@ -25,7 +25,7 @@ from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
 from catto.files import library_versions, manifest_path, read_manifest, read_records
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
-from catto.predict.label_reader import Case, Reader, read_tokens, score_labels, server_reader
+from catto.predict.label_reader import Answer, Case, Reader, read_tokens, score_labels, server_reader
 from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
@@ -191,6 +191,27 @@ def _right(progress: Progress) -> Callable[[list[Prediction], int], None]:
     return lambda done, total: progress(len(done), total, sum(map(is_correct, done)))
 
 
+def prediction(
+    question: Question, generation: Generation, answer: Answer, temperature: float, seed: int, engine: str
+) -> Prediction:
+    """The record of what was read of a response."""
+    return Prediction(
+        question=question.id,
+        task=question.task,
+        split=question.split,
+        gold=question.gold,
+        sample=generation.sample,
+        text=generation.text,
+        **answer._asdict(),
+        mean_logprob=generation.mean_logprob,
+        tokens=generation.tokens,
+        temperature=temperature,
+        seed=seed,
+        engine=engine,
+        model=generation.model,
+    )
+
+
 @dataclass(frozen=True)
 class Run:
     """What determines generations besides the questions. `chunk`: questions that are generated and scored together."""
@@ -272,21 +293,9 @@ class _Job:
                 self.cap.count(answer)
                 predictions[answer.key] = answer
                 continue
-            predictions[generation.key] = Prediction(
-                question=question.id,
-                task=question.task,
-                split=question.split,
-                gold=question.gold,
-                sample=generation.sample,
-                text=generation.text,
-                **answer._asdict(),
-                mean_logprob=generation.mean_logprob,
-                tokens=generation.tokens,
-                temperature=self.run.temperatures[generation.sample],
-                seed=self.run.seed,
-                engine=self.run.engine,
-                model=generation.model,
-            )
+            temperature = self.run.temperatures[generation.sample]
+            made = prediction(question, generation, answer, temperature, self.run.seed, self.run.engine)
+            predictions[generation.key] = made
         return [predictions[outcome.key] if isinstance(outcome, Generation) else outcome for outcome in outcomes]
 
     def collect(

@@ -1,0 +1,162 @@
+"""`catto serve`: a gateway in front of a model's server, whose answers carry a calibrated confidence or abstain."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from catto.cli import console
+from catto.cli.console import check_name, examples, finite, needs, refuse, refusing, say, warn, writable_file
+from catto.recipe import MOST_SAMPLES
+
+if TYPE_CHECKING:
+    from catto.calibrate import Fitted, RiskThreshold
+    from catto.engines.server import ServerEngine
+    from catto.records import Protocol
+
+EXAMPLES = examples(
+    "catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json",
+    "catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json",
+    "catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95",
+)
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    upstream: Annotated[str, typer.Option(help="The model's server: its address, ending in /v1.")],
+    task: Annotated[
+        str,
+        typer.Option(
+            help="Task, or a YAML file of one, whose labels are read where a request gives none.",
+            autocompletion=console.tasks,
+        ),
+    ],
+    calibrator: Annotated[Path | None, typer.Option(help="What `catto calibrate fit` wrote.")] = None,
+    threshold: Annotated[
+        Path | None, typer.Option(help="What `catto calibrate threshold` wrote: below it the gateway abstains.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The upstream's name for its model.", show_default="its only one")
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_SAMPLES, help="Samples per request.", show_default="the threshold's, else 1"),
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="How one is chosen.", show_default="the threshold's, else most confident")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=2.0, callback=finite, help="Of the samples.", show_default="the threshold's, else 0"),
+    ] = None,
+    stop: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            callback=finite,
+            help="Take no more samples than needed: a vote stops when it is settled, the most confident here.",
+        ),
+    ] = None,
+    max_k: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
+    queue: Annotated[int, typer.Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, max=1e6, callback=finite, help="Seconds for an answer, with queue and retries.")
+    ] = 120.0,
+    abstention: Annotated[str, typer.Option(help="What is answered below the threshold.")] = "I do not know.",
+    log: Annotated[Path | None, typer.Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8080,
+) -> None:
+    """Serve OpenAI's chat completions with a calibrated confidence in every answer, or an abstention.
+
+    A request is sent to the upstream k times, with log-probabilities. The label is read as in `catto eval`, its
+    confidence calibrated, one answer chosen and returned with a `catto` object. Below the threshold the gateway says
+    that it abstains. Keys: OPENAI_API_KEY is sent to the upstream, CATTO_API_KEY is asked of clients where it is set.
+    """
+    for package in ("fastapi", "uvicorn"):
+        needs(package, "serve", "catto serve")
+    from catto.serve.answering import Answerer
+    from catto.serve.gateway import Gateway, Limits, run
+
+    labels = _labels(task)
+    if log is not None:
+        writable_file("--log", log)
+    fitted, limit = _calibrated(calibrator, threshold)
+    key = os.environ.get("CATTO_API_KEY", "").strip() or None
+    if key is None and host not in LOCAL:
+        warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
+    given = {"k": k, "rule": rule, "temperature": temperature, "stop": stop}
+    protocol = _protocol(limit, given)
+    engine, continues = _engine(upstream, model, deadline)
+    if not continues:
+        protocol = protocol.model_copy(update={"fallback": "none"})
+    if limit is not None and limit.protocol != protocol:
+        warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
+    limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
+    answerer = Answerer(engine, engine.client(), continues, fitted, limit, abstention)
+    say(f"Serving {engine.model} of {engine.place} at http://{host}:{port}/v1")
+    run(Gateway(answerer, labels, protocol, limits, log), host, port)
+
+
+def _labels(task: str) -> tuple[str, ...]:
+    """The labels of a task, or of the task in a file."""
+    from catto.cli.data import source_of
+    from catto.tasks import TASKS
+
+    with refusing(place="--task: "):
+        source = source_of(task, None, None, None, None)
+    if not isinstance(source, str):
+        return source.labels
+    check_name("--task", source, TASKS)
+    return TASKS[source].labels
+
+
+def _calibrated(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
+    """Read both files, which must belong to each other."""
+    from catto.calibrate import open_fitted, open_threshold
+
+    fitted = None if calibrator is None else open_fitted(calibrator)
+    limit = None if threshold is None else open_threshold(threshold)
+    if limit is not None and limit.calibrator != (fitted.digest if fitted else None):
+        refuse(f"{threshold}: fitted with {'another calibrator' if fitted else 'a calibrator'}: give that one")
+    return fitted, limit
+
+
+def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
+    """How requests without wishes are answered: as the options say, else the threshold, else one greedy sample."""
+    from catto.metrics.selection import RULES
+    from catto.records import Protocol
+
+    plain = {"rule": "most confident", "k": 1, "temperature": 0.0, "fallback": "answer"}
+    base = plain if limit is None else {**limit.protocol.model_dump(), "fallback": "answer"}
+    made = Protocol.model_validate({**base, **{name: value for name, value in given.items() if value is not None}})
+    check_name("--rule", made.rule, RULES)
+    if made.k > 1 and made.temperature == 0:
+        refuse(f"--k {made.k} at temperature 0: all samples would be the same, give a --temperature")
+    return made
+
+
+def _engine(upstream: str, model: str | None, deadline: float) -> tuple[ServerEngine, bool]:
+    """The upstream, probed, and whether it continues messages; one that gives no log-probabilities is refused."""
+    from catto.engines import check_server
+    from catto.engines.replies import ServerError
+    from catto.engines.server import ServerEngine
+
+    with refusing(place="--upstream: "):
+        check_server(upstream)
+    with refusing(ServerError):
+        engine = ServerEngine(
+            upstream, model or "", timeout=deadline, deadline=deadline, max_retries=2, top_logprobs=20
+        )
+        engine.model = model or engine.only_model()
+        abilities = engine.probe()
+    if not abilities.logprobs:
+        refuse(f"{engine.place}: {abilities.missing()[0]}")
+    for line in abilities.missing():
+        warn(f"{engine.model}: {line}")
+    return engine, abilities.continues
