@@ -162,17 +162,23 @@ def _picked(given: Candidates, score: Floats) -> Choice:
     return Choice(place, given.confidence[np.arange(len(score)), place])
 
 
-def _support(given: Candidates, weight: Floats) -> Floats:
-    """Return the weight of each sample's label; a sample without a label has no vote. (Q, k) -> (Q, k)."""
-    same = (given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :]
-    return np.asarray((same * weight[:, None, :]).sum(axis=2))
+def _same(given: Candidates) -> Bools:
+    """Return which samples share a label; a sample without a label has no vote. (Q, k) -> (Q, k, k)."""
+    return np.asarray((given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :])
+
+
+def _support(given: Candidates, weight: Floats) -> tuple[Floats, Ints]:
+    """Return the weight of each sample's label, (Q, k), and the first sample of the one with most, (Q,).
+
+    Sums within 1e-12 tie, so that equal sums in another order stay equal.
+    """
+    support = (_same(given) * weight[:, None, :]).sum(axis=2)
+    return support, (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
 
 
 def _voted(given: Candidates, weight: Floats) -> Choice:
-    """Take the label with most weight. Sums within 1e-12 tie."""
-    support = _support(given, weight)
-    # The first sample within rounding of the best, so that equal sums in another order stay equal.
-    place = (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
+    """Take the label with most weight."""
+    support, place = _support(given, weight)
     rows, total = np.arange(len(place)), weight.sum(axis=1)
     share = np.divide(support[rows, place], total, out=np.zeros(len(place)), where=total > 0)
     return Choice(place, np.clip(share, 0.0, 1.0))
@@ -195,21 +201,26 @@ RULES: dict[str, Callable[[Candidates], Choice]] = {
 def further(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
     """Return how many samples of k the choice needs at least after the first m; 0: it is settled. (Q, m) -> (Q,).
 
-    A vote is settled when the lead is larger than what the k - m samples to come can add, so it is that of all k. The
-    most confident is settled when its confidence reaches `stop`. Other rules take all k.
+    A vote is settled when no way to fill up the k samples changes it: its lead over every rival is larger than what is
+    to come, or as large where its first sample came before the rival's. The most confident is settled when its
+    confidence reaches `stop`. Other rules take all k.
     """
     questions, taken = given.label.shape
     left = k - taken
     if rule == "most confident":
         return np.where(given.confidence.max(axis=1, initial=-1.0) >= stop, 0, min(left, 1))
     if rule not in VOTES or not taken:
-        return np.full(questions, left if rule not in VOTES else left // 2 + 1)
-    support = _support(given, VOTES[rule](given))
-    winner = np.take_along_axis(given.label, support.argmax(axis=1)[:, None], axis=1)
-    lead = support.max(axis=1) - np.where(given.label != winner, support, 0.0).max(axis=1)
-    # With b more votes for the leader it leads by lead + b, and left - b are to come.
-    needed = np.floor((left - lead + ROUNDING) / 2) + 1
-    return np.where(lead > left + ROUNDING, 0, np.minimum(needed, left)).astype(np.intp)
+        return np.full(questions, left if rule not in VOTES else (left + 1) // 2)
+    support, place = _support(given, VOTES[rule](given))
+    winner = np.take_along_axis(given.label, place[:, None], axis=1)
+    rival = (given.label != winner) & (given.label >= 0)
+    # The winner's own samples are compared with 0: a rival that is to come.
+    lead = support.max(axis=1, keepdims=True) - np.where(rival, support, 0.0)
+    earlier = rival & (_same(given).argmax(axis=2) < place[:, None])
+    # With b more votes for the winner it leads by lead + b, and left - b are to come.
+    behind = np.where(lead > left + ROUNDING, 0.0, np.floor((left - lead + ROUNDING) / 2) + 1)
+    needed = np.where(earlier, behind, np.maximum(0.0, np.ceil((left - lead - ROUNDING) / 2)))
+    return np.asarray(np.minimum(needed.max(axis=1), left), dtype=np.intp)
 
 
 def stopped(given: Candidates, rule: str, stop: float = 1.0) -> tuple[Choice, Ints]:
