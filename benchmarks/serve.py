@@ -260,6 +260,7 @@ async def main(requests: int) -> None:
         print(
             f"direct p50 {direct.at(0.5):.1f} ms, p99 {direct.at(0.99):.1f}; {dict(paced.statuses)} through the gateway"
         )
+        await Load(port).run(200, requests // 5)  # every connection and buffer exists before memory is compared
         before, started = memory(gateway), time.perf_counter()
         crowd = await Load(port).run(200, requests)
         seconds, growth = time.perf_counter() - started, memory(gateway) - before

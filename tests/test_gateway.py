@@ -471,7 +471,7 @@ def test_the_key_is_compared_and_never_logged(caplog: pytest.LogCaptureFixture) 
         assert not upstream.seen
         status, _, headers = post(url, body(), Authorization="Bearer right-key", **{"X-Request-Id": "mine.1"})
         assert (status, headers["x-request-id"]) == (200, "mine.1")
-        assert post(url, body(), Authorization="Bearer right-key", **{"X-Request-Id": "a b\x7f"})[2][
+        assert post(url, body(), Authorization="Bearer right-key", **{"X-Request-Id": "a b"})[2][
             "x-request-id"
         ].startswith("chatcmpl-")
     assert "mine.1 /v1/chat/completions 200" in caplog.text

@@ -28,7 +28,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from catto.engines.server import FaultError
 from catto.metrics.errors import brier, ece
@@ -39,7 +39,7 @@ from catto.serve.answering import Answered, Answerer, Asked
 
 LOG = logging.getLogger("catto.serve")
 # Answers that wait for feedback, and graded answers that the rolling numbers are of.
-MOST_PENDING, ROLLING = 100_000, 1000
+MOST_PENDING, ROLLING = 50_000, 1000
 # Seconds for the head of a request, and as many for its body.
 SENDING = 10.0
 MOST_LABELS = 64
@@ -296,7 +296,7 @@ class Guard:
         return None, bytes(body)
 
 
-class PatientProtocol(H11Protocol):  # type: ignore[misc]
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc]
     """uvicorn's HTTP, except that a connection whose request line and headers take too long is closed."""
 
     _late: asyncio.TimerHandle | None = None
