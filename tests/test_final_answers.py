@@ -12,6 +12,7 @@ import pytest
 
 from catto.calibrate import Fitted, final_answers, open_fitted, open_threshold, write_final
 from catto.files import manifest_path, read_manifest, write_records
+from catto.metrics import selection
 from catto.metrics.calibrators import Temperature
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import RULES, VOTES, Candidates, candidates, choose_stop, further, stopped
@@ -105,6 +106,31 @@ def test_the_most_confident_stops_where_validation_loses_nothing() -> None:
     reached = (confidence >= stop).any(axis=1)
     assert np.array_equal(taken[reached], (confidence[reached] >= stop).argmax(axis=1) + 1)
     assert (taken[~reached] == 6).all()
+
+
+def test_token_certainty_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of certainty 1, 3, 2: mean 2; groups of two have 2 and 2.5."""
+    tops = [("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -3.0}), ("d", {"d": -1.0, "e": -3.0})]
+    monkeypatch.setattr(selection, "GROUP", 2)
+    assert selection.token_certainty(tops) == (2.0, 2.0)
+    assert selection.token_certainty([*tops[::-1], ("f", {"f": -1.0})]) == (1.75, 1.0)
+    assert selection.token_certainty(tops[:1]) == (1.0, 1.0)
+
+
+def test_rules_by_tokens_take_the_highest_number_and_need_it() -> None:
+    numbers = ((1.0, 0.5), (3.0, 0.1), (2.0, 0.9))
+    rows = [
+        prediction("q", i, label, 0.5, self_certainty=mean, lowest_group=low)
+        for i, (label, (mean, low)) in enumerate(zip("ABC", numbers, strict=True))
+    ]
+    for rule, label in (("self-certainty", "B"), ("lowest-group confidence", "C")):
+        protocol = GREEDY.model_copy(update={"rule": rule, "k": 3})
+        assert final_answers(rows, protocol)[0].label == label
+        with pytest.raises(ValueError, match=f"{rule} needs the candidates of every token"):
+            final_answers(samples(2), GREEDY.model_copy(update={"rule": rule, "k": 2}))
+    rules = {row.rule for row in selection.select(candidates(rows), 2)}
+    assert {"self-certainty", "lowest-group confidence"} <= rules
+    assert not {"self-certainty"} & {row.rule for row in selection.select(candidates(samples(2)), 2)}
 
 
 def samples(count: int = 40, k: int = 4, seed: int = 0, **more: Any) -> list[Prediction]:

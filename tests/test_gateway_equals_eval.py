@@ -15,7 +15,7 @@ from catto.calibrate import Fitted, final_answers
 from catto.engines import Generation
 from catto.engines.decoding import evaluating, last_logits
 from catto.metrics.calibrators import Temperature
-from catto.metrics.selection import RULES
+from catto.metrics.selection import RULES, VOTES
 from catto.predict.predictor import evaluate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Message, Prediction, Question
@@ -113,11 +113,12 @@ def test_four_samples_are_chosen_and_calibrated_as_offline(rule: str) -> None:
             for one, other in zip(tried, expected, strict=True):
                 assert (one["label"], one["source"]) == (other.label, other.source)
                 assert one["confidence_raw"] == pytest.approx(other.confidence, abs=1e-6)
-            if rule == "mean log-probability":  # a text does not tell how likely its tokens were
+            if rule not in ("most confident", *VOTES):  # a text does not tell how likely its tokens were
+                assert reply.catto["confidence"] in [one["confidence"] for one in tried]
                 continue
             (final,) = final_answers(expected, protocol, fitted)
             assert reply.choices[0].message.content == expected[final.sample].text
             assert (reply.catto["label"], reply.catto["votes"]) == (final.label, final.votes)
             assert reply.catto["confidence"] == pytest.approx(final.confidence, abs=1e-6)
             answered += 1
-    assert answered == (0 if rule == "mean log-probability" else 4)
+    assert answered == (4 if rule in ("most confident", *VOTES) else 0)

@@ -163,6 +163,8 @@ class Prediction(Sampled):
     label_logprobs: dict[str, float] | None = None
     logsumexp: dict[str, float] | None = None  # tau -> log-sum-exp(logits / tau) - max / tau
     mean_logprob: float | None = None
+    self_certainty: float | None = None  # where the engine gives the candidates of every token
+    lowest_group: float | None = None  # the lowest self-certainty of consecutive tokens
     tokens: int | None = None
     temperature: float = Field(ge=0)
     seed: int

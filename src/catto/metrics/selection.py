@@ -12,10 +12,11 @@ the most confident ends at the first sample that reaches a confidence chosen on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, islice
 from math import comb
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,22 +32,31 @@ from catto.records import Prediction
 MOST_SUBSETS = 2000
 LEVEL = 0.95
 ROUNDING = 1e-12
+# Rules by numbers that a file has where its engine gave the candidates of every token -> field of a prediction.
+TOKENS = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
+# Tokens of a group; a shorter response is one group.
+GROUP = 128
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """n samples of Q questions. label: codes, -1 for none; confidence, logprob (nan: unknown), correct: (Q, n)."""
+    """n samples of Q questions. label: codes, -1 for none; confidence, logprob (nan: unknown), correct: (Q, n).
+
+    `tokens`: other numbers of each sample's tokens, by the name of the rule that takes the highest, (Q, n) each.
+    """
 
     questions: tuple[str, ...]
     label: Ints
     confidence: Floats
     logprob: Floats
     correct: Bools
+    tokens: Mapping[str, Floats] = field(default_factory=dict)
 
     def at(self, subset: Ints) -> Candidates:
         """Return the candidates of one subset of sample numbers: (Q, k)."""
-        columns = (self.label, self.confidence, self.logprob, self.correct)
-        return Candidates(self.questions, *(column[:, subset] for column in columns))  # type: ignore[arg-type]
+        columns = {name: getattr(self, name)[:, subset] for name in ("label", "confidence", "logprob", "correct")}
+        tokens = {rule: column[:, subset] for rule, column in self.tokens.items()}
+        return Candidates(self.questions, **columns, tokens=tokens)
 
     def right(self, place: Ints) -> Bools:
         """Return whether the sample at each question's place is right: (Q,) -> (Q,)."""
@@ -69,6 +79,20 @@ class Selected:
     questions: int
     subsets: int
     exact: bool
+
+
+def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[float, float]:
+    """Return a response's self-certainty and its lowest group's: of each token, minus the mean candidates' logprob.
+
+    The mean over all tokens is self-certainty (Kang et al., 2025) up to a constant, as far as the candidates go; the
+    lowest mean over `GROUP` consecutive tokens is DeepConf's lowest-group confidence (Fu et al., 2025).
+
+    >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
+    (1.5, 1.5)
+    """
+    each = np.array([-sum(candidates.values()) / len(candidates) for _, candidates in tops])
+    width = min(GROUP, len(each))
+    return float(each.mean()), float(np.convolve(each, np.full(width, 1.0 / width), "valid").min())
 
 
 def grouped(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
@@ -101,12 +125,14 @@ def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> C
     def column(read: Callable[[Prediction], float], kind: type) -> NDArray[Any]:
         return np.array([[read(prediction) for prediction in row] for row in rows], dtype=kind)
 
+    tokens = {rule: column(attrgetter(name), np.float64) for rule, name in TOKENS.items()}
     return Candidates(
         tuple(row[0].question for row in rows),
         label=column(lambda one: codes.setdefault(one.label, len(codes) - 1), np.intp),
         confidence=column(lambda one: one.confidence if tau is None else confidence_at(one, tau), np.float64),
         logprob=column(lambda one: np.nan if one.mean_logprob is None else one.mean_logprob, np.float64),
         correct=column(lambda one: one.label is not None and one.label == one.gold, np.bool_),
+        tokens={rule: values for rule, values in tokens.items() if not np.isnan(values).all()},
     )
 
 
@@ -157,9 +183,15 @@ def _most_confident(given: Candidates) -> Choice:
 
 
 def _picked(given: Candidates, score: Floats) -> Choice:
-    """Take the sample with the highest score. score: (Q, k)."""
-    place = score.argmax(axis=1)
+    """Take the sample with the highest score; one without a score comes last. score: (Q, k)."""
+    place = np.where(np.isnan(score), -np.inf, score).argmax(axis=1)
     return Choice(place, given.confidence[np.arange(len(score)), place])
+
+
+def _picked_by_tokens(given: Candidates, rule: str) -> Choice:
+    if rule not in given.tokens:
+        raise ValueError(f"{rule} needs the candidates of every token, which only servers give")
+    return _picked(given, given.tokens[rule])
 
 
 def _same(given: Candidates) -> Bools:
@@ -194,7 +226,9 @@ RULES: dict[str, Callable[[Candidates], Choice]] = {
     "majority vote": lambda given: _voted(given, VOTES["majority vote"](given)),
     "confidence-weighted vote": lambda given: _voted(given, VOTES["confidence-weighted vote"](given)),
     # The sample whose tokens were likeliest on average; one without that number comes last.
-    "mean log-probability": lambda given: _picked(given, np.where(np.isnan(given.logprob), -np.inf, given.logprob)),
+    "mean log-probability": lambda given: _picked(given, given.logprob),
+    "self-certainty": lambda given: _picked_by_tokens(given, "self-certainty"),
+    "lowest-group confidence": lambda given: _picked_by_tokens(given, "lowest-group confidence"),
 }
 
 
@@ -271,6 +305,7 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     picks = {
         rule: [(choice.confidence, part.right(choice.place)) for part in parts for choice in [choose(part)]]
         for rule, choose in RULES.items()
+        if rule not in TOKENS or rule in given.tokens
     }
     # One random sample of a random subset is one random sample of all.
     picks["one random sample"] = list(zip(given.confidence.T, given.correct.T, strict=True))

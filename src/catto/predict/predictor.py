@@ -25,6 +25,7 @@ from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
 from catto.files import library_versions, manifest_path, read_manifest, read_records
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
+from catto.metrics.selection import token_certainty
 from catto.predict.label_reader import Answer, Case, Reader, read_tokens, score_labels, server_reader
 from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
@@ -195,6 +196,7 @@ def prediction(
     question: Question, generation: Generation, answer: Answer, temperature: float, seed: int, engine: str
 ) -> Prediction:
     """The record of what was read of a response."""
+    certainty, lowest = token_certainty(generation.tops) if generation.tops else (None, None)
     return Prediction(
         question=question.id,
         task=question.task,
@@ -204,6 +206,8 @@ def prediction(
         text=generation.text,
         **answer._asdict(),
         mean_logprob=generation.mean_logprob,
+        self_certainty=certainty,
+        lowest_group=lowest,
         tokens=generation.tokens,
         temperature=temperature,
         seed=seed,
