@@ -289,6 +289,8 @@ def test_other_refusals() -> None:
         assert (status, reply["error"]["code"]) == (404, "not_found")
         assert post(url, b"{")[0] == 400
         assert post(url, b"\xff\xfe")[0] == 400
+        assert post(url, b"[" * 200_000)[0] == 400
+        assert post(url, json.dumps(body())[:-1].encode() + b', "catto": ' + b'{"k": ' * 100_000)[0] == 400
         assert get(url, "/nowhere")[0] == 404
         assert get(url, "/v1/chat/completions")[0] == 405
         assert post(url, {"id": "no", "correct": True}, "/v1/feedback")[0] == 404
@@ -549,6 +551,13 @@ def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.Mo
         assert time.monotonic() - started < 4
         assert post(url, body())[0] == 200
     assert len(upstream.seen) == 1
+
+
+def test_a_log_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with OpenAIServer(always("B")) as upstream, gateway(upstream, log=tmp_path / "answers.jsonl") as url:
+        (tmp_path / "answers.pending.jsonl").mkdir()
+        assert ask(url).catto["label"] == "B"
+    assert "answers.pending.jsonl: Is a directory" in caplog.text
 
 
 def test_feedback_completes_the_log_which_measure_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ class Watch:
         if self.log is None:
             return
         done = set()
-        for row in _rows(self.log):
+        for row in _rows(self.log, "correct"):
             done.add(row["id"])
             self.graded.append((row["confidence"], row["correct"]))
         for row in _rows(self._waiting(self.log)):
@@ -214,7 +214,7 @@ class Watch:
         return "\n".join(lines) + "\n"
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, *more: str) -> Iterator[dict[str, Any]]:
     """The rows of a log; a line that a kill tore is skipped."""
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -222,13 +222,17 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and {"id", "confidence"} <= row.keys():
+            if isinstance(row, dict) and {"id", "confidence", *more} <= row.keys():
                 yield row
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    """Write a row; a full disk costs the row and not the answer."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as problem:
+        LOG.warning("%s: %s", path, problem.strerror)
 
 
 class Guard:
