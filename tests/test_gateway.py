@@ -292,7 +292,8 @@ def test_other_refusals() -> None:
         assert post(url, b"[" * 200_000)[0] == 400
         assert post(url, json.dumps(body())[:-1].encode() + b', "catto": ' + b'{"k": ' * 100_000)[0] == 400
         assert get(url, "/nowhere")[0] == 404
-        assert get(url, "/v1/chat/completions")[0] == 405
+        status, _, headers = get(url, "/v1/chat/completions")
+        assert (status, headers["allow"]) == (405, "POST")
         assert post(url, {"id": "no", "correct": True}, "/v1/feedback")[0] == 404
         with client(url) as asking:
             assert [one.id for one in asking.models.list()] == ["tiny-answerer"]

@@ -344,8 +344,9 @@ class Gateway:
             await self.answerer.client.close()
 
         app = FastAPI(title="catto serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-        for path, route in (("/v1/chat/completions", self.chat), ("/v1/feedback", self.feedback)):
-            app.add_api_route(path, route, methods=["POST"], responses=_DESCRIBED, response_model=None)
+        forms: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}, **_DESCRIBED}
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], responses=forms, response_model=None)
+        app.add_api_route("/v1/feedback", self.feedback, methods=["POST"], responses=_DESCRIBED)
         app.add_api_route("/v1/models", self.models, methods=["GET"], responses=_DESCRIBED)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse)
@@ -492,5 +493,7 @@ async def _failed(_: Request, problem: Any) -> Response:
     if isinstance(problem, FaultError):
         return error(problem.code, f"upstream: {problem.reason}" if problem.code > 500 else problem.reason)
     if isinstance(problem, HTTPException):
-        return error(problem.status_code, str(problem.detail))
+        reply = error(problem.status_code, str(problem.detail))
+        reply.headers.update(problem.headers or {})  # Allow, with 405
+        return reply
     return error(500, "the gateway failed; its log has the traceback")
