@@ -77,7 +77,8 @@ def explore(minutes: float, seed: int | None) -> int:
         while not failed and time.time() < until:
             mine = random.SystemRandom().getrandbits(32) if seed is None else seed
             outcome, shown = supervised(mine, until)
-            print(f"seed {mine}: {outcome}: {shown.splitlines()[-1]}", flush=True)
+            # The line and its end in one piece: two threads print at once.
+            print(f"seed {mine}: {outcome}: {shown.splitlines()[-1]}\n", end="", flush=True)
             outcomes[outcome] += 1
             if outcome == "FAILED":
                 failed[mine] = shown
