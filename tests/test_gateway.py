@@ -336,7 +336,7 @@ def test_one_failed_sample_fails_the_request_and_cancels_the_others() -> None:
         started = time.monotonic()
         with pytest.raises(openai.BadRequestError):
             ask(url)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20  # the others would go on until the deadline of 30 s
 
 
 def free_port() -> int:
@@ -516,18 +516,18 @@ def test_a_client_that_hangs_up_cancels_its_upstream_requests() -> None:
             line.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
             until(lambda: upstream.flying == 0 and len(upstream.seen) == 4)
             assert metric(url, "catto_in_flight") == 1
-        until(lambda: metric(url, "catto_in_flight") == 0, 5)
+        until(lambda: metric(url, "catto_in_flight") == 0)
 
 
 def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SENDING", 0.5)
+    monkeypatch.setattr(module, "SENDING", 1.5)
     with OpenAIServer(always("B")) as upstream, gateway(upstream, limits=Limits(max_bytes=2000)) as url:
         port = int(url.rsplit(":", 1)[1])
 
         def talk(*parts: bytes, pause: float = 0.0) -> bytes:
             heard = b""
             with socket.create_connection(("127.0.0.1", port)) as line:
-                line.settimeout(5)
+                line.settimeout(30)  # a connection that is left open fails here
                 try:
                     for part in parts:
                         if select.select([line], [], [], pause)[0]:
@@ -544,12 +544,10 @@ def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.Mo
         assert huge.startswith(b"HTTP/1.1 413")
         chunked = talk(head + b"Transfer-Encoding: chunked\r\n\r\n", *[b"3e8\r\n" + b"x" * 1000 + b"\r\n"] * 5)
         assert chunked.startswith(b"HTTP/1.1 413")
-        slow = talk(head + b"Content-Length: 100\r\n\r\n", *[b"x"] * 10, pause=0.1)
+        slow = talk(head + b"Content-Length: 100\r\n\r\n", *[b"x"] * 10, pause=0.3)
         assert slow.startswith(b"HTTP/1.1 408")
-        started = time.monotonic()
-        assert talk(*[bytes([byte]) for byte in head], pause=0.02) == b""  # closed before the headers are whole
+        assert talk(*[bytes([byte]) for byte in head], pause=0.05) == b""  # closed before the headers are whole
         assert talk(b"") == b""
-        assert time.monotonic() - started < 4
         assert post(url, body())[0] == 200
     assert len(upstream.seen) == 1
 
