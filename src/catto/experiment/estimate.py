@@ -46,7 +46,7 @@ def needed(recipe: Recipe, missing: Iterable[Stage]) -> list[str]:
         ]
         size = parameters(recipe.model.path or "")
         if size is not None:
-            width = 4 if recipe.model.dtype == "float32" else 2
+            width = 2 if recipe.model.dtype == "bfloat16" else 4
             held = "the weights" if recipe.model.peft else "weights, gradients and Adam's moments"
             memory = size * width * (1 if recipe.model.peft else 4) / 1e9
             speed = REACHED * OPERATIONS / (6 * size)
