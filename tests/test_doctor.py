@@ -22,7 +22,7 @@ import json, sys
 from importlib import metadata
 from importlib.machinery import PathFinder
 
-ABSENT = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "vllm", "ray"}
+ABSENT = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "vllm", "fastapi", "uvicorn"}
 
 class Hidden(PathFinder):
     @classmethod
