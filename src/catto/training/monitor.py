@@ -22,7 +22,7 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluating
 from catto.metrics import errors
-from catto.training import model_forward as head
+from catto.training import model_forward
 from catto.training.batches import build
 from catto.training.tokenize import Example, label_queries
 
@@ -78,13 +78,13 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     logprobs = np.full((len(examples), width), -np.inf)
     # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
-    head.install(model)
+    model_forward.install(model)
     with evaluating(model):
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
             batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
-            values = head.call(model, batch.to(model.device), precision="fp32").labels
+            values = model_forward.call(model, batch.to(model.device), precision="fp32").labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
     return logprobs

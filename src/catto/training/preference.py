@@ -27,7 +27,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from catto.files import replacing
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.objectives.tiles import Precision
-from catto.training import model_forward as head
+from catto.training import model_forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
@@ -142,7 +142,7 @@ class Policy:
         self.batch = batch = self.batch.to(labels.device, non_blocking=True)
         mask = labels[:, 1:] != -100
         router = {name: value for name, value in kwargs.items() if name == "output_router_logits"}
-        stats, self.labels, aux_loss = head.call(self.model, batch, self.extras, self.precision, **router)
+        stats, self.labels, aux_loss = model_forward.call(self.model, batch, self.extras, self.precision, **router)
         tokens = sum(batch.lengths[: len(labels)])  # those of the pairs come first
         self.replayed = torch.split(stats.target[tokens:], batch.lengths[len(labels) :])
         zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
@@ -195,7 +195,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         args.padding_free = self._padding_free
         if validation:
             self.add_callback(EvaluateAtEnd())
-        head.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
+        model_forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
 
     @property
     def calibration_weight(self) -> float:
@@ -210,11 +210,11 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
         if self._arrangement is None:
             models = [self.accelerator.unwrap_model(m) for m in (self.model, self.ref_model) if m is not None]
-            obstacle = next(filter(None, map(head.sharing_obstacle, models)), None)
+            obstacle = next(filter(None, map(model_forward.sharing_obstacle, models)), None)
             for name, wanted in (("prefix_sharing", self.args.prefix_sharing), ("padding_free", self._padding_free)):
                 if wanted and obstacle:
                     logger.warning("%s is off: %s", name, obstacle)
-            sparse = all(head.skips_blocks(model, self.args.device) for model in models)
+            sparse = all(model_forward.skips_blocks(model, self.args.device) for model in models)
             packed = sparse if self._padding_free is None else self._padding_free
             chosen = {"shared": self.args.prefix_sharing, "packed": packed}
             self._arrangement = {name: value and obstacle is None for name, value in chosen.items()}
@@ -300,7 +300,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """
         theirs = {name: value for name, value in inputs.items() if name != KEY}
         if KEY in inputs and self._own_head:
-            head.install(self.accelerator.unwrap_model(model))
+            model_forward.install(self.accelerator.unwrap_model(model))
             model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
         return super().compute_ref_log_probs(model, theirs)
 
@@ -369,7 +369,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             layout = build(rows, label_queries(streamed, pairs), pairs, **options)
         elif args.calibration != "outcome":
             layout = layout.without_queries()
-        head.install(self.accelerator.unwrap_model(model))
+        model_forward.install(self.accelerator.unwrap_model(model))
         return Policy(model, layout, args.head_precision, extras)
 
     def _term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:

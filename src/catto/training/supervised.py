@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
-from catto.training import model_forward as head
+from catto.training import model_forward
 from catto.training.batches import Batch, build
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
 from catto.training.tokenize import Example, label_queries
@@ -63,8 +63,8 @@ class SupervisedTrainer(Monitored):
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
-        head.install(model)
-        packed = head.sharing_obstacle(model) is None and head.skips_blocks(model, args.device)
+        model_forward.install(model)
+        packed = model_forward.sharing_obstacle(model) is None and model_forward.skips_blocks(model, args.device)
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
         with evaluating_without_dataset(args, validation):
             super().__init__(
@@ -82,7 +82,7 @@ class SupervisedTrainer(Monitored):
     ) -> Any:
         """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
-        output = head.call(model, batch, ("mean_logit",) if self.epsilon else ())
+        output = model_forward.call(model, batch, ("mean_logit",) if self.epsilon else ())
         # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
         tokens = max(len(batch.targets), 1)
         if num_items_in_batch is not None:
