@@ -125,6 +125,14 @@ def test_generated_answers_of_lm_eval_need_a_named_confidence(tmp_path: Path, ca
     assert read(path, confidence="doc.sure") == ([0.7], [True], ["0"])
 
 
+def test_a_log_of_lm_eval_with_several_filters_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    rows = [lm_eval(0, [-1.0, -2.0], 0, 1.0, filter=name) for name in ("strict", "loose")]
+    path = write_lines(tmp_path / "s.jsonl", rows)
+    assert run(capsys, "measure", path).err == (
+        f"catto: {path} row 2: filter: got 'loose' after 'strict', expected one filter: keep the lines of one\n"
+    )
+
+
 def packed(path: Path, samples: list[dict[str, Any]], method: int) -> Path:
     """A log of inspect_ai. Zstandard, which zipfile cannot write before 3.14, is put in by hand."""
     if method == zipfile.ZIP_DEFLATED:

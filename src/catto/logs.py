@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 from catto.answers import find_stated
 from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
-from catto.problems import DataError, listed
+from catto.problems import DataError, listed, nested
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
@@ -55,26 +55,9 @@ class ColumnNames:
     length_normalised: bool = False
 
 
-def field(fields: Fields, name: str) -> Any:
-    """Return a field, `a.b` being b inside a, also `a.0.b` in a list; KeyError where there is none.
-
-    >>> field({"scores": {"match": {"value": "C"}}}, "scores.match.value")
-    'C'
-    """
-    if name in fields or "." not in name:
-        return fields[name]
-    value: Any = fields
-    for part in name.split("."):
-        try:
-            value = value[int(part) if isinstance(value, list) else part]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise KeyError(name) from None
-    return value
-
-
 def probability_of(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
-    value = number = field(fields, name)
+    value = number = nested(fields, name)
     if isinstance(value, str):
         try:
             number = float(value)
@@ -91,7 +74,7 @@ def probability_of(name: str, fields: Fields) -> float:
 
 def truth_of(name: str, fields: Fields) -> bool:
     """Return a boolean, also from 0, 1 and the words of a CSV file."""
-    value = field(fields, name)
+    value = nested(fields, name)
     if isinstance(value, bool):
         return value
     word = WORDS.get(value) if isinstance(value, str) else None  # nearly every cell of a CSV file
@@ -104,7 +87,7 @@ def truth_of(name: str, fields: Fields) -> bool:
 
 def text_of(name: str, fields: Fields) -> str:
     """Return the field as text; ids and labels may be written as numbers."""
-    value = field(fields, name)
+    value = nested(fields, name)
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, dict | list):
@@ -129,7 +112,7 @@ def answer_of(fields: Fields, name: str = "label") -> str | None:
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
-    return None if field(fields, name) is None else text_of(name, fields)
+    return None if nested(fields, name) is None else text_of(name, fields)
 
 
 def answer_probability(fields: Fields) -> float:
@@ -164,6 +147,9 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
         records = list(records)
         labels = _labels(path, records, names.gold)
     for row, record in records:
+        if name == "lm-eval" and record.get("filter") != first[1].get("filter"):
+            filters = f"got {record.get('filter')!r} after {first[1].get('filter')!r}"
+            raise DataError(path, row, f"filter: {filters}, expected one filter: keep the lines of one")
         try:
             yield row, ChainMap(READERS[name][1](record, names, labels), record)
         except KeyError as error:
@@ -330,7 +316,7 @@ def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> li
     labels = set()
     for row, record in rows:
         try:
-            labels.add(str(field(record, gold)))
+            labels.add(str(nested(record, gold)))
         except KeyError:
             raise DataError(path, row, f"{gold}: missing") from None
     if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):

@@ -24,7 +24,6 @@ from catto.logs import (
     Fields,
     answer_of,
     answer_probability,
-    field,
     format_of,
     probability_of,
     read_answers,
@@ -49,7 +48,7 @@ from catto.metrics.statistics import (
     null_table,
 )
 from catto.plain_table import columns_of, probabilities, read_plain, texts, truths
-from catto.problems import DataError, did_you_mean, listed
+from catto.problems import DataError, did_you_mean, listed, nested
 
 Read = Callable[[Fields], Any]
 Unparsed = Literal["fallback", "wrong"]
@@ -267,7 +266,7 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
 
     def there(name: str, hint: str = "") -> str:
         try:
-            field(first, name)
+            nested(first, name)
         except KeyError:
             columns = f"{did_you_mean(name, first)} (there is {', '.join(first)})"
             raise ValueError(f"no column {name!r}{hint}{columns}") from None

@@ -218,3 +218,25 @@ def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
         parts.append(str(part))
         value = value[part]
     return tuple(parts), value
+
+
+def nested(fields: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a row; KeyError where there is none.
+
+    `a.b` is b inside a, `a.0` the first entry of a list a, and `a.b` of a list a is the list of b of every entry.
+
+    >>> nested({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
+    ['red', 'blue']
+    """
+    if name in fields or "." not in name:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        try:
+            if isinstance(value, list):
+                value = value[int(part)] if part.isdecimal() else [entry[part] for entry in value]
+            else:
+                value = value[part]
+        except (KeyError, IndexError, TypeError):
+            raise KeyError(name) from None
+    return value

@@ -10,7 +10,7 @@ from itertools import combinations
 from string import ascii_uppercase
 from typing import Any, Literal, get_args
 
-from catto.problems import DataError, listed, parse_json
+from catto.problems import DataError, listed, nested, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
@@ -28,19 +28,11 @@ _BOOLEAN = {"yes": "true", "true": "true", "no": "false", "false": "false"}  # o
 
 
 def lookup(raw: Raw, name: str) -> Any:
-    """The value of a field, `a.b` being b inside a, or inside every entry of a list a. None or none is a ValueError.
-
-    >>> lookup({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
-    ['red', 'blue']
-    """
-    value: Any = raw.get(name)
-    if value is None and "." in name:
-        value = raw
-        for part in name.split("."):
-            if isinstance(value, list):
-                value = [item.get(part) if isinstance(item, dict) else None for item in value]
-            else:
-                value = value.get(part) if isinstance(value, dict) else None
+    """The value of a field by its name, also a nested one; ValueError where it is missing or null."""
+    try:
+        value = nested(raw, name)
+    except KeyError:
+        value = None
     if value is None:
         raise ValueError(f"{name} is missing")
     return value
