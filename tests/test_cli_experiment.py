@@ -22,7 +22,7 @@ from command import run
 from experiment_world import ENVIRONMENT, write_recipe
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ["", "data", "teach", "train", "plan", "run", "recipe", "recipe list", "recipe show", "recipe copy"]
+COMMANDS = ["", "data", "teach", "train", "plan", "run", "stage", "recipe", "recipe list", "recipe show", "recipe copy"]
 COMMANDS += ["model", "model import-gguf"]
 
 

@@ -320,3 +320,41 @@ def test_generations_without_scores_are_scored_by_the_model(finished: Finished, 
         assert mine.label == stored.label
         assert mine.label_logprobs == pytest.approx(stored.label_logprobs, abs=1e-5)
     assert predictions != expected  # a pass over the whole sequence rounds differently
+
+
+# ---- one stage at a time ----------------------------------------------------------------------------------------
+
+
+def test_stages_run_one_by_one_in_any_order_that_respects_needs(tmp_path: Path, capsys: Capture) -> None:
+    """As a scheduler would: by the keys of the plan, from the recipe that is stored in the folder."""
+    from catto.experiment.graph import Graph, freeze
+    from catto.experiment.stages import ordered, place
+    from catto.recipe_file import load
+
+    recipe, root = load(str(write_recipe(tmp_path))), tmp_path / "out"
+    stages = ordered([Graph(recipe).teacher("witnesses")])
+    told = run(capsys, "stage", root, stages[0].key)
+    assert (told.code, told.err.count("no recipe is stored here")) == (2, 1)
+    freeze(root, recipe)
+    told = run(capsys, "stage", root, stages[1].key)
+    assert (told.code, told.err) == (2, "catto: responses witnesses needs what is not done: questions witnesses\n")
+    told = run(capsys, "stage", root, "0" * 16)
+    assert (told.code, told.err.count(f"{'0' * 16} is no stage of the recipes here")) == (2, 1)
+    for stage in stages:
+        assert run(capsys, "stage", root, stage.key).out == f"{stage.name}: done\n"
+        assert run(capsys, "stage", root, stage.key[:8]).out == f"{stage.name}: done already\n"
+    run(capsys, "teach", tmp_path / "tiny.yaml", "--out", tmp_path / "other")
+    for stage in stages:
+        for path in place(tmp_path / "other", stage).glob("*.jsonl"):
+            assert (place(root, stage) / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_stage_that_fails_names_its_log(tmp_path: Path, capsys: Capture) -> None:
+    from catto.experiment.graph import Graph, freeze
+    from catto.recipe_file import load
+
+    recipe = load(str(two_tasks(tmp_path)))
+    freeze(tmp_path / "out", recipe)
+    told = run(capsys, "stage", tmp_path / "out", Graph(recipe).questions("mine").key)
+    assert told.code == 1
+    assert re.search(r"catto: questions mine: DataError: .*mine.jsonl row 1: .*; its log: ", told.err)

@@ -1,4 +1,4 @@
-"""`catto plan`, `catto run`, `catto verify` and `catto recipe`; and what every command that takes a recipe shares."""
+"""`catto plan`, `run`, `stage`, `verify` and `recipe`; and what every command that takes a recipe shares."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from catto.cli import console
+from catto.problems import listed
 
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
@@ -24,6 +25,7 @@ RUN_EXAMPLES = console.examples(
     "catto run quickstart",
     "catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1",
 )
+STAGE_EXAMPLES = console.examples("catto stage runs/quickstart 5f2c81d09ab34e67")
 VERIFY_EXAMPLES = console.examples("catto verify runs/quickstart", "catto run quickstart --repair")
 RECIPE_EXAMPLES = console.examples(
     "catto recipe list", "catto recipe show quickstart", "catto recipe copy quickstart mine.yaml"
@@ -79,7 +81,7 @@ def go(
 ) -> None:
     """Run what is missing; exit with code 1 if a stage failed, with 130 if the user interrupted it."""
     from catto.cli.display import Left, RunDisplay, bars
-    from catto.experiment.graph import check_places
+    from catto.experiment.graph import check_places, freeze
     from catto.experiment.runner import refused_stages, retry, run, set_damaged_aside
     from catto.experiment.stages import done, ordered
 
@@ -88,7 +90,8 @@ def go(
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
     if any(stage.kind == "train" and not done(root, stage) for stage in ordered(list(goals))):
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    freeze(root, recipe)
+    _silence()
     try:
         with bars() as shown:
             display = RunDisplay(shown, Left(root, goals))
@@ -104,6 +107,10 @@ def go(
         console.warn(f"not run, since they need what failed: {len(outcome.blocked)} stages")
     if outcome.failed:
         sys.exit(1)
+
+
+def _silence() -> None:
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
 
 
 # ---- plan and run ---------------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ def plan(
     for stage, standing in runner.plan(root, [graph.report()]):
         seconds = runner.seconds_of(root, stage)
         missing += [stage] if standing != "done" else []
-        named = {"kind": stage.kind, "name": stage.name, "folder": stage.folder}
+        named = {"kind": stage.kind, "name": stage.name, "key": stage.key, "folder": stage.folder}
         described.append({**named, "standing": standing, "seconds": seconds})
         group = f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
         groups[group].append((standing, seconds or 0.0))
@@ -194,6 +201,45 @@ def _show_results(report: Path, page: Path) -> None:
         with replacing(page) as file:
             file.write((report / page.name).read_text(encoding="utf-8"))
         console.say(f"Report: {page}")
+
+
+# ---- one stage ------------------------------------------------------------------------------------------------------
+
+
+def stage(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")
+    ],
+    key: Annotated[str, typer.Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
+) -> None:
+    """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.
+
+    `catto plan --export` stores the recipe in the folder and writes these commands. A finished stage is not run again.
+    """
+    from catto.cli.display import Bar, bars
+    from catto.experiment.graph import find_stage
+    from catto.experiment.runner import run_stage
+    from catto.experiment.stages import LOG, done, part
+
+    wanted = find_stage(folder, key)
+    if missing := [need.name for need in wanted.needs.values() if not done(folder, need)]:
+        console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
+    if done(folder, wanted):
+        console.say(f"{wanted.name}: done already")
+        return
+    if wanted.kind == "train":
+        console.needs("torch", "train", "training")
+    _silence()
+    try:
+        with bars() as shown:
+            problem = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
+    except KeyboardInterrupt:
+        console.warn("interrupted; the same command resumes from here")
+        sys.exit(130)
+    if problem is not None:
+        console.warn(f"{wanted.name}: {problem}; its log: {part(folder, wanted) / LOG}")
+        sys.exit(1)
+    console.say(f"{wanted.name}: done")
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------

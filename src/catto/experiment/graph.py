@@ -20,7 +20,7 @@ from catto.engines import check_model, check_server, is_hub_id
 from catto.experiment import stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
-from catto.files import opened
+from catto.files import opened, read_json
 from catto.methods import METHODS, Budget, method
 from catto.problems import DataError, did_you_mean
 from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
@@ -391,3 +391,37 @@ def check_places(source: str, recipe: Recipe) -> None:
         raise DataError(source, None, f"{where}: {error}") from None
     if recipe.evaluation.engine == "vllm" and find_spec("vllm") is None:
         raise DataError(source, None, "evaluation.engine vllm needs vllm: pip install 'catto[vllm]'")
+
+
+# ---- recipes in an experiment's folder ------------------------------------------------------------------------------
+
+
+def freeze(root: Path, recipe: Recipe) -> Path:
+    """Store a recipe in the experiment's folder, where its stages are found by key whatever becomes of the user's file.
+
+    Several recipes may share the folder. A password in the teacher's address is not stored.
+    """
+    value = recipe.model_dump(mode="json")
+    path = root / "recipes" / f"{content_hash(value)}.json"
+    if not path.exists():
+        stages.write(path, value)
+    return path
+
+
+def find_stage(root: Path, key: str) -> Stage:
+    """Return the stage with this key, or the beginning of one, among the recipes that the folder holds."""
+    recipes = sorted((root / "recipes").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not recipes:
+        raise DataError(root, None, "no recipe is stored here: `catto run` and `catto plan --export` do that")
+    for path in recipes:
+        graph = Graph(Recipe.model_validate(read_json(path)))
+        found = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
+        if len(found) > 1:
+            raise DataError(
+                root, None, f"{key} is the beginning of {len(found)} keys: {found[0].key}, {found[1].key}, ..."
+            )
+        if found:
+            return found[0]
+    raise DataError(
+        root, None, f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"
+    )

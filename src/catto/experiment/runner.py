@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -45,6 +45,7 @@ ROOM = 2**20
 DAMAGED = ".damaged"
 # These load a model of their own: the last one that was generated with is released first.
 LOADING = {"responses", "train"}
+Progress = Callable[[int, int, str], None]
 
 
 class Display(Protocol):
@@ -92,7 +93,7 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
                 if twin is not None and stages.take_over(root, stage, twin):
                     ending = "unchanged"
                 else:
-                    problem = _run_stage(root, stage, display, checked)
+                    problem = run_stage(root, stage, display.progress, checked)
                     ending = "done" if problem is None else "failed"
                     if problem is not None:
                         stopped.add(stage.key)
@@ -104,12 +105,12 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     return outcome
 
 
-def _run_stage(root: Path, stage: Stage, display: Display, checked: set[Path]) -> str | None:
+def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) -> str | None:
     """Run a stage and finish it; return the problem of a failed one, whose log has the traceback.
 
     checked: folders whose bytes were compared with what was written; each is compared once a run.
     """
-    work: Work = Work(stage, root, display.progress)
+    work: Work = Work(stage, root, progress)
     work.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     if stage.kind in LOADING:
