@@ -599,6 +599,41 @@ def test_reasons_are_counted_and_the_commonest_stands_first() -> None:
     assert count_reasons(refusals) == "2 x a; 1 x b; 1 x c; ..."
 
 
+def naive(line: str, prompt: str) -> str:
+    """Blot out every window of 20 characters that is in the prompt, one by one."""
+    starts = {start for start in range(len(line) - 19) if line[start : start + 20] in prompt}
+    quoted = [any(start in starts for start in range(at - 19, at + 1)) for at in range(len(line))]
+    shown = ""
+    for at, character in enumerate(line):
+        if not quoted[at]:
+            shown += character
+        elif at == 0 or not quoted[at - 1]:
+            shown += "[prompt]"
+    return shown[:300]
+
+
+def test_quotations_are_those_of_a_window_by_window_search() -> None:
+    draws = random.Random(0)
+    for _ in range(300):
+        prompt = "".join(draws.choices("ab c", k=draws.randint(1, 400))).strip()
+        pieces = [prompt[start : start + draws.randint(0, 60)] for start in draws.choices(range(len(prompt) + 1), k=4)]
+        noise = ["".join(draws.choices("ab x", k=draws.randint(0, 30))) for _ in range(5)]
+        line = "".join(part for pair in zip(noise, [*pieces, ""], strict=True) for part in pair)
+        line, prompt = " ".join(line.split()), " ".join(prompt.split())
+        assert one_line(line, [], [prompt]) == naive(line, prompt)
+
+
+def test_a_prompt_of_a_megabyte_is_searched_quickly() -> None:
+    words = random.Random(0).choices(["maximum", "context", "length", "tokens", "is", "the"], k=160_000)
+    prompt = " ".join(words)
+    said = "the maximum context length is 8192 tokens, " * 6
+    started = time.process_time()
+    for line in (said, f"{prompt}; was refused", prompt[500_000:] + said):
+        assert one_line(line, [], [prompt])
+    assert time.process_time() - started < 0.5
+    assert one_line(f"{prompt}; was refused", [], [prompt]) == "[prompt]; was refused"
+
+
 def test_one_line_drops_secrets_and_quotations_and_keeps_the_rest() -> None:
     prompt = "Which of these four animals is the heaviest one?"
     assert one_line(f"bad:\n '{prompt}'\tin k-77", ["k-77"], [prompt]) == "bad: '[prompt]' in [key]"

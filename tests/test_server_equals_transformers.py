@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -212,7 +213,8 @@ def test_labels_among_candidate_texts() -> None:
     assert label_logprobs(("entailment", "entitled"), tops) == {}
 
 
-def test_a_request_goes_through_the_official_client() -> None:
+def test_a_request_is_what_the_official_client_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k-1")
     seen: list[Seen] = []
 
     def respond(one: Seen) -> Reply:
@@ -220,5 +222,11 @@ def test_a_request_goes_through_the_official_client() -> None:
         return served(one)
 
     with serving(respond) as remote:
-        list(remote.generate([Request(question="q", messages=(Message(role="user", content="the"),), max_tokens=2)]))
-    assert seen[0].headers["user-agent"].startswith("AsyncOpenAI/Python")
+        list(remote.generate([Request(question="q", messages=(Message(role="user", content="thé"),), max_tokens=2)]))
+        with openai.OpenAI(base_url=remote.base_url, max_retries=0) as official:
+            official.chat.completions.create(**seen[0].body)
+    ours, theirs = seen
+    assert ours.body == theirs.body
+    for name in ("authorization", "content-type", "accept-encoding", "connection", "host"):
+        assert ours.headers[name] == theirs.headers[name]
+    assert ours.headers["user-agent"].startswith("catto/")

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import copy
+import json
 import os
 import queue
 import random
@@ -24,27 +25,24 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-import openai
-from pydantic import ValidationError
+import httpx2 as httpx
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
+from catto import __version__
 from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
 from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line, wished_wait
 from catto.files import first_problem
 from catto.records import Message, Refusal
 
-try:  # what the client speaks through: httpx2 from openai 3 on
-    import httpx2 as httpx
-except ImportError:  # pragma: no cover
-    import httpx  # type: ignore[import-not-found,no-redef]
-
-# A key-less local server gets this in place of a key: the client insists on one.
-NO_KEY = "none"
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
 # Until the server has replied once, connections are retried for so many seconds: a dead address is reported within 5.
 STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MOST_BYTES = 256 * 2**20
 MOST_TOPS = 20
+# Of an error page that is no JSON.
+MOST_SAID = 1000
 PROBE_RETRIES = 2
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
 CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
@@ -123,7 +121,7 @@ class ServerEngine(Engine):
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
-        self.name = f"server openai-{openai.__version__}"
+        self.name = f"server httpx2-{httpx.__version__}"
         self.model, self.batch_size = model, concurrency
         self.base_url, login = split_login(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
@@ -145,7 +143,7 @@ class ServerEngine(Engine):
         todo = (request for request in requests if request.key not in done)
         failures: list[ServerError] = []
 
-        async def work(client: openai.AsyncOpenAI, put: Put[Generation | Refusal]) -> None:
+        async def work(client: httpx.AsyncClient, put: Put[Generation | Refusal]) -> None:
             while not failures and (request := next(todo, None)) is not None:
                 try:
                     put(await self._ask(client, request))
@@ -197,17 +195,16 @@ class ServerEngine(Engine):
 
     def only_model(self) -> str:
         """The name of the one model that the server lists; ServerError where there are others, or none."""
-
-        async def listed(put: Put[str]) -> None:
-            async with self.client() as client:
-                try:
-                    async for model in client.models.list(timeout=CONNECTING):
-                        put(model.id)
-                except openai.OpenAIError as error:
-                    reason = one_line(str(error), [self._key() or "", *self._login])
-                    raise ServerError(f"{self.place}: it does not list its models: {reason}; name one") from None
-
-        names = list(arrivals(listed))
+        settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
+        try:
+            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
+            if not reply.is_success:
+                raise ValueError(f"{reply.status_code}: {_said(reply.content)}")
+            names = [model.id for model in _Models.model_validate_json(reply.content).data]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = one_line(problem, [self._key() or "", *self._login])
+            raise ServerError(f"{self.place}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:
             raise ServerError(f"{self.place}: serves {', '.join(names[:5]) or 'no model'}; name one")
         return names[0]
@@ -219,11 +216,15 @@ class ServerEngine(Engine):
         outcomes = {int(outcome.question): outcome for outcome in twin.generate(requests)}
         self.retries += twin.retries
         ordered = [outcomes[place] for place in range(len(begun))]
-        return [reply if isinstance(reply, Refusal) else _first(reply) for reply in ordered]
+        return [reply if isinstance(reply, Refusal) else best_next(reply) for reply in ordered]
 
-    async def next_token(self, client: openai.AsyncOpenAI, chat: tuple[Message, ...], text: str) -> dict[str, float]:
-        """`next_tokens` of one (chat, begun answer) by a client of the caller; FaultError as `ask` raises it."""
-        return _first(await self._continuing().ask(client, _begun("", chat, text)))
+    async def continuation(self, client: httpx.AsyncClient, chat: tuple[Message, ...], text: str) -> Generation:
+        """One more token of a begun answer, by a client of the caller; FaultError as `ask` raises it."""
+        twin = self._continuing()
+        try:
+            return await twin.ask(client, _begun("", chat, text))
+        finally:
+            self.retries += twin.retries
 
     def _continuing(self) -> ServerEngine:
         return self._twin(self.top_logprobs or MOST_TOPS, self.max_retries, CONTINUE)
@@ -237,29 +238,29 @@ class ServerEngine(Engine):
         twin._warned = twin._reached = False
         return twin
 
-    def client(self) -> openai.AsyncOpenAI:
+    def client(self) -> httpx.AsyncClient:
         """A client for `ask`, to be closed by the caller."""
-        key = self._key() or NO_KEY
-        if not (key.isascii() and key.isprintable()):
-            raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
-        timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
-        headers = {"Authorization": f"Basic {self._login[0]}"} if self._login else None
-        try:  # retries are ours: those of the client know no deadline and no unusable replies
-            return openai.AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=key,
-                timeout=timeout,
-                max_retries=0,
-                default_headers=headers,
-                http_client=openai.DefaultAsyncHttpxClient(verify=_certificates()),
-            )
+        timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
+        # Idle connections are left before vLLM's own server closes them, after 5 s.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
+        settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
+        try:
+            return httpx.AsyncClient(base_url=self.base_url, timeout=timeout, limits=limits, **settings)
         except httpx.InvalidURL:
             raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
+
+    def _headers(self) -> dict[str, str]:
+        key = self._key()
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
+        credentials = f"Basic {self._login[0]}" if self._login else f"Bearer {key}" if key else None
+        headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
+        return headers if credentials is None else {**headers, "Authorization": credentials}
 
     def _key(self) -> str | None:
         return os.environ.get(self.api_key_env, "").strip() or None
 
-    async def _ask(self, client: openai.AsyncOpenAI, request: Request) -> Generation | Refusal:
+    async def _ask(self, client: httpx.AsyncClient, request: Request) -> Generation | Refusal:
         """Ask; a fault that does not speak against the other requests is a refusal."""
         try:
             generation = await self.ask(client, request)
@@ -272,7 +273,7 @@ class ServerEngine(Engine):
         self._in_a_row = 0
         return generation
 
-    async def ask(self, client: openai.AsyncOpenAI, request: Request) -> Generation:
+    async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
         """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
 
         Its reason is one line without secrets or prompt.
@@ -299,7 +300,7 @@ class ServerEngine(Engine):
         fault.reason = self._told(fault, request)
         raise fault from None
 
-    async def _post(self, client: openai.AsyncOpenAI, request: Request, tries: int) -> Reply:
+    async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Reply:
         """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -310,25 +311,19 @@ class ServerEngine(Engine):
         }
         if self.top_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        content = bytearray()
         try:
-            api = client.chat.completions.with_streaming_response
-            # As `extra_body` the fields are sent as they are: the client's own walk over typed fields takes longer.
-            async with api.create(model=self.model, messages=(), extra_body=body | self.extra_body) as raw:
+            data = json.dumps(body | self.extra_body)
+            async with client.stream("POST", "/chat/completions", content=data) as answer:
                 self._reached = True
-                content = bytearray()
-                async for block in raw.iter_bytes():
+                async for block in answer.aiter_bytes():
                     content += block
                     if len(content) > MOST_BYTES:
                         raise FaultError(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
-        except openai.APIStatusError as error:
-            self._reached = True
-            raise self._status_fault(error, tries) from None
-        except openai.APIConnectionError as error:
-            raise self._connection_fault(error.__cause__ or error, tries) from None
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
-        except openai.OpenAIError as error:
-            raise FaultError(str(error), again=False, of_all=True) from None
+        if not answer.is_success:
+            raise self._status_fault(answer.status_code, answer.headers, _said(bytes(content)), tries)
         try:
             reply = Reply.model_validate_json(bytes(content))
         except ValidationError as error:
@@ -381,15 +376,11 @@ class ServerEngine(Engine):
         """Why it failed, in one line without secrets or prompt."""
         return one_line(fault.reason, [self._key() or "", *self._login], [turn.content for turn in request.messages])
 
-    def _status_fault(self, error: openai.APIStatusError, tries: int) -> FaultError:
+    def _status_fault(self, status: int, headers: Mapping[str, str], said: str, tries: int) -> FaultError:
         """What an HTTP error says of the request and of the server."""
-        status, body, said = error.status_code, error.body, error.message
-        if isinstance(body, dict) and isinstance(text := body.get("message") or body.get("detail"), str):
-            said = f"{text} ({body['code']})" if isinstance(body.get("code"), str) else text
         if status == 401:
             key = f"the key in environment variable {self.api_key_env}"
             return FaultError(f"401: {key} {'was refused' if self._key() else 'is not set'}", again=False, of_all=True)
-        headers = error.response.headers
         wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
         of_all = (
@@ -422,8 +413,35 @@ def _begun(question: str, chat: tuple[Message, ...], text: str) -> Request:
     return Request(question=question, messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
 
 
-def _first(reply: Generation) -> dict[str, float]:
+def best_next(reply: Generation) -> dict[str, float]:
+    """The candidates of a reply's first token, text -> log-probability; none where the server gave none."""
     return dict(reply.tops[0][1]) if reply.tops else {}
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    """What /v1/models lists."""
+
+    data: tuple[_Model, ...]
+
+
+def _said(content: bytes) -> str:
+    """The message of an error reply in one of its usual forms, with its code; else the reply itself."""
+    said = content[:MOST_SAID].decode(errors="replace").strip() or "no message"
+    try:
+        body = from_json(content)
+    except ValueError:
+        return said
+    problem = body.get("error", body) if isinstance(body, dict) else body
+    if not isinstance(problem, dict):
+        return problem if isinstance(problem, str) else said
+    text = problem.get("message") or problem.get("detail")
+    if not isinstance(text, str):
+        return said
+    return f"{text} ({problem['code']})" if isinstance(problem.get("code"), str) else text
 
 
 @cache

@@ -393,7 +393,7 @@ class _Job:
             counts=counts,
             recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser]),
             seed=self.run.seed,
-            versions=library_versions("transformers", "torch", "vllm", "openai"),
+            versions=library_versions("transformers", "torch", "vllm", "httpx2"),
             notes=notes,
         )
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import httpx2 as httpx
 import numpy as np
-import openai
 
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request
-from catto.engines.server import FaultError, ServerEngine
+from catto.engines.server import FaultError, ServerEngine, best_next
 from catto.metrics.selection import Candidates, candidates, further
 from catto.predict.label_reader import NO_ANSWER, Case, begun_answer, continued, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
@@ -63,7 +63,7 @@ class Answerer:
     """
 
     engine: ServerEngine
-    client: openai.AsyncOpenAI
+    client: httpx.AsyncClient
     continues: bool
     fitted: Fitted | None
     threshold: RiskThreshold | None
@@ -114,7 +114,9 @@ class Answerer:
         answer = read_reply(question, generation)
         if answer is None:
             begun = begun_answer(generation.text)
-            tops = await self.engine.next_token(self.client, asked.messages, begun) if self.continues else {}
+            tops: dict[str, float] = {}
+            if self.continues:
+                tops = best_next(await self.engine.continuation(self.client, asked.messages, begun))
             answer = continued(Case(question, asked.messages, generation), tops)
         unreadable = answer.refused if isinstance(answer, Refusal) else None
         known = NO_ANSWER if isinstance(answer, Refusal) else answer

@@ -341,7 +341,7 @@ class Gateway:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             yield
-            await self.answerer.client.close()
+            await self.answerer.client.aclose()
 
         app = FastAPI(title="catto serve", lifespan=lifespan, docs_url=None, redoc_url=None)
         forms: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}, **_DESCRIBED}

@@ -181,7 +181,7 @@ def _parsed(
 def _manifest(
     kind: str, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
 ) -> Manifest:
-    versions = library_versions("openai", "pydantic", "transformers", "torch")
+    versions = library_versions("httpx2", "pydantic", "transformers", "torch")
     return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
 
 
