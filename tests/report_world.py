@@ -16,7 +16,7 @@ from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question
 from catto.report.build import build, read
-from catto.report.measuring import Answered, measure
+from catto.report.measuring import Answered, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.report.page import Browser
 from catto.tasks.witnesses import generate
@@ -106,7 +106,7 @@ def measured(world: World) -> Measured:
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
     results = write_world(folder, world)
     answers, questions, browser = read(results, folder)
-    numbers = measure(results, folder, answers, questions)
+    numbers = measure_results(results, folder, answers, questions)
     return Measured(results, folder, answers, questions, numbers, browser)
 
 

@@ -22,17 +22,15 @@ from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
 from catto.report.measuring import (
-    Answered,
-    answered,
-    blocks,
-    decided,
-    measure,
-    predictions_of,
+    answers_of,
+    decide,
+    measure_results,
+    read_predictions,
     risk_of,
     selection_of,
     steps,
 )
-from catto.report.numbers import Cell, GroupNumbers
+from catto.report.numbers import Cell
 from catto.report.tables import group_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
@@ -142,8 +140,8 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
             "questions": {"own": ("q.jsonl",)},
         }
     )
-    cells = [answered(cell, list(predictions_of(cell, tmp_path)), tmp_path / "p.jsonl") for cell in results.cells]
-    found = measure(results, tmp_path, cells, {"own": {"q": question}})
+    cells = [answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / "p.jsonl") for cell in results.cells]
+    found = measure_results(results, tmp_path, cells, {"own": {"q": question}})
     others = [found.cells[0].others[name] for name in ("true_error", "regret", "bayes_accuracy")]
     assert others == pytest.approx([0.6, 0.4, 1.0], abs=1e-12)
     assert found.budgets == (None,)
@@ -159,9 +157,9 @@ def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Me
     cells = [cell.model_copy(update={"others": {"fallback_rate": 0.123}}) for cell in known.cells]
     spoiled = known.model_copy(update={"cells": tuple(cells)})
     arguments = (world.results, world.folder, world.cells, world.questions)
-    assert {cell.others["fallback_rate"] for cell in measure(*arguments, spoiled).cells} == {0.123}
+    assert {cell.others["fallback_rate"] for cell in measure_results(*arguments, spoiled).cells} == {0.123}
     stale = spoiled.model_copy(update={"cells": tuple(cell.model_copy(update={"input": "x"}) for cell in cells)})
-    afresh = measure(*arguments, stale)
+    afresh = measure_results(*arguments, stale)
     assert [one.model_dump_json() for one in afresh.cells] == [one.model_dump_json() for one in world.numbers.cells]
 
 
@@ -190,21 +188,21 @@ def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_pat
 
 def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:
     cell = next(cell for cell in world.results.cells if cell.trained_on == "mmlu")
-    predictions = list(predictions_of(cell, world.folder))
+    predictions = list(read_predictions(cell, world.folder))
     path = world.folder / cell.predictions
-    strict, lenient = answered(cell, predictions, path, "wrong"), answered(cell, predictions, path)
+    strict, lenient = answers_of(cell, predictions, path, "wrong"), answers_of(cell, predictions, path)
     assert strict.correct.tolist() == (lenient.correct & ~lenient.fallback).tolist()
     assert strict.correct.sum() < lenient.correct.sum()
 
 
 def test_ticks_are_as_many_as_announced(world: Measured) -> None:
     ticks = []
-    measure(world.results, world.folder, world.cells, world.questions, world.numbers, lambda: ticks.append(1))
+    measure_results(world.results, world.folder, world.cells, world.questions, world.numbers, lambda: ticks.append(1))
     assert len(ticks) == steps(world.results) == len(world.numbers.cells) + len(world.numbers.groups)
 
 
 def test_a_method_that_both_budgets_share_stands_in_both_blocks(world: Measured) -> None:
-    assert blocks(world.results.cells) == ("paper", "matched")
+    assert world.numbers.budgets == ("paper", "matched")
     assert [g.budget for g in world.numbers.groups if (g.method, g.trained_on) == ("sft", "snli")] == [
         "paper",
         "matched",
@@ -248,7 +246,7 @@ def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test
     test = confident(tmp_path, "t.jsonl", [(0.9, True)] * 8 + [(0.95, False), (0.1, True)])
     place = {"task": "own", "trained_on": "own", "method": "sft", "budget": None, "seed": 0}
     cell = Cell(**place, predictions=test, validation=validation)
-    answers = answered(cell, list(predictions_of(cell, tmp_path)), tmp_path / test)
+    answers = answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / test)
     bound = 1 - (0.05 / len(THRESHOLDS)) ** (1 / 200)
     wanted = {"risk_promised": 1.0, "risk_threshold": 0.32, "risk_bound": bound, "risk_coverage": 0.9}
     assert risk_of(answers, tmp_path) == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
@@ -278,7 +276,7 @@ def test_a_rescaled_models_threshold_is_fitted_on_rescaled_answers(tmp_path: Pat
     place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "v.jsonl"}
     for method, threshold in (("sft", 0.72), ("sft+ts", 0.48)):
         cell = Cell(method=method, tau=2.0, validation="v.jsonl", **place)
-        assert risk_of(answered(cell, rows, tmp_path), tmp_path)["risk_threshold"] == threshold
+        assert risk_of(answers_of(cell, rows, tmp_path), tmp_path)["risk_threshold"] == threshold
 
 
 def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_their_sampling(tmp_path: Path) -> None:
@@ -315,7 +313,7 @@ def test_a_table_has_swaps_enough_for_its_number_of_comparisons(world: Measured)
 
 def test_the_verdict_is_by_the_true_error_where_every_posterior_is_known() -> None:
     world = measured(replace(SMALL, tasks=("witnesses",)))
-    verdict, groups = world.numbers.verdict, [group for _, group in world.numbers.first_screen]
+    verdict, groups = world.numbers.verdict, world.numbers.first_screen
     assert verdict.metric == "true_error"
     wanted = {group.method: group.others["true_error"].mean for group in groups}
     assert verdict.losses == pytest.approx(wanted, abs=1e-12)
@@ -331,28 +329,24 @@ def test_the_verdict_is_by_the_brier_score_where_a_posterior_is_unknown(world: M
     verdict = world.numbers.verdict
     assert (verdict.metric, verdict.n) == ("brier", 30)
     for name, loss in verdict.losses.items():
-        groups = [group for _, group in world.numbers.first_screen if group.method == name]
+        groups = [group for group in world.numbers.first_screen if group.method == name]
         assert {(group.task, group.budget) for group in groups} == {("snli", "matched"), ("witnesses", "matched")}
         assert loss == pytest.approx(sum(group.metrics["brier"].mean for group in groups) / 2, abs=1e-12)
 
 
 def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measured) -> None:
     settings = MeasureSettings(resamples=20)
-    groups = [(group, [cell for cell in world.cells if is_of(cell, group)]) for _, group in world.numbers.first_screen]
-    first = next(iter(world.numbers.verdict.losses))
+    groups, first = world.numbers.first_screen, next(iter(world.numbers.verdict.losses))
     unread = Sources(free=9, fallback=51)
-    forced = [(g.model_copy(update={"sources": unread}) if g.method == first else g, cells) for g, cells in groups]
-    verdict = decided(forced, world.questions, settings)
+    forced = [g.model_copy(update={"sources": unread}) if g.method == first else g for g in groups]
+    verdict = decide(forced, world.cells, world.questions, settings)
     assert set(verdict.losses) == set(world.numbers.verdict.losses) - {first}
-    alone = [(group, cells) for group, cells in groups if group.method == first]
-    assert decided(alone, world.questions, settings) is None
-    twins = [(group, cells) for group, cells in groups if group.method == "dpo"]
-    twins += [(group.model_copy(update={"method": "twin"}), cells) for group, cells in twins]
-    assert decided(twins, world.questions, settings).leaders == ["dpo", "twin"]
-
-
-def is_of(answers: Answered, group: GroupNumbers) -> bool:
-    cell = answers.cell
-    return (cell.task, cell.trained_on, cell.method) == (group.task, group.trained_on, group.method) and (
-        cell.budget in (None, group.budget)
-    )
+    assert decide([g for g in groups if g.method == first], world.cells, world.questions, settings) is None
+    twins = [group for group in groups if group.method == "dpo"]
+    twins += [group.model_copy(update={"method": "twin"}) for group in twins]
+    same = [
+        replace(one, cell=one.cell.model_copy(update={"method": "twin"}))
+        for one in world.cells
+        if one.cell.method == "dpo"
+    ]
+    assert decide(twins, [*world.cells, *same], world.questions, settings).leaders == ["dpo", "twin"]

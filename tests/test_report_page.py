@@ -24,10 +24,10 @@ from catto.methods import METHODS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.build import build
+from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, Picture, by_task, look
 from catto.report.numbers import Cell
 from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inlined, page, script_json
-from catto.report.reliability import rendered
 from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
@@ -223,7 +223,7 @@ def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> No
     world = measured(SMALL)
     names = ("two words", HOSTILE, "a'b\"c")
     picture = Picture("risk", "", "tag", "Subject", [("", {})], None, names, names)
-    svg = rendered(picture.draw, ".svg").decode()
+    svg = render_figure(picture.draw, ".svg").decode()
     text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)
     listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]

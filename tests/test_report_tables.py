@@ -22,7 +22,7 @@ from catto.metrics.selection import Candidates, select
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held, holm
 from catto.report import render
 from catto.report.figures import look
-from catto.report.measuring import DELTA, RISK, corrected, papers_budget, trained_model
+from catto.report.measuring import DELTA, RISK, correct_p_values, papers_budget, trained_model
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict, Versus
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
@@ -33,7 +33,7 @@ from catto.report.tables import (
     method_group,
     method_order,
     method_title,
-    printed,
+    papers_numbers,
     specs,
     summary,
     training_tables,
@@ -41,6 +41,11 @@ from catto.report.tables import (
 from report_world import HOSTILE, SMALL, TINY, measured
 
 Tables = dict[str, Table]
+
+
+def printed(*place: str) -> str:
+    """The paper's number at table, method, quantity and task; empty where it prints none."""
+    return papers_numbers().get(place, "")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +94,7 @@ def test_every_row_of_the_paper_is_complete() -> None:
 
 
 def test_the_texts_of_the_tables_state_what_is_computed() -> None:
-    by_kind = {spec.kind: spec for spec in specs()}
+    by_kind = {spec.kind: spec for spec in specs().values()}
     assert f"p < {ALPHA} in a swap test" in by_kind["in"].caption
     assert (
         f"error rate is at most {100 * RISK:g} % with a confidence of {100 * (1 - DELTA):g} %"
@@ -113,20 +118,18 @@ def test_the_tables_of_the_paper_are_there_for_both_budgets(tables: Tables) -> N
 
 
 def test_a_printed_value_is_the_groups_mean_in_per_cent(tables: Tables) -> None:
-    numbers = measured(SMALL).numbers
     for table in (tables["in-distribution-paper"], tables["out-of-distribution-matched"]):
         for line in table.lines:
             for column, entry in zip(table.columns, line.entries, strict=True):
-                group = numbers.groups[entry.group]
+                group = entry.group
                 assert (group.method, group.task, group.budget) == (line.method, column.task, table.budget)
                 mean = group.metrics[column.metric].mean
                 assert entry.text == (f"{mean:.4f}" if column.metric == "brier" else f"{100 * mean:.2f}")
 
 
 def test_confidence_at_k_prints_the_selection_rule(tables: Tables) -> None:
-    numbers = measured(SMALL).numbers
     entry = tables["confidence-at-k-paper"].lines[0].entries[1]
-    wanted = numbers.groups[entry.group].selection[8]["most confident"].mean
+    wanted = entry.group.selection[8]["most confident"].mean
     assert entry.value == pytest.approx(100 * wanted)
     rules = tables["selection-snli-paper"]
     oracle = [c.name for c in rules.columns].index("Oracle")
@@ -387,7 +390,7 @@ def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
     entry = entry_of(table, "dpo", "snli", "ece")
     assert entry.interval is None
     assert entry.null is not None
-    debiased = measured(SMALL).numbers.groups[entry.group].metrics["debiased_ece"].mean
+    debiased = entry.group.metrics["debiased_ece"].mean
     assert entry.notes == (f"debiased {100 * debiased:.2f}", "conf. - acc. +1.20 [-3.40, +5.60]")
     assert entry_of(table, "dpo", "snli", "accuracy").notes == ()
     rows = [row for row in csv.DictReader(io.StringIO(csv_text(table))) if row["notes"]]
@@ -416,7 +419,7 @@ def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:
 
 def test_forced_answers_of_either_side_are_left_out_of_the_correction() -> None:
     groups = regrouped(("rcft", "snli", MOSTLY_FORCED), ("dpo", "witnesses", MOSTLY_FORCED)).groups
-    for group in corrected(groups):
+    for group in correct_p_values(groups):
         judged = group.task == "snli" and group.method != "rcft"
         assert all(math.isnan(one.p_corrected) != judged for one in group.versus.values())
 
@@ -430,11 +433,11 @@ def test_latex_keeps_the_papers_columns_and_the_other_forms_have_brier_and_auroc
 
 
 def test_confidence_at_k_stands_beside_greedy_vote_auroc_within_and_fallback(tables: Tables) -> None:
-    numbers, table = measured(SMALL).numbers, tables["confidence-at-k-paper"]
+    table = tables["confidence-at-k-paper"]
     wanted = {"4", "8", "4 majority vote", "8 majority vote", "accuracy", "auroc_within", "sample_fallback_rate"}
     assert {column.metric for column in table.columns} == wanted | {"sampling_temperature", "tau"}
     entry = entry_of(table, "sft", "snli", "auroc_within")
-    group = numbers.groups[entry.group]
+    group = entry.group
     assert entry.value == pytest.approx(100 * group.others["auroc_within"].mean)
     assert entry.notes == (f"in {group.others['questions_with_both'].mean:g} of 30 questions",)
     assert entry_of(table, "sft", "snli", "accuracy").value == pytest.approx(100 * group.metrics["accuracy"].mean)
@@ -566,7 +569,7 @@ def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best()
         "Forced",
     ]
     for line in table.lines:
-        groups = [group for _, group in numbers.first_screen if group.method == line.method]
+        groups = [group for group in numbers.first_screen if group.method == line.method]
         assert {group.budget for group in groups} == {"matched"}
         accuracy, _, chance, brier, *_ = line.entries
         assert accuracy.text == f"{50 * sum(group.metrics['accuracy'].mean for group in groups):.0f}"
@@ -595,7 +598,7 @@ def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_know
     table = summary(numbers)
     assert table.columns[0].metric == numbers.verdict.metric == "true_error"
     for line in table.lines:
-        group = numbers.groups[line.entries[0].group]
+        group = line.entries[0].group
         assert line.entries[0].text == f"{100 * group.others['true_error'].mean:.0f}"
         assert line.entries[3].text == f"{100 * group.null.low:.0f} to {100 * group.null.high:.0f}"
     told = {line.method for line in table.lines if line.entries[0].best}

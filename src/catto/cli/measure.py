@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -195,7 +196,8 @@ def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSett
 def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:
     """Draw one panel per slice, or the whole file where there are none or too many."""
     from catto.metrics.binning import reliability
-    from catto.report.reliability import Panel, save
+    from catto.report.drawing import write_figure
+    from catto.report.reliability import Panel, reliability_figure
 
     parts = [(value, part, result.slices[value]) for value, part in slices.items()]
     if not 0 < len(parts) <= MOST_PANELS:
@@ -205,7 +207,7 @@ def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers]
         ece = summary.metrics.get("ece")
         bins = reliability(part.confidence, part.correct, summary.settings.bins)
         panels.append(Panel(title, bins, None if ece is None else ece.null, summary.sources))
-    save(panels, figure)
+    write_figure(partial(reliability_figure, panels), figure)
 
 
 def _document(result: Result) -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from catto.files import library_versions, replacing
+from catto.files import library_versions, read_records, replacing
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.cards import experiment_cards
+from catto.report.drawing import render_figure
 from catto.report.figures import pictures
-from catto.report.measuring import Answered, Tick, answered, evaluation_of, measure, predictions_of, questions_of
+from catto.report.measuring import Answered, Tick, answers_of, measure_results, read_predictions
 from catto.report.numbers import Results
 from catto.report.page import Browser, page
-from catto.report.reliability import rendered
 from catto.report.render import csv_text, latex, markdown
 from catto.report.tables import all_tables
 
@@ -28,7 +28,7 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     `catto.report.measuring.steps(results)` times.
     """
     answers, questions, browser = read(results, folder)
-    numbers = measure(results, folder, answers, questions, store.read(out / "numbers.json"), tick)
+    numbers = measure_results(results, folder, answers, questions, store.read(out / "numbers.json"), tick)
     store.write(numbers, out / "numbers.json")
     tables = all_tables(numbers, results)
     for table in tables:
@@ -44,7 +44,7 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     for picture in pictures(results, numbers, answers):
         path = out / "figures" / f"{picture.name}.svg"
         if not (known and path.exists()):
-            _write(path, rendered(picture.draw, ".svg").decode())
+            _write(path, render_figure(picture.draw, ".svg").decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
     _write(note, json.dumps({"inputs": key}) + "\n")
     for name, card in experiment_cards(numbers):
@@ -57,11 +57,14 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict
     """Read an experiment's answers, questions, and the predictions that the page shows."""
     if not results.cells:
         raise ValueError("results has no cells, expected at least one")
-    unparsed, questions = evaluation_of(results).unparsed, questions_of(results, folder)
+    questions = {
+        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
+        for task, paths in results.questions.items()
+    }
     browser, answers = Browser(questions, expected=len(results.cells)), []
     for cell in results.cells:
-        predictions = list(predictions_of(cell, folder))
-        answers.append(answered(cell, predictions, folder / cell.predictions, unparsed))
+        predictions = list(read_predictions(cell, folder))
+        answers.append(answers_of(cell, predictions, folder / cell.predictions, results.evaluation.unparsed))
         browser.add(cell, predictions)
     return answers, questions, browser
 

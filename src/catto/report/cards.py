@@ -6,24 +6,25 @@ The YAML is made and checked by `huggingface_hub`; nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from catto.files import read_records, replacing
-from catto.measure import MeasureSettings, Sources, read_graded, summarise
+from catto.measure import MeasureSettings, read_graded, summarise
 from catto.methods import SCALED
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Interval, NullBand
+from catto.metrics.statistics import Interval
 from catto.records import Prediction
+from catto.report.drawing import write_figure
 from catto.report.numbers import Numbers
-from catto.report.reliability import Panel, save
-from catto.report.tables import place_stem
+from catto.report.reliability import Panel, reliability_figure
 from catto.tasks import TASKS
 
-__all__ = ["Evaluated", "experiment_cards", "model_card", "predictions_card", "write_cards"]
+__all__ = ["experiment_cards", "model_card", "predictions_card", "write_cards"]
 
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
@@ -33,38 +34,33 @@ TEMPLATES = Path(__file__).parent / "templates"
 DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
 
-class Evaluated(NamedTuple):
-    """A model on one task: the number of answers, the metrics, the ECE by chance, the diagram as seen from the card."""
+def model_card(
+    model: str, task: str, split: str, rows: int, metrics: Mapping[str, Interval], picture: str, **chance: Any
+) -> str:
+    """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram.
 
-    task: str
-    split: str
-    rows: int
-    metrics: Mapping[str, Interval]
-    null: NullBand | None
-    sources: Sources | None
-    picture: str
-
-
-def model_card(model: str, one: Evaluated) -> str:
-    """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram."""
-    source = TASKS.get(one.task)
+    rows: the number of answers. picture: the diagram as seen from the card. chance: `null`, the null band of the ECE,
+    and `sources`, how the answers were read; None where it is not known.
+    """
+    source = TASKS.get(task)
     results = [
         EvalResult(
             task_type="multiple-choice",
-            dataset_type=(source.hub if source else None) or one.task,
-            dataset_name=one.task,
+            dataset_type=(source.hub if source else None) or task,
+            dataset_name=task,
             dataset_config=source.config if source else None,
-            dataset_split=one.split,
-            dataset_args={"answers": one.rows},
+            dataset_split=split,
+            dataset_args={"answers": rows},
             metric_type=name,
             metric_name=METRICS[name].title,
-            metric_value=one.metrics[name].value,
+            metric_value=metrics[name].value,
         )
         for name in REPORTED
     ]
+    shown = {name: (METRICS[name], metrics[name]) for name in REPORTED}
+    texts = {"model": model, "task": task, "split": split, "rows": rows, "metrics": shown, "picture": picture, **chance}
     data = ModelCardData(model_name=model, tags=TAGS, eval_results=results)
-    metrics, template = {name: METRICS[name] for name in REPORTED}, str(TEMPLATES / "model_card.md.j2")
-    return f"{ModelCard.from_template(data, template, model=model, one=one, metrics=metrics)}\n"
+    return f"{ModelCard.from_template(data, str(TEMPLATES / 'model_card.md.j2'), **texts)}\n"
 
 
 def predictions_card(model: str, task: str, split: str, file: str) -> str:
@@ -89,10 +85,12 @@ def write_cards(path: Path) -> list[str]:
     answers, first = read_graded(path), next(iter(read_records(path, Prediction)))
     model, picture = Path(first.model).name, path.with_name("reliability.png")
     summary = summarise(answers, MeasureSettings(REPORTED))
-    metrics, null = {name: one.interval for name, one in summary.metrics.items()}, summary.metrics["ece"].null
-    save([Panel(model, reliability(answers.confidence, answers.correct), null, summary.sources)], picture)
-    evaluated = Evaluated(first.task, first.split, summary.rows, metrics, null, summary.sources, picture.name)
-    cards, readme = {"model_card.md": model_card(model, evaluated)}, path.with_name("README.md")
+    metrics = {name: one.interval for name, one in summary.metrics.items()}
+    chance: Any = {"null": summary.metrics["ece"].null, "sources": summary.sources}
+    panel = Panel(model, reliability(answers.confidence, answers.correct), **chance)
+    write_figure(partial(reliability_figure, [panel]), picture)
+    card = model_card(model, first.task, first.split, summary.rows, metrics, picture.name, **chance)
+    cards, readme = {"model_card.md": card}, path.with_name("README.md")
     if not readme.exists() or f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace"):
         cards[readme.name] = predictions_card(model, first.task, first.split, path.name)
     for name, text in cards.items():
@@ -109,7 +107,6 @@ def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
     first = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
         if cell.seed == first and not cell.method.endswith(SCALED):
-            name = "-".join(filter(None, (place_stem(cell.trained_on, cell.task), cell.method, cell.budget)))
-            picture = f"../figures/reliability-{name}.svg"
-            one = Evaluated(cell.task, "test", cell.n, cell.metrics, cell.null, cell.sources, picture)
-            yield name, model_card(name, one)
+            name = "-".join(filter(None, (cell.stem, cell.method, cell.budget)))
+            picture, chance = f"../figures/reliability-{name}.svg", {"null": cell.null, "sources": cell.sources}
+            yield name, model_card(name, cell.task, "test", cell.n, cell.metrics, picture, **chance)

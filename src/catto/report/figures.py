@@ -18,11 +18,11 @@ from catto.metrics.binning import reliability
 from catto.metrics.ranking import RiskCoverage, Threshold, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
+from catto.report.drawing import BLUE, GREY, INK, RED, percent
 from catto.report.measuring import Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
-from catto.report.reliability import BLUE, GREY, INK, RED, Panel, percent
-from catto.report.reliability import figure as reliability_figure
-from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
+from catto.report.reliability import Panel, reliability_figure
+from catto.report.tables import Row, method_order, method_title, row_order, setting_title, task_order, task_title
 
 __all__ = ["KINDS", "Picture", "draw_risk", "look", "pictures"]
 
@@ -53,7 +53,6 @@ RULES = {
 PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four, and ours beside them
 ECE, ACCURACY = "ECE, per cent", "Accuracy, per cent"
 
-Row = tuple[str, Budget | None]  # a method, and its budget where a figure shows several
 Groups = Mapping[Row, Sequence[GroupNumbers]]
 Trainings = Mapping[Row, Sequence[Training]]
 
@@ -99,12 +98,11 @@ def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) ->
 def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
     """The numbers of the score tables, and Confidence@k."""
     for setting, title in tables.SETTING_TITLES.items():
-        groups = [group for _, group in tables.of_setting(numbers, setting, budget)]
-        cells = [cell for cell in numbers.cells if cell.budget in (None, budget)]
+        groups = numbers.shown(setting, budget)
         kinds: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
             "ece": groups,
             "scatter": groups,
-            "seeds": [cell for cell in cells if (cell.task == cell.trained_on) == (setting == "in")],
+            "seeds": [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)],
             "world": [group for group in groups if "true_error" in group.others],
         }
         for kind, shown in kinds.items():
@@ -112,19 +110,21 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
             if contents:
                 tasks = tuple(dict.fromkeys(record.task for record in shown))
                 yield Picture(kind, setting, tables.SETTING_STEMS[setting], title, contents, budget, tasks)
-    sampled = [group for _, group in tables.of_setting(numbers, "in", budget) if group.selection]
-    for task in tables.tasks_of(enumerate(sampled)):
+    sampled = [group for group in numbers.shown("in", budget) if group.selection]
+    for task in tables.tasks_of(sampled):
         by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
         yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))
 
 
 def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
     """Reliability, histograms and risk-coverage of the first seed, for each training set and task."""
-    places = {(cell.trained_on, cell.task) for cell in numbers.cells}
-    for trained_on, task in sorted(places, key=lambda place: (place[0] != place[1], task_order(place[1]), place[0])):
-        pairs = [pair for pair in zip(numbers.cells, answers, strict=True) if pair[0].budget in (None, budget)]
-        pairs = [pair for pair in pairs if (pair[0].trained_on, pair[0].task) == (trained_on, task)]
-        seed = min(cell.seed for cell, _ in pairs)
+    places: dict[tuple[object, ...], list[tuple[CellNumbers, Answered]]] = {}
+    for cell, given in zip(numbers.cells, answers, strict=True):
+        if cell.budget in (None, budget):
+            place = cell.setting, task_order(cell.task), cell.trained_on
+            places.setdefault(place, []).append((cell, given))
+    for _, pairs in sorted(places.items()):
+        seed, (first, _) = min(cell.seed for cell, _ in pairs), pairs[0]
         shown = sorted((pair for pair in pairs if pair[0].seed == seed), key=lambda pair: method_order(pair[0].method))
         diagrams, histograms, curves = {}, {}, {}
         for cell, given in shown:
@@ -135,15 +135,14 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
         paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
         contents: dict[str, Any] = {"reliability": paper or [*diagrams.values()][:5]}
         contents |= {"histogram": [*histograms.items()], "risk": [("", curves)]}
-        tag = tables.place_stem(trained_on, task)
-        subject = f"{setting_title(trained_on, task)}, seed {seed}"
+        tag, subject = first.stem, f"{setting_title(first)}, seed {seed}"
         for kind, content in contents.items():
-            yield Picture(kind, "", tag, subject, content, budget, (task,))
+            yield Picture(kind, "", tag, subject, content, budget, (first.task,))
         for cell, _ in shown:
             if cell.budget is not None or budget == numbers.budgets[0]:  # a model that both budgets share: once
                 name, panel = f"{tag}-{cell.method}", diagrams[cell.method]
                 title = f"{panel.title}, {subject}"
-                yield Picture("reliability", "one", name, title, [panel], cell.budget, (task,), (cell.method,))
+                yield Picture("reliability", "one", name, title, [panel], cell.budget, (cell.task,), (cell.method,))
 
 
 def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
@@ -168,7 +167,7 @@ def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
 def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row, list[Any]]]]:
     """Sort (task, row, item) into one titled panel per task, each with the same rows in the order of the tables."""
     entries = list(entries)
-    rows = sorted({row for _, row, _ in entries}, key=lambda row: (method_order(row[0]), row[1] != "paper"))
+    rows = sorted({row for _, row, _ in entries}, key=row_order)
     tasks = sorted({task for task, _, _ in entries}, key=task_order)
     return [
         (task_title(task), {row: [item for *place, item in entries if place == [task, row]] for row in rows})

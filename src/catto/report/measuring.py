@@ -23,7 +23,6 @@ from catto.metrics.selection import LEVEL, candidates, select, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, holm, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.problems import DataError
-from catto.recipe import EvaluationSettings
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import (
@@ -67,12 +66,7 @@ class Answered(GradedAnswers):
         return Answers(self.question, self.confidence, self.correct)
 
 
-def evaluation_of(results: Results) -> EvaluationSettings:
-    """Return the evaluation block of the recipe; what it leaves out is the default."""
-    return EvaluationSettings.model_validate(results.recipe.get("evaluation") or {})
-
-
-def predictions_of(cell: Cell, folder: Path) -> Iterator[Prediction]:
+def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:
     """Yield the cell's predictions, each checked to be of its task and the only one of its question."""
     path, seen = folder / cell.predictions, set[str]()
     for row, prediction in enumerate(read_records(path, Prediction), 1):
@@ -84,7 +78,7 @@ def predictions_of(cell: Cell, folder: Path) -> Iterator[Prediction]:
         yield prediction
 
 
-def answered(cell: Cell, predictions: Sequence[Prediction], path: Path, unparsed: Unparsed = "fallback") -> Answered:
+def answers_of(cell: Cell, predictions: Sequence[Prediction], path: Path, unparsed: Unparsed = "fallback") -> Answered:
     """Put predictions that were read from `path` into columns."""
     if not predictions:
         raise DataError(path, None, "holds no rows")
@@ -102,14 +96,6 @@ def answered(cell: Cell, predictions: Sequence[Prediction], path: Path, unparsed
     return answers.unparsed_wrong() if unparsed == "wrong" else answers
 
 
-def questions_of(results: Results, folder: Path) -> dict[str, dict[str, Question]]:
-    """Read the test questions: task -> id -> question."""
-    return {
-        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
-        for task, paths in results.questions.items()
-    }
-
-
 @dataclass(frozen=True)
 class Group:
     """Cells that differ by seed alone, and the DPO cells of the same seeds and budget; both as indices of the cells.
@@ -122,16 +108,14 @@ class Group:
     baseline: list[int]
 
 
-def blocks(cells: Sequence[Cell]) -> tuple[Budget | None, ...]:
-    """Return the budgets that the tables show; a method that is the same in all of them appears in each."""
-    used = {cell.budget for cell in cells}
-    return tuple(budget for budget in BUDGETS if budget in used) or (None,)
+def plan_groups(cells: Sequence[Cell]) -> list[Group]:
+    """Group the cells by budget, method, training set and task, in the order of the tables.
 
-
-def grouped(cells: Sequence[Cell]) -> list[Group]:
-    """Group the cells by budget, method, training set and task, in the order of the tables."""
-    groups = []
-    for budget in blocks(cells):
+    A method that is the same in both budgets has a group in each.
+    """
+    groups, used = [], {cell.budget for cell in cells}
+    budgets: Sequence[Budget | None] = [budget for budget in BUDGETS if budget in used]
+    for budget in budgets or [None]:
         places: dict[tuple[str, str, str], dict[int, int]] = {}  # -> seed -> index
         for index, cell in sorted(enumerate(cells), key=lambda pair: order(pair[1].method)):
             if cell.budget in (None, budget):
@@ -147,11 +131,11 @@ def grouped(cells: Sequence[Cell]) -> list[Group]:
 
 
 def steps(results: Results) -> int:
-    """Return how often `measure` ticks: once for each cell and once for each group."""
-    return len(results.cells) + len(grouped(results.cells))
+    """Return how often `measure_results` ticks: once for each cell and once for each group."""
+    return len(results.cells) + len(plan_groups(results.cells))
 
 
-def measure(
+def measure_results(
     results: Results,
     folder: Path,
     cells: Sequence[Answered],
@@ -160,7 +144,7 @@ def measure(
     tick: Tick = lambda: None,
 ) -> Numbers:
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
-    evaluation = evaluation_of(results)
+    evaluation = results.evaluation
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
     old: dict[str, Any] = {one.input: one for one in (*known.cells, *known.groups)} if known else {}
     digests: dict[str, str] = {}  # the questions of a task are those of many cells
@@ -168,13 +152,16 @@ def measure(
     for one in cells:
         cell = one.cell
         files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
-        digests |= {name: _digest(folder / name) for name in files if name is not None and name not in digests}
+        for name in files:
+            if name is not None and name not in digests:
+                with opened(folder / name, plain=True) as file:
+                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
         key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
-        numbers.append(old.get(key) or _cell(one, folder, questions, settings, evaluation.unparsed, key))
+        numbers.append(old.get(key) or measure_cell(one, folder, questions, settings, evaluation.unparsed, key))
         tick()
-    groups, planned = [], grouped([one.cell for one in cells])
+    groups, planned = [], plan_groups([one.cell for one in cells])
     methods = Counter(group.table for group in planned if group.baseline)
     for group in planned:
         swaps = max(evaluation.resamples, SWAPS * len(COMPARED) * methods[group.table])
@@ -184,30 +171,25 @@ def measure(
         )
         inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
         key = content_hash([group.table[0], swaps, papers, inputs])
-        groups.append(old.get(key) or _group(group, cells, numbers, settings, swaps, papers, key))
+        groups.append(old.get(key) or measure_group(group, cells, numbers, settings, swaps, papers, key))
         tick()
     made = Numbers(
         level=settings.level,
         bins=evaluation.bins,
         resamples=evaluation.resamples,
         cells=tuple(numbers),
-        groups=tuple(corrected(groups)),
+        groups=tuple(correct_p_values(groups)),
     )
-    first = [(group, [cells[cell] for cell in planned[index].cells]) for index, group in made.first_screen]
-    return made.model_copy(update={"verdict": decided(first, questions, settings, known)})
-
-
-def _digest(path: Path) -> str:
-    with opened(path, plain=True) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
+    return made.model_copy(update={"verdict": decide(made.first_screen, cells, questions, settings, known)})
 
 
 # ---- cells
 
 
-def _cell(
+def measure_cell(
     one: Answered, folder: Path, questions: Questions, settings: MeasureSettings, unparsed: Unparsed, key: str
 ) -> CellNumbers:
+    """Measure one method on one task at one seed."""
     resampled, sources = measured([one.run], settings), Sources.of(one.read_as or ())
     metrics = {name: metric.interval for name, metric in resampled.items()}
     gap, null = metrics.pop(GAP), resampled["ece"].null
@@ -287,7 +269,7 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
             predictions = rescaled(predictions, cell.tau)
         except ValueError as error:
             raise DataError(path, None, str(error)) from None
-    validation = answered(cell, predictions, path, unparsed)
+    validation = answers_of(cell, predictions, path, unparsed)
     fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
@@ -297,19 +279,17 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
-def posteriors_of(one: Answered, questions: Mapping[str, Question]) -> list[dict[str, float]]:
-    """Return the exact posterior of each question; empty where a question carries none."""
+def posteriors_of(one: Answered, questions: Mapping[str, Question]) -> tuple[list[dict[str, float]], Floats]:
+    """Return the exact posterior of each question, and its probability of the answer; nothing where one has none."""
     for row, name in enumerate(one.question or (), 1):
         if questions and name not in questions:
             raise DataError(one.source, row, f"question: {name!r} is not among the task's questions")
     asked = [questions[name] for name in one.question or ()] if questions else []
     exact = [question.posterior for question in asked if question.posterior is not None]
-    return exact if len(exact) == len(asked) else []
-
-
-def probability_given(one: Answered, exact: Sequence[Mapping[str, float]]) -> Floats:
-    """Return the posterior probability of each answer. (N,)."""
-    return np.array([posterior.get(label or "", 0.0) for posterior, label in zip(exact, one.label, strict=True)])
+    if len(exact) < len(asked):
+        exact = []
+    answers = zip(exact, one.label, strict=False)  # no posterior, no answer
+    return exact, np.array([posterior.get(label or "", 0.0) for posterior, label in answers])
 
 
 def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[str, float]:
@@ -318,10 +298,9 @@ def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[
     true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
     the gold one. regret: mean of the largest posterior probability less that of the answer given.
     """
-    exact = posteriors_of(one, questions)
+    exact, given = posteriors_of(one, questions)
     if not exact:
         return {}
-    given = probability_given(one, exact)
     golds = [questions[name].gold for name in one.question or ()]
     bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
     return {
@@ -334,7 +313,7 @@ def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[
 # ---- groups
 
 
-def _group(
+def measure_group(
     group: Group,
     cells: Sequence[Answered],
     numbers: Sequence[CellNumbers],
@@ -343,6 +322,7 @@ def _group(
     papers: bool,
     key: str,
 ) -> GroupNumbers:
+    """Measure one method on one task over its seeds, and against DPO."""
     settings = replace(settings, metrics=(*COMPARED, GAP))
     runs, baseline = ([cells[index].run for index in indices] for indices in (group.cells, group.baseline))
     resampled, seeds = measured(runs, settings), [numbers[index] for index in group.cells]
@@ -355,7 +335,7 @@ def _group(
         seeds=tuple(one.seed for one in seeds),
         input=key,
         n=max(one.n for one in seeds),
-        metrics=_spreads([_defined(one.metrics) for one in seeds]),
+        metrics=_spreads([one.metrics for one in seeds]),
         intervals={name: resampled[name].interval for name in COMPARED},
         gap=resampled[GAP].interval,
         null=null,
@@ -366,25 +346,22 @@ def _group(
             one.seed: _versus([run], [base], settings) for one, run, base in zip(seeds, runs, baseline, strict=False)
         },
         selection={
-            k: _spreads([_defined(one.selection[k]) for one in seeds])
+            k: _spreads([one.selection[k] for one in seeds])
             for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
         },
         others=_spreads([one.others for one in seeds]),
     )
 
 
-def _spreads(seeds: Sequence[Mapping[str, float]]) -> dict[str, SeedSummary]:
+def _spreads(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
     """Summarise each number that all seeds have; a threshold over the seeds that can promise one."""
-    counts = Counter(name for seed in seeds for name in seed)
-    return {
-        name: over_seeds([seed[name] for seed in seeds if name in seed])
-        for name, count in counts.items()
-        if count == len(seeds) or name.startswith("risk_")
-    }
-
-
-def _defined(intervals: Mapping[str, Interval]) -> dict[str, float]:
-    return {name: interval.value for name, interval in intervals.items() if isfinite(interval.value)}
+    values: dict[str, list[float]] = defaultdict(list)
+    for seed in seeds:
+        for name, number in seed.items():
+            value = number.value if isinstance(number, Interval) else number
+            values[name] += [value] if isfinite(value) else []
+    full = {name: mine for name, mine in values.items() if len(mine) == len(seeds) or name.startswith("risk_")}
+    return {name: over_seeds(mine) for name, mine in full.items()}
 
 
 def _versus(
@@ -395,7 +372,7 @@ def _versus(
     return {name: Versus(**vars(found)) for name, found in comparisons.items() if isfinite(found.difference)}
 
 
-def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+def correct_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
     baselines = [group for group in groups if group.method == BASELINE]
     forced = {(one.budget, one.trained_on, one.task) for one in baselines if one.sources.forced}
@@ -415,8 +392,9 @@ def corrected(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     return judged
 
 
-def decided(
-    groups: Sequence[tuple[GroupNumbers, Sequence[Answered]]],
+def decide(
+    groups: Sequence[GroupNumbers],
+    answers: Sequence[Answered],
     questions: Questions,
     settings: MeasureSettings,
     known: Numbers | None = None,
@@ -427,19 +405,20 @@ def decided(
     both are means over questions, which an ECE is not. The first is picked after the fact, so p-values are multiplied
     by the number of all pairs.
     """
-    key = content_hash([[group.input, group.sources.forced] for group, _ in groups])
+    key = content_hash([[group.input, group.sources.forced] for group in groups])
     if known is not None and known.verdict is not None and known.verdict.input == key:
         return known.verdict
-    forced = {group.method for group, _ in groups if group.sources.forced}
-    exact = all("true_error" in group.others for group, _ in groups)
+    forced = {group.method for group in groups if group.sources.forced}
+    exact = all("true_error" in group.others for group in groups)
     runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
-    for group, members in groups:
-        for one in members if group.method not in forced else ():
-            posteriors = posteriors_of(one, questions.get(group.task, {})) if exact else []
-            loss = np.abs(one.confidence - (probability_given(one, posteriors) if exact else one.correct))
-            names = [(group.task, name) for name in one.question or ()]
-            place = group.task, group.trained_on, one.cell.seed
-            runs[group.method][place] = Answers(names, loss if exact else loss**2, one.correct)
+    for group in groups:
+        for one in answers if group.method not in forced else ():
+            if group.holds(one.cell):
+                truth = posteriors_of(one, questions[group.task])[1] if exact else one.correct
+                loss = np.abs(one.confidence - truth)
+                names = [(group.task, name) for name in one.question or ()]
+                place = group.task, group.trained_on, one.cell.seed
+                runs[group.method][place] = Answers(names, loss if exact else loss**2, one.correct)
     places = sorted({place for mine in runs.values() for place in mine})
     complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
     losses = {
@@ -456,7 +435,7 @@ def decided(
     return Verdict(
         input=key,
         metric="true_error" if exact else "brier",
-        n=min(group.n for group, _ in groups),
+        n=min(group.n for group in groups),
         losses={name: losses[name] for name in (first, *others)},
         behind=behind,
     )

@@ -20,6 +20,7 @@ from catto.methods import Budget
 from catto.metrics.catalogue import METRICS, mark
 from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary
 from catto.problems import DataError
+from catto.recipe import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
 
@@ -63,6 +64,16 @@ class Place(Record):
         """Tables and figures are files named for these."""
         return checked_name(value, info.field_name, plus=info.field_name == "method")
 
+    @property
+    def setting(self) -> Literal["in", "out"]:
+        """In distribution: tested on the task that it was trained on."""
+        return "in" if self.task == self.trained_on else "out"
+
+    @property
+    def stem(self) -> str:
+        """The part of a file's name that says what was tested, and what it was trained on where that is another."""
+        return self.task if self.setting == "in" else f"{self.task}-from-{self.trained_on}"
+
 
 class Cell(Place):
     """One method on one task at one seed. Paths are relative to the experiment's folder."""
@@ -87,6 +98,11 @@ class Results(Record):
     commit: str | None = None
     cells: tuple[Cell, ...]
     questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one for each seed
+
+    @property
+    def evaluation(self) -> EvaluationSettings:
+        """The evaluation block of the recipe; what it leaves out is the default."""
+        return EvaluationSettings.model_validate(self.recipe.get("evaluation") or {})
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,11 @@ class GroupNumbers(MeasuredPlace):
     selection: dict[int, dict[str, Spread]]
     others: dict[str, Spread]
 
+    def holds(self, cell: Place) -> bool:
+        """Return whether a cell is one of this group's seeds; a cell without a budget is in the groups of both."""
+        mine, its = ((one.task, one.trained_on, one.method) for one in (self, cell))
+        return mine == its and cell.budget in (None, self.budget)
+
     @property
     def within_null(self) -> bool:
         """Whether the ECE lies at or below the upper end of the null band."""
@@ -213,16 +234,14 @@ class Numbers(Record):
     groups: tuple[GroupNumbers, ...]
     verdict: Verdict | None = None
 
+    def shown(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
+        """Return the groups of one block."""
+        return [group for group in self.groups if group.budget == budget and setting in ("any", group.setting)]
+
     @property
-    def first_screen(self) -> list[tuple[int, GroupNumbers]]:
-        """The groups to show first, each with its index: in distribution, and trained equally long, where there are."""
-        inside = any(group.task == group.trained_on for group in self.groups)
-        budget = self.budgets[-1]
-        return [
-            (index, group)
-            for index, group in enumerate(self.groups)
-            if group.budget == budget and (group.task == group.trained_on) == inside
-        ]
+    def first_screen(self) -> list[GroupNumbers]:
+        """The groups to show first: in distribution, and trained equally long, where there are."""
+        return self.shown("in", self.budgets[-1]) or self.shown("out", self.budgets[-1])
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:

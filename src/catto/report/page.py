@@ -22,18 +22,12 @@ from catto.metrics.catalogue import METRICS
 from catto.prompts import parse
 from catto.records import Prediction, Question
 from catto.report import tables as names
+from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, look
 from catto.report.measuring import BASELINE, COMPARED
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
-from catto.report.reliability import BLUE, GREY, INK, PALE, RED
 from catto.report.render import Table
-from catto.report.tables import (
-    method_order,
-    method_title,
-    setting_title,
-    task_order,
-    task_title,
-)
+from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
 __all__ = ["Browser", "Headline", "headline", "inlined", "page", "script_json"]
 
@@ -96,17 +90,18 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         browser=browser,
         names=names,
         inlined=inlined,
+        place_of={group.input: place for place, group in enumerate(numbers.groups)},
         themed=themed,
     )
 
 
 def _first_pictures(numbers: Numbers, drawn: Drawn) -> list[tuple[Picture, str]]:
     """Return the reliability diagrams of the first screen: DPO's and the best of the others', on the first task."""
-    groups = [group for _, group in numbers.first_screen]
+    groups = numbers.first_screen
     place = min(groups, key=lambda group: task_order(group.task))
     ranked = [*numbers.verdict.losses] if numbers.verdict else [group.method for group in groups]
     shown = [name for name in ranked if name == BASELINE] + [name for name in ranked if name != BASELINE]
-    wanted = [f"{names.place_stem(place.trained_on, place.task)}-{name}" for name in shown[:2]]
+    wanted = [f"{place.stem}-{name}" for name in shown[:2]]
     found = {
         picture.tag: (picture, svg)
         for picture, svg in drawn
@@ -127,15 +122,13 @@ def script_json(value: object) -> str:
 
 def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     """What the card of a number shows of its group."""
-    place = (group.task, group.trained_on, group.method)
-    cells = [cell for cell in numbers.cells if (cell.task, cell.trained_on, cell.method) == place]
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     forced = f"{group.sources.counted}: these numbers describe the fallback, not the model."
     card["forced"] = forced if group.sources.forced else None
     card["by_seed"] = [
         {"seed": cell.seed} | {name: value for name in COMPARED if isfinite(value := cell.metrics[name].value)}
-        for cell in cells
-        if cell.budget in (None, group.budget)
+        for cell in numbers.cells
+        if group.holds(cell)
     ]
     rounded: dict[str, Any] = json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7))
     return rounded
@@ -246,19 +239,18 @@ class Headline:
 
 def headline(numbers: Numbers) -> Headline:
     """Sum up the in-distribution numbers, or the out-of-distribution ones where there are no others."""
-    inside = any(group.task == group.trained_on for group in numbers.groups)
     warnings: dict[str, None] = {}  # a model that both budgets share is named once
     for group in numbers.groups:
         if group.sources.forced:
             budgeted = group.budget is not None and known(group.method) and method(group.method).budgeted
-            where = f"{method_title(group.method)} on {setting_title(group.trained_on, group.task)}"
+            where = f"{method_title(group.method)} on {setting_title(group)}"
             where += f", {names.BUDGET_TITLES[group.budget].lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
-    first = [group for _, group in numbers.first_screen]
+    first = numbers.first_screen
     lead = _calibrated(first, f" at the {names.BUDGET_TITLES[first[0].budget].lower()}" if numbers.budgets[1:] else "")
     compared = defaultdict(list)  # budgets with the same differences share a sentence
     for budget in numbers.budgets:
-        groups = [group for _, group in names.of_setting(numbers, "in" if inside else "out", budget)]
+        groups = numbers.shown(first[0].setting, budget)
         if any(group.versus for group in groups):
             compared[_against_dpo(groups)].append(names.BUDGET_TITLES[budget])
     points = (

@@ -1,34 +1,25 @@
-"""Reliability diagrams in the paper's form, and the style and file writing that all figures share."""
+"""Reliability diagrams in the paper's form."""
 
 from __future__ import annotations
 
-import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from catto.files import replacing_bytes
 from catto.measure import Sources
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
+from catto.report.drawing import BLUE, INK, PALE, RED, percent
 from catto.report.numbers import supported_decimals
 
-__all__ = ["Panel", "figure", "rendered", "save"]
+__all__ = ["Panel", "reliability_figure"]
 
-# Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.
-BLUE, RED, PALE, INK, GREY = "#5B9BD5", "#C8321E", "#F7D6CF", "#1F2933", "#9AA5B1"
-STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
-UNDATED: dict[str, Any] = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}, ".png": {}}
 FEW = 10  # a bin with fewer answers is drawn pale: a single answer moves its accuracy by more than 10 points
 # Characters of a panel's title before it is broken.
 TITLE_WIDTH = 30
@@ -69,20 +60,11 @@ class Panel:
         return "\n".join([*lines, f"N = {self.bins.rows:,}, {len(self.bins.count)} bins"])
 
 
-def percent(share: float, _: float = 0.0) -> str:
-    """A share as the label of a tick.
-
-    >>> percent(0.25)
-    '25 %'
-    """
-    return f"{100 * share:g} %"
-
-
-def figure(panels: Sequence[Panel]) -> Figure:
+def reliability_figure(panels: Sequence[Panel]) -> Figure:
     """Draw the panels side by side, each over its histogram, all on the same axes.
 
     >>> from catto.metrics.binning import reliability
-    >>> drawn = figure([Panel("DPO", reliability([0.9, 0.6, 0.8], [True, False, True]))])
+    >>> drawn = reliability_figure([Panel("DPO", reliability([0.9, 0.6, 0.8], [True, False, True]))])
     >>> [axes.get_ylabel() for axes in drawn.axes]
     ['Accuracy', 'Share of answers']
     """
@@ -131,24 +113,3 @@ def draw_shares(axes: Axes, panel: Panel) -> None:
         axes.axvline(value, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * value:.{digits}f} %")
     axes.set_xlabel("Confidence")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
-
-
-def rendered(draw: Callable[[], Figure], suffix: str) -> bytes:
-    """Draw a figure in the common style as a .svg, .png or .pdf file; equal figures give equal bytes."""
-    out = io.BytesIO()
-    with matplotlib.rc_context({"figure.dpi": 200}, STYLE):
-        figure = draw()
-        # Once and here: with `layout="constrained"`, savefig draws everything an extra time.
-        ConstrainedLayoutEngine(w_pad=0.1).execute(figure)  # keeps the last tick of a panel off the next panel's first
-        figure.savefig(out, format=suffix.removeprefix("."), metadata=UNDATED[suffix])
-    return out.getvalue()
-
-
-def save(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels into an .svg, .png or .pdf file; the same numbers give the same file, byte for byte."""
-    suffix = path.suffix.lower()
-    if suffix not in UNDATED:
-        raise ValueError(f"figure {path} must end in {', '.join(UNDATED)}")
-    content = rendered(partial(figure, panels), suffix)
-    with replacing_bytes(path) as file:
-        file.write(content)

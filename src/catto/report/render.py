@@ -5,20 +5,25 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 from math import isnan
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from catto.methods import Budget
-from catto.report.numbers import Versus
+from catto.report.numbers import GroupNumbers, Versus
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["EMPTY", "Better", "Column", "Entry", "Line", "Table", "csv_text", "latex", "markdown", "terminal"]
+__all__ = ["Better", "Column", "Entry", "Line", "Table", "csv_text", "latex", "markdown", "terminal"]
 
 Better = Literal["higher", "lower"] | None
 
+TEMPLATES = Path(__file__).parent / "templates"
 LATEX_SPECIAL = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
     | {
@@ -42,16 +47,16 @@ CSV_HEAD = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """One number as it is printed, in the unit of its column (per cent, minutes, ...).
+    """One number as it is printed, in the unit of its column (per cent, minutes, ...); without a value: none.
 
-    group: index in `Numbers.groups`. scale: factor from the group's unit to the column's. notes: further lines below
+    group: where the number is from. scale: factor from the group's unit to the column's. notes: further lines below
     the value. forced: a warning above the value, where the number describes the fallback and not the model.
     """
 
-    value: float | None
-    text: str
+    value: float | None = None
+    text: str = "-"
     std: float | None = None
     interval: tuple[float, float] | None = None
     null: tuple[float, float] | None = None
@@ -59,13 +64,13 @@ class Entry:
     mark: str = ""
     paper: str = ""
     best: bool = False
-    group: int | None = None
+    group: GroupNumbers | None = None
     scale: float = 100.0
     notes: tuple[str, ...] = ()
     forced: str = ""
 
     def details(self) -> list[str]:
-        """Return the lines below the value: interval or deviation, null band, notes, the difference to DPO."""
+        """Return the lines below the value: interval or deviation, null band, notes, difference to DPO, the paper's."""
         decimals = len(self.text.partition(".")[2])
         lines = []
         if self.interval is not None:
@@ -82,15 +87,7 @@ class Entry:
             if not isnan(versus.low):
                 ends = (self.scale * versus.low, self.scale * versus.high)
                 lines.append(f"[{', '.join(f'{end:+.{decimals}f}' for end in ends)}]")
-        return lines
-
-    def stacked(self) -> tuple[list[str], str, list[str]]:
-        """Return the lines above the value, the value, and the lines below it with the paper's number."""
-        paper = [f"paper: {self.paper}"] if self.paper else []
-        return [self.forced] if self.forced else [], self.text, [*self.details(), *paper]
-
-
-EMPTY = Entry(None, "-")
+        return [*lines, f"paper: {self.paper}"] if self.paper else lines
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,16 @@ class Column:
     top: str = ""
     task: str = ""
 
-    def heading(self, between: str = " ") -> str:
-        """Return both headings."""
-        return between.join(part for part in (self.top, self.name) if part)
+    @property
+    def heading(self) -> str:
+        """Both headings."""
+        return f"{self.top} {self.name}".strip()
+
+    def filled(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
+        """Return the column with k or the seed put into its texts, and with other changes."""
+        changed = replace(self, k=k, **changes)
+        texts = {key: getattr(changed, key).format(k=k, seed=seed) for key in ("name", "metric", "top")}
+        return replace(changed, **texts)
 
 
 @dataclass(frozen=True)
@@ -157,59 +161,30 @@ class Table:
         return [(top, len(list(columns))) for top, columns in groupby(self.columns, key=lambda column: column.top)]
 
 
-def _escaped(text: str, special: dict[int, str]) -> str:
-    return " ".join(text.translate(special).split())
+@cache
+def _forms() -> Environment:
+    """The templates of Markdown and LaTeX. Their signs are << >> and <% %>: LaTeX has braces of its own."""
+    forms = Environment(
+        *("<%", "%>", "<<", ">>", "<#", "#>"),
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    for name, special in (("md", MARKDOWN_SPECIAL), ("tex", LATEX_SPECIAL)):
+        forms.filters[name] = lambda text, special=special: " ".join(text.translate(special).split())
+    return forms
 
 
 def markdown(table: Table) -> str:
     """Render for a page of Markdown: title, table, caption; the lines of an entry are separated by <br>."""
-
-    def cell(entry: Entry) -> str:
-        above, value, below = entry.stacked()
-        value = (f"**{value}**" if entry.best else value) + entry.mark.replace("*", "\\*")
-        return "<br>".join(part.replace("[", "\\[").replace("<", "&lt;") for part in (*above, value, *below))
-
-    rows = [["Method", *(_escaped(column.heading(), MARKDOWN_SPECIAL) for column in table.columns)]]
-    rows += [[_escaped(line.title, MARKDOWN_SPECIAL), *map(cell, line.entries)] for line in table.lines]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "| :--- |" + " ---: |" * len(table.columns))
-    title, caption = (_escaped(text, MARKDOWN_SPECIAL) for text in (table.title, table.caption))
-    return f"### {title}\n\n" + "\n".join(lines) + f"\n\n{caption}\n"
+    return _forms().get_template("table.md.j2").render(table=table)
 
 
 def latex(table: Table) -> str:
     """Render a booktabs table; it needs no other package."""
-
-    def cell(entry: Entry) -> str:
-        above, value, below = entry.stacked()
-        value = _escaped(value, LATEX_SPECIAL)
-        value = rf"\textbf{{{value}}}" if entry.best else value
-        value += "$^{*}$" if entry.mark == "*" else _escaped(entry.mark, LATEX_SPECIAL)
-        above, below = (
-            [rf"{{\scriptsize {_escaped(note, LATEX_SPECIAL)}}}" for note in notes] for notes in (above, below)
-        )
-        stack = r" \\ ".join([*above, value, *below])
-        return rf"\shortstack[r]{{{stack}}}" if above or below else value
-
-    caption, tops = _escaped(f"{table.title}. {table.caption}", LATEX_SPECIAL), table.tops()
-    lines = [r"\begin{table*}[t]", r"\centering", r"\small", rf"\caption{{{caption}}}", rf"\label{{tbl:{table.name}}}"]
-    lines += [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule"]
-    if any(top for top, _ in tops):
-        heads = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{_escaped(top, LATEX_SPECIAL)}}}}}" for top, span in tops]
-        lines.append(" & " + " & ".join(heads) + r" \\")
-        ends = [1 + sum(span for _, span in tops[: place + 1]) for place in range(len(tops))]
-        rules = (rf"\cmidrule(lr){{{end - span + 1}-{end}}}" for end, (_, span) in zip(ends, tops, strict=True))
-        lines.append("".join(rules))
-    heads = [r"\textbf{Methods}", *(_escaped(column.name, LATEX_SPECIAL) for column in table.columns)]
-    lines.append(" & ".join(heads) + r" \\")
-    for _, block in table.blocks():
-        lines.append(r"\midrule")
-        for line in block:
-            title = _escaped(line.title, LATEX_SPECIAL)
-            # After the `\\` of the row before, a bracket would be its length and a star its variant.
-            title = f"{{}}{title}" if title.startswith(("[", "*")) else title
-            lines.append(" & ".join([title, *map(cell, line.entries)]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table*}", ""])
+    return _forms().get_template("table.tex.j2").render(table=table)
 
 
 def csv_text(table: Table) -> str:
@@ -225,23 +200,23 @@ def csv_text(table: Table) -> str:
             else:
                 numbers += [entry.scale * end for end in (versus.difference, versus.low, versus.high)]
                 numbers += [versus.p_value, versus.p_corrected]
-            texts = [table.name, table.budget or "", line.block, line.method, column.task, column.heading()]
-            texts += [column.metric, *("" if one is None or isnan(one) else f"{one:.6g}" for one in numbers)]
+            texts = [
+                table.name,
+                table.budget or "",
+                line.block,
+                line.method,
+                column.task,
+                column.heading,
+                column.metric,
+            ]
             texts += [entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
-            writer.writerow(map(_no_formula, texts))
+            # One line: the writer quotes no carriage return, and some readers end a row there. A quote before what a
+            # spreadsheet would read as a formula.
+            texts = [" ".join(text.split()) for text in texts]
+            texts = [f"'{text}" if text.startswith(("=", "+", "-", "@")) else text for text in texts]
+            printed = ["" if number is None or isnan(number) else f"{number:.6g}" for number in numbers]
+            writer.writerow([*texts[:7], *printed, *texts[7:]])
     return out.getvalue()
-
-
-def _no_formula(text: str) -> str:
-    """Keep a spreadsheet from reading a text as a formula: one line, and a quote before it unless it is a number."""
-    text = " ".join(text.split())  # the writer quotes no carriage return, and some readers end a row there
-    if not text.startswith(("=", "+", "-", "@")):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
 
 
 def terminal(table: Table) -> RichTable:
@@ -256,15 +231,14 @@ def terminal(table: Table) -> RichTable:
     )  # fmt: skip
     shown.add_column("Method", overflow="fold")
     for column in table.columns:  # as narrow as their numbers: method names are what is broken into lines
-        shown.add_column(Text(column.heading().rstrip(" ↑↓").replace(" ", "\n")), justify="right", no_wrap=True)
+        shown.add_column(Text(column.heading.rstrip(" ↑↓").replace(" ", "\n")), justify="right", no_wrap=True)
     for _, lines in table.blocks():
         for line in lines:
             cells = []
             for entry in line.entries:
-                above, value, below = entry.stacked()
-                text = Text("".join(f"{warning}\n" for warning in above))
-                text.append(value + entry.mark, style="bold" if entry.best else "")
-                text.append("".join(f"\n{detail}" for detail in below), style="dim")
+                text = Text(f"{entry.forced}\n" if entry.forced else "")
+                text.append(entry.text + entry.mark, style="bold" if entry.best else "")
+                text.append("".join(f"\n{detail}" for detail in entry.details()), style="dim")
                 cells.append(text)
             shown.add_row(Text(line.title), *cells)
         shown.add_section()

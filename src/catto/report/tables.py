@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from itertools import product
 from math import isnan
 from typing import Literal
 
@@ -24,10 +25,11 @@ from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand
 from catto.report.measuring import papers_budget
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Training, supported_decimals
-from catto.report.render import EMPTY, Column, Entry, Line, Table
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, supported_decimals
+from catto.report.render import Column, Entry, Line, Table
 
-Setting = Literal["in", "out", "any"]  # in distribution: tested on the task that it was trained on
+Setting = Literal["in", "out", "any"]  # see `Place.setting`
+Row = tuple[str, Budget | None]  # a method, and its budget where both are shown
 
 # In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
@@ -68,40 +70,30 @@ def method_group(method: str) -> str:
     return methods.method(method).group if methods.known(method) else "Other"
 
 
-def setting_title(trained_on: str, task: str) -> str:
-    """Name a task, and what the model was trained on where that is another.
-
-    >>> setting_title("mmlu", "snli")
-    'SNLI, trained on MMLU'
-    """
-    return task_title(task) if trained_on == task else f"{task_title(task)}, trained on {task_title(trained_on)}"
+def row_order(row: Row) -> tuple[object, ...]:
+    """Return the sort key of a row."""
+    return *method_order(row[0]), row[1] != "paper"
 
 
-def place_stem(trained_on: str, task: str) -> str:
-    """Return the part of a file's name that says what was tested, and what it was trained on where that is another."""
-    return task if trained_on == task else f"{task}-from-{trained_on}"
-
-
-def printed(kind: str, method: str, quantity: str, task: str) -> str:
-    """Return the paper's number as it prints it; empty where it prints none.
-
-    >>> printed("in", "dpo+catto", "ece", "snli")
-    '19.13'
-    """
-    return _papers_numbers().get((kind, method, quantity, task), "")
+def setting_title(place: Place) -> str:
+    """Name a task, and what the model was trained on where that is another: `SNLI, trained on MMLU`."""
+    trained_on = "" if place.setting == "in" else f", trained on {task_title(place.trained_on)}"
+    return f"{task_title(place.task)}{trained_on}"
 
 
 @cache
-def _papers_numbers() -> dict[tuple[str, str, str, str], str]:
+def papers_numbers() -> dict[tuple[str, str, str, str], str]:
+    """Read the paper's numbers as it prints them: table, method, quantity, task -> text.
+
+    >>> papers_numbers()["in", "dpo+catto", "ece", "snli"]
+    '19.13'
+    """
     text = (resources.files("catto.report") / "paper.csv").read_text(encoding="utf-8")
     return {
         (row["table"], row["method"], row["quantity"], task): row[task]
         for row in csv.DictReader(text.splitlines())
         for task in row.keys() & TASK_TITLES.keys()
     }
-
-
-# ---- tables of results
 
 
 @dataclass(frozen=True)
@@ -125,41 +117,42 @@ class Spec:
 
 
 @cache
-def specs() -> tuple[Spec, ...]:
-    """Read tables.toml: one Spec for each setting."""
+def specs() -> dict[str, Spec]:
+    """Read tables.toml: stem -> Spec, one for each setting, in their order."""
     text = (resources.files("catto.report") / "tables.toml").read_text(encoding="utf-8")
-    single = []
+    single = {}
     for spec in TypeAdapter(tuple[Spec, ...]).validate_python(tomllib.loads(text)["table"]):
         for setting in spec.settings:
             place = SETTING_TITLES.get(setting, "")
             texts = {"setting": setting, "stem": SETTING_STEMS.get(setting), "place": place, "where": place.lower()}
             named = {key: getattr(spec, key).format(**texts) for key in ("kind", "stem", "title")}
-            single.append(replace(spec, settings=(setting,), **named))
-    return tuple(single)
+            single[named["stem"]] = replace(spec, settings=(setting,), **named)
+    return single
 
 
-def of_setting(numbers: Numbers, setting: Setting, budget: Budget | None) -> list[tuple[int, GroupNumbers]]:
-    """Return the groups of one block, each with its index in `numbers.groups`."""
-    return [
-        (index, group)
-        for index, group in enumerate(numbers.groups)
-        if group.budget == budget and setting in ("any", "in" if group.trained_on == group.task else "out")
-    ]
-
-
-def tasks_of(groups: Iterable[tuple[int, GroupNumbers]]) -> list[str]:
+def tasks_of(groups: Iterable[GroupNumbers]) -> list[str]:
     """Return the tasks of the groups in the order of columns."""
-    return sorted({group.task for _, group in groups}, key=task_order)
+    return sorted({group.task for group in groups}, key=task_order)
 
 
 def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     """Build every table of the report, in order, without those that have no number."""
-    tables = [
-        summary(numbers),
-        *group_tables(numbers, *{spec.kind for spec in specs()} - {"summary", "rates", "training"}),
-        *training_tables(results),
-    ]
+    kinds = {spec.kind for spec in specs().values()} - {"summary", "rates", "training"}
+    tables = [summary(numbers), *group_tables(numbers, *kinds), *training_tables(results)]
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
+
+
+def _lines(rows: Iterable[Row], columns: Iterable[Column], entry: Callable[[Row, Column], Entry]) -> tuple[Line, ...]:
+    """Build a line for each row, in order, of what `entry` says of each column."""
+    columns, lines = list(columns), []
+    for method, budget in sorted(set(rows), key=row_order):
+        title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
+        entries = tuple(entry((method, budget), column) for column in columns)
+        lines.append(Line(method, title, method_group(method), entries))
+    return tuple(lines)
+
+
+# ---- tables of results
 
 
 def summary(numbers: Numbers) -> Table:
@@ -167,169 +160,139 @@ def summary(numbers: Numbers) -> Table:
 
     Decimals are those that N supports. Bold marks all that cannot be told apart from the best, unless these are all.
     """
-    groups, verdict = numbers.first_screen, numbers.verdict
-    (spec,) = (spec for spec in specs() if spec.kind == "summary")
-    tasks, sizes, n = tasks_of(groups), _sizes(groups), min(group.n for _, group in groups)
-    columns = []
-    for column in spec.columns:
-        if (column.metric != "true_error" or all(group.named("true_error") for _, group in groups)) and (
-            sizes or not column.rule
-        ):
-            texts = {key: getattr(column, key).format(k=max(sizes, default=0)) for key in ("name", "metric")}
-            digits = supported_decimals(n) + (0 if column.scale == 100 else 2)
-            columns.append(replace(column, k=max(sizes, default=0), decimals=digits, **texts))
-    lines = []
-    for method in sorted({group.method for _, group in groups}, key=method_order):
-        mine = [(index, group) for index, group in groups if group.method == method]
-        entries = [_over_tasks(spec, column, mine) for column in columns]
-        if verdict is not None and method in verdict.leaders and len(verdict.leaders) < len(verdict.losses):
-            entries = [
-                replace(entry, best=column.metric == verdict.metric)
-                for entry, column in zip(entries, columns, strict=True)
-            ]
-        lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
-    budget = groups[0][1].budget
-    facts = [", ".join(map(task_title, tasks)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
-    return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), tuple(lines), None, spec.kind)
+    spec, groups, verdict = specs()["summary"], numbers.first_screen, numbers.verdict
+    n, k = min(group.n for group in groups), max(_sizes(groups), default=0)
+    columns = [
+        column.filled(k, decimals=supported_decimals(n) + (0 if column.scale == 100 else 2))
+        for column in spec.columns
+        if (k or not column.rule) and (column.metric != "true_error" or all(g.named("true_error") for g in groups))
+    ]
+
+    def entry(row: Row, column: Column) -> Entry:
+        made = _over_tasks(spec, column, [group for group in groups if group.method == row[0]])
+        if verdict is not None and len(verdict.leaders) < len(verdict.losses):
+            made.best = column.metric == verdict.metric and row[0] in verdict.leaders
+        return made
+
+    lines, budget = _lines(((group.method, None) for group in groups), columns, entry), groups[0].budget
+    facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
+    return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), lines, None, spec.kind)
 
 
-def _over_tasks(spec: Spec, column: Column, groups: Sequence[tuple[int, GroupNumbers]]) -> Entry:
+def _over_tasks(spec: Spec, column: Column, groups: Sequence[GroupNumbers]) -> Entry:
     """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it.
 
     The share of forced answers alone says where numbers describe the fallback.
     """
-    (_, first), count = groups[0], len(groups)
+    count, null = len(groups), groups[0].null
     if column.metric == "chance" and count > 1:
-        return Entry(None, f"in {sum(group.within_null for _, group in groups)} of {count} tasks")
+        return Entry(text=f"in {sum(group.within_null for group in groups)} of {count} tasks")
     if column.metric == "chance":
-        low, high = 100 * first.null.low, 100 * first.null.high
-        return Entry(None, f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
-    entries = [_entry(spec, column, index, group) for index, group in groups]
-    forced = "forced" if column.metric == "fallback_rate" and any(entry.forced for entry in entries) else ""
-    if count == 1:
-        return replace(entries[0], forced=forced)
-    values = [entry.value for entry in entries if entry.value is not None]
-    value = sum(values) / count
-    return Entry(value, f"{value:.{column.decimals}f}", forced=forced) if len(values) == count else EMPTY
+        low, high = 100 * null.low, 100 * null.high
+        return Entry(text=f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
+    entries = [_entry(spec, column, group) for group in groups]
+    mean = entries[0]
+    if count > 1:
+        values = [entry.value for entry in entries if entry.value is not None]
+        value = sum(values) / count
+        mean = Entry(value, f"{value:.{column.decimals}f}") if len(values) == count else Entry()
+    forced = column.metric == "fallback_rate" and any(entry.forced for entry in entries)
+    return replace(mean, forced="forced" if forced else "")
 
 
-def _sizes(groups: Iterable[tuple[int, GroupNumbers]]) -> list[int]:
+def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
     """Return the numbers of candidates to show: the paper's where they were measured, else the largest."""
-    measured = {k for _, group in groups for k in group.selection}
+    measured = {k for group in groups for k in group.selection}
     return [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
 
 
 def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
-    """Build the tables of these kinds, in the order of tables.toml, for every budget."""
+    """Build the tables of these kinds for every budget."""
     tables = []
-    for spec in (spec for spec in specs() if spec.kind in kinds):
-        for budget in numbers.budgets:
-            groups = of_setting(numbers, spec.settings[0], budget)
-            groups = [
-                one for one in groups if (one[1].selection if spec.needs == "selection" else one[1].named(spec.needs))
-            ]
-            parts: dict[tuple[bool, tuple[int, str], str], list[tuple[int, GroupNumbers]]] = {}
-            for index, group in groups:
-                apart = group.trained_on != group.task, task_order(group.task), group.trained_on
-                parts.setdefault(apart if spec.each else (False, (0, ""), ""), []).append((index, group))
-            tables += [_group_table(spec, parts[key], budget, _sizes(groups)) for key in sorted(parts)]
+    for spec, budget in product((spec for spec in specs().values() if spec.kind in kinds), numbers.budgets):
+        groups = numbers.shown(spec.settings[0], budget)
+        groups = [one for one in groups if (one.selection if spec.needs == "selection" else one.named(spec.needs))]
+        parts: dict[tuple[object, ...], list[GroupNumbers]] = {}
+        for group in groups:
+            apart = (group.setting, task_order(group.task), group.trained_on) if spec.each else ()
+            parts.setdefault(apart, []).append(group)
+        tables += [_group_table(spec, part, budget, _sizes(groups)) for _, part in sorted(parts.items())]
     return tables
 
 
-def _group_table(
-    spec: Spec, groups: Sequence[tuple[int, GroupNumbers]], budget: Budget | None, sizes: Sequence[int]
-) -> Table:
+def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | None, sizes: Sequence[int]) -> Table:
     """Build one table: a line for each method; a column takes the group of its task."""
-    name, title, tasks = spec.stem, spec.title, tasks_of(groups)
-    if spec.each:
-        trained_on = groups[0][1].trained_on
-        name += f"-{place_stem(trained_on, tasks[0])}"
-        title += f": {setting_title(trained_on, tasks[0])}"
+    name, title = spec.stem, spec.title
     repeated = [(column, k) for column in spec.columns for k in (sizes if column.rule else [0])]
     if spec.each:
+        name, title = f"{name}-{groups[0].stem}", f"{title}: {setting_title(groups[0])}"
         repeated.sort(key=lambda pair: pair[1])
-    columns = []
-    for task in tasks:
-        for column, k in repeated:
-            texts = {key: getattr(column, key).format(k=k) for key in ("name", "metric", "top")}
-            texts["top"] = texts["top"] if spec.each else task_title(task)
-            columns.append(replace(column, task=task, k=k, **texts))
-    lines = []
-    for method in sorted({group.method for _, group in groups}, key=method_order):
-        by_task = {group.task: (index, group) for index, group in groups if group.method == method}
-        entries = (
-            _entry(spec, column, *by_task[column.task]) if column.task in by_task else EMPTY for column in columns
-        )
-        lines.append(Line(method, method_title(method), method_group(method), tuple(entries)))
-    title += f", {BUDGET_TITLES[budget].lower()}"
-    name += f"-{budget}" if budget else ""
-    return Table(name, title, spec.caption, tuple(columns), _best_marked(lines, columns), budget, spec.kind)
+    columns = tuple(
+        column.filled(k, task=task, top=column.top if spec.each else task_title(task))
+        for task in tasks_of(groups)
+        for column, k in repeated
+    )
+    places = {(group.method, group.task): group for group in groups}
+    lines = _lines(
+        ((group.method, None) for group in groups),
+        columns,
+        lambda row, column: _entry(spec, column, places.get((row[0], column.task))),
+    )
+    title, name = f"{title}, {BUDGET_TITLES[budget].lower()}", "-".join(filter(None, (name, budget)))
+    table = Table(name, title, spec.caption, columns, lines, budget, spec.kind)
+    for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
+        for _, block in table.blocks() if column.better else ():
+            rivals = [line.entries[place] for line in block]
+            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
+            if len(rivals) > 1:
+                pick = max if column.better == "higher" else min
+                best = pick(rivals, key=lambda entry: entry.value or 0.0)
+                for entry in rivals:
+                    entry.best = entry.text == best.text
+    return table
 
 
-def _entry(spec: Spec, column: Column, place: int, group: GroupNumbers) -> Entry:
+def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
     """Print a group's number with what this kind of table shows of it."""
+    if group is None:
+        return Entry()
     spread = group.selection.get(column.k, {}).get(column.rule) if column.rule else group.named(column.metric)
     if spread is None:
-        return replace(EMPTY, text="none") if column.metric == "risk_threshold" else EMPTY
-    papers = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
-    paper = printed(spec.kind, group.method, column.metric, group.task) if papers else ""
+        return Entry(text="none" if column.metric == "risk_threshold" else "-")
     value, std, scale = spread.mean, spread.std, column.scale
+    entry = Entry(group=group, scale=scale)
+    if group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE):
+        entry.paper = papers_numbers().get((spec.kind, group.method, column.metric, group.task), "")
     if spec.shows == "std":
         if std is None:
-            return replace(EMPTY, paper=paper)
+            return entry
         value, std = std, None
-    std = None if std is None else scale * std
-    entry = Entry(scale * value, f"{scale * value:.{column.decimals}f}", std, paper=paper, group=place, scale=scale)
+    entry.value, entry.text = scale * value, f"{scale * value:.{column.decimals}f}"
+    entry.std = None if std is None else scale * std
     if column.metric == "auroc_within":
-        entry = replace(entry, notes=(f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",))
-    if column.metric == "risk_threshold" and group.others["risk_promised"].mean < 1:
-        promised = round(group.others["risk_promised"].mean * len(group.seeds))
-        entry = replace(entry, notes=(f"in {promised} of {len(group.seeds)} seeds",))
+        entry.notes = (f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",)
+    if column.metric == "risk_threshold" and (promised := group.others["risk_promised"].mean) < 1:
+        entry.notes = (f"in {round(promised * len(group.seeds))} of {len(group.seeds)} seeds",)
     versus = group.versus.get(column.metric)
     if spec.shows in ("short", "all") and versus is not None:
-        entry = replace(entry, mark=versus.mark(column.metric))
+        entry.mark = versus.mark(column.metric)
     if spec.shows == "all":
-        interval = group.intervals[column.metric]
-        entry = replace(
-            entry,
-            interval=_span(interval, scale),
-            null=_span(group.null, scale) if column.metric == "ece" else None,
-            versus=versus,
-            notes=_instead_of_interval(group) if interval.reason is not None else (),
-        )
+        interval, gap, entry.versus = group.intervals[column.metric], group.gap, versus
+        entry.interval = _ends(interval, scale)
+        entry.null = _ends(group.null, scale) if column.metric == "ece" else None
+        if interval.reason is not None:  # an ECE outside its own interval: what holds instead
+            entry.notes = (f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}",)
+            if not isnan(gap.low):
+                ends = f"[{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]"
+                entry.notes += (f"conf. - acc. {100 * gap.value:+.2f} {ends}",)
     share = group.others["sample_fallback_rate" if spec.needs == "selection" else "fallback_rate"].mean
-    return replace(entry, forced=f"{100 * share:.0f} % forced", mark="") if share > MOST_FORCED else entry
+    if share > MOST_FORCED:
+        entry.forced, entry.mark = f"{100 * share:.0f} % forced", ""
+    return entry
 
 
-def _instead_of_interval(group: GroupNumbers) -> tuple[str, ...]:
-    """Return what is printed below an ECE outside its own interval, besides its null band."""
-    notes = [f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}"]
-    gap = group.gap
-    if not isnan(gap.low):
-        notes.append(f"conf. - acc. {100 * gap.value:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]")
-    return tuple(notes)
-
-
-def _span(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
+def _ends(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
     return None if isnan(band.low) else (scale * band.low, scale * band.high)
-
-
-def _best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """Set `best` on the highest or lowest printed value of each block and column; forced answers cannot win."""
-
-    def wins(line: Line, place: int) -> bool:
-        rivals = [other.entries[place] for other in lines if other.block == line.block]
-        rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
-        if line.entries[place] not in rivals or len(rivals) < 2 or columns[place].better is None:
-            return False
-        pick = max if columns[place].better == "higher" else min
-        return line.entries[place].text == pick(rivals, key=lambda entry: entry.value or 0.0).text
-
-    marked = []
-    for line in lines:
-        entries = (replace(entry, best=wins(line, place)) for place, entry in enumerate(line.entries))
-        marked.append(replace(line, entries=tuple(entries)))
-    return tuple(marked)
 
 
 # ---- tables of training
@@ -338,16 +301,10 @@ def _best_marked(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line
 def trained_cells(results: Results) -> list[tuple[Cell, Training]]:
     """Return one cell for each trained model: the one tested where it was trained, else its first test."""
     models: dict[tuple[str, str, Budget | None, int], tuple[Cell, Training]] = {}
-    for cell in sorted(results.cells, key=lambda cell: cell.task != cell.trained_on):
+    for cell in sorted(results.cells, key=lambda cell: cell.setting):
         if cell.training is not None:
             models.setdefault((cell.trained_on, cell.method, cell.budget, cell.seed), (cell, cell.training))
     return list(models.values())
-
-
-def trained_rows(trained: Sequence[tuple[Cell, Training]]) -> list[tuple[str, Budget | None]]:
-    """Return the methods and budgets of the trained models, in the order of the tables."""
-    rows = {(cell.method, cell.budget) for cell, _ in trained}
-    return sorted(rows, key=lambda row: (method_order(row[0]), row[1] != "paper"))
 
 
 def by_preferences(name: str) -> bool:
@@ -357,15 +314,16 @@ def by_preferences(name: str) -> bool:
 
 def budget_note(results: Results, budget: Budget | None) -> str:
     """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
+    trained: dict[str, list[Training]] = {}
+    for cell, one in sorted(trained_cells(results), key=lambda pair: method_order(pair[0].method)):
+        if cell.budget in (None, budget) and by_preferences(cell.method) and one.rows and one.epochs:
+            trained.setdefault(cell.method, []).append(one)
     efforts: dict[str, list[str]] = {}
-    shown = [one for one in trained_cells(results) if one[0].budget in (None, budget) and by_preferences(one[0].method)]
-    for name, _ in trained_rows(shown):
-        trainings = [training for cell, training in shown if cell.method == name and training.rows and training.epochs]
-        if trainings:
-            pairs, epochs = _range([one.rows for one in trainings]), _range([one.epochs for one in trainings])
-            kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in trainings])
-            early = "" if kept == epochs else f", kept after {kept}"
-            efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
+    for name, trainings in trained.items():
+        pairs, epochs = _range([one.rows for one in trainings]), _range([one.epochs for one in trainings])
+        kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in trainings])
+        early = "" if kept == epochs else f", kept after {kept}"
+        efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in efforts.items())
 
 
@@ -378,41 +336,17 @@ def _range(values: Iterable[float | None]) -> str:
 
 def training_tables(results: Results) -> list[Table]:
     """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps."""
-    rates, effort = (spec for spec in specs() if spec.needs == "training")
-    trained, tables = trained_cells(results), []
-    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+    rates, effort, trained = specs()["learning-rates"], specs()["training"], trained_cells(results)
+    tasks, tables = sorted({cell.trained_on for cell, _ in trained}, key=task_order), []
     for task in tasks:
-        shown = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
-        seeds = map(str, sorted({cell.seed for cell, _ in shown}))
-        columns = tuple(replace(rates.columns[0], name=seed, metric=seed, task=task) for seed in seeds)
-        name, title = f"{rates.stem}-{task}", f"{rates.title} {task_title(task)}"
-        lines = _training_lines("rates", shown, columns)
-        tables.append(Table(name, title, rates.caption, columns, lines, None, rates.kind))
-    columns = tuple(replace(one, top=task_title(task), task=task) for task in tasks for one in effort.columns)
-    caption, lines = effort.caption, _training_lines("training", trained, columns)
-    caption = caption.format(keep=results.recipe.get("keep", "as trained"))
-    return [*tables, Table(effort.stem, effort.title, caption, columns, lines, None, effort.kind)]
-
-
-def _training_lines(kind: str, trained: Sequence[tuple[Cell, Training]], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """Build a line for each method and budget; a column of learning rates takes the training of its seed."""
-    lines = []
-    for name, budget in trained_rows(trained):
-        entries = []
-        for column in columns:
-            trainings = [
-                training
-                for cell, training in trained
-                if (cell.method, cell.budget, cell.trained_on) == (name, budget, column.task)
-                and (kind != "rates" or str(cell.seed) == column.metric)
-            ]
-            entry = _effort("rate" if kind == "rates" else column.metric, trainings)
-            if entry.value is not None and all(papers_budget(name, budget, training) for training in trainings):
-                entry = replace(entry, paper=printed(kind, name, column.metric, column.task))
-            entries.append(entry)
-        title = method_title(name) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
-        lines.append(Line(name, title, method_group(name), tuple(entries)))
-    return tuple(lines)
+        mine = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
+        seeds = sorted({cell.seed for cell, _ in mine})
+        columns = [rates.columns[0].filled(seed=seed, task=task) for seed in seeds]
+        spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
+        tables.append(_training_table(spec, mine, columns))
+    columns = [column.filled(top=task_title(task), task=task) for task in tasks for column in effort.columns]
+    effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
+    return [*tables, _training_table(effort, trained, columns)]
 
 
 # What a training says of its effort; None where it was not recorded.
@@ -425,13 +359,30 @@ EFFORTS: dict[str, Callable[[Training], float | None]] = {
 }
 
 
-def _effort(quantity: str, trainings: Sequence[Training]) -> Entry:
-    """Print the mean of a quantity over the seeds that recorded it; kept steps as a range, a rate as it is."""
-    recorded = [(one, value) for one in trainings if (value := EFFORTS[quantity](one)) is not None]
-    if not recorded:
-        return EMPTY
-    values = [value for _, value in recorded]
-    mean = sum(values) / len(values)
-    if quantity == "kept":
-        return Entry(mean, f"{_range(values)} of {_range(one.steps for one, _ in recorded)}")
-    return Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
+def _training_table(spec: Spec, trained: Sequence[tuple[Cell, Training]], columns: Sequence[Column]) -> Table:
+    """Build a line for each method and budget: means over the seeds that recorded a quantity, kept steps as a range.
+
+    A column of learning rates takes the training of its seed.
+    """
+
+    def entry(row: Row, column: Column) -> Entry:
+        quantity, seed = ("rate", column.metric) if spec.kind == "rates" else (column.metric, None)
+        trainings = [
+            training
+            for cell, training in trained
+            if (cell.method, cell.budget, cell.trained_on) == (*row, column.task) and seed in (None, str(cell.seed))
+        ]
+        recorded = [(one, value) for one in trainings if (value := EFFORTS[quantity](one)) is not None]
+        if not recorded:
+            return Entry()
+        values = [value for _, value in recorded]
+        mean = sum(values) / len(values)
+        made = Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
+        if quantity == "kept":
+            made.text = f"{_range(values)} of {_range(one.steps for one, _ in recorded)}"
+        if all(papers_budget(*row, training) for training in trainings):
+            made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
+        return made
+
+    lines = _lines(((cell.method, cell.budget) for cell, _ in trained), columns, entry)
+    return Table(spec.stem, spec.title, spec.caption, tuple(columns), lines, None, spec.kind)
