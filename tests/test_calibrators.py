@@ -21,7 +21,6 @@ from catto.metrics.calibrators import (
     Isotonic,
     Platt,
     Temperature,
-    from_json,
     load,
     save,
 )
@@ -200,8 +199,8 @@ def test_platt_refuses_rows_of_one_kind() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"schema_version": 2}, "schema_version is 2, this catto reads 1"),
-    ({"kind": "pickle"}, "kind is 'pickle', expected one of temperature, platt, isotonic, histogram"),
+    ({"schema_version": 2}, "schema_version: expected 1, got 2"),
+    ({"kind": "pickle"}, "kind: expected temperature, platt, isotonic, histogram, got 'pickle'"),
     ({"extra": 1.0}, "extra: unknown key"),
     ({"tau": "1"}, "tau: expected a number, got '1'"),
     ({"tau": [1.0]}, r"tau: expected a number, got \[1.0\]"),
@@ -227,8 +226,11 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "absent.json")
 
 
-def test_uneven_isotonic_knots_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 knots and 1 values"):
-        from_json({"schema_version": 1, "kind": "isotonic", "knots": [0.0, 1.0], "values": [0.5]})
-    with pytest.raises(ValueError, match=r"knots: expected a list, got 0\.5"):
-        from_json({"schema_version": 1, "kind": "isotonic", "knots": 0.5, "values": [0.5]})
+@pytest.mark.parametrize(
+    ("knots", "message"), [([0.0, 1.0], "2 knots and 1 values"), (0.5, r"knots: expected a list, got 0\.5")]
+)
+def test_uneven_isotonic_knots_are_refused(knots: object, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"schema_version": 1, "kind": "isotonic", "knots": knots, "values": [0.5]}))
+    with pytest.raises(DataError, match=message):
+        load(path)

@@ -357,9 +357,9 @@ TWO = ["x", "y"]
     [
         ({"key": "C"}, "key 'C' is not one of A, B"),
         ({"key": 1}, "key 1 is not one of A, B"),  # the rows before answer by letters
-        ({"key": None}, "key is missing"),
+        ({"key": None}, "key: missing"),
         ({"key": [1, 1]}, "key: expected a 1 for the right one of 2 options, else 0"),
-        ({"choices": None}, "choices is missing"),
+        ({"choices": None}, "choices: missing"),
         ({"choices": "red or blue"}, "choices: expected a list of texts, got str"),
         ({"choices": [{"id": 1}, {"id": 2}]}, "choices: expected a list of texts, got a list with NoneType"),
         ({"choices": ["red"]}, "choices: expected 2 to 26 options, got 1"),
@@ -406,8 +406,8 @@ def test_a_text_that_two_options_share_is_no_answer(tmp_path: Path, capsys: Capt
         (["question=stem,options=choices", "--answers", "test=b.lst"], "b.lst: 4 answers, expected 3, one for each"),
         ([FIELDS, "--answers", "test=a.lst"], "fields: answer: the answers are in a file of their own"),
         (["question=stem,options=choices", "--answers", "a.lst"], "answers: 1 files for the 0 of train"),
-        (["question=stem,options=choices+other,answer=key"], "row 1: other is missing"),
-        (["question={ctx}\\n{stem},options=choices,answer=key"], "row 1: ctx is missing"),
+        (["question=stem,options=choices+other,answer=key"], "row 1: other: missing"),
+        (["question={ctx}\\n{stem},options=choices,answer=key"], "row 1: ctx: missing"),
         (["question=stem,options=choices"], "fields: answer is missing"),
         ([FIELDS, "--answer", "boolean"], "row 1: key 'A' is not one of red, blue"),
         (

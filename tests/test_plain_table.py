@@ -154,7 +154,7 @@ def test_a_plain_table_is_read_at_once(
         raise AssertionError("read row by row")
 
     (tmp_path / name).write_text(content)
-    monkeypatch.setattr(measure, "_row_by_row", refused)
+    monkeypatch.setattr(measure, "read_answers", refused)
     found = outcome(tmp_path / name, ColumnNames(), ALWAYS, monkeypatch)
     assert found[:2] == ([0.25, 1.0], [True, False])
     assert found[2] == (["7", "8"] if name == "a.jsonl" else None)

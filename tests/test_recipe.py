@@ -60,7 +60,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "x", "scratch": {}}}, "model: name exactly one of path"),
     ({"evaluation": {"bins": "many"}}, "evaluation.bins: expected a whole number, got 'many'"),
     ({"evaluation": {"bins": 0}}, "evaluation.bins: expected a number of at least 1, got 0"),
-    ({"evaluation": {"k": [0]}}, "evaluation.k: expected whole numbers from 1 to 1,024"),
+    ({"evaluation": {"k": [0]}}, "evaluation.k.0: expected a number of at least 1, got 0"),
     ({"sft": {"learning_rates": []}}, "sft.learning_rates: expected at least 1 entry, got []"),
     ({"seeds": []}, "seeds: expected at least 1 entry, got []"),
     ({"tasks": {}}, "tasks: expected at least 1 entry, got {}"),

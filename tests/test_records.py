@@ -16,8 +16,8 @@ from catto.files import (
     manifest_path,
     read_lines,
     read_manifest,
-    read_objects,
     read_records,
+    read_rows,
     replacing,
     write_manifest,
     write_records,
@@ -72,7 +72,7 @@ def test_a_record_is_closed_and_immutable() -> None:
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ValueError) as caught:
         Message.model_validate({})
-    from catto.files import first_problem
+    from catto.problems import first_problem
 
     assert first_problem(caught.value) == "role: missing (and 1 more)"  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_gzip_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -
     (tmp_path / "x.jsonl").write_bytes(content)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(content))
     for name in ("x.jsonl", "x.jsonl.gz"):
-        assert list(read_objects(tmp_path / name)) == [(1, {"a": 1}), (3, {"a": "é"})]
+        assert list(read_rows(tmp_path / name)) == [(1, {"a": 1}), (3, {"a": "é"})]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_gzip_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -
 def test_a_bad_line_names_file_and_row_after_the_good_ones(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    rows = read_objects(path)
+    rows = read_rows(path)
     assert next(rows) == (1, {"a": 1})
     with pytest.raises(DataError) as caught:
         next(rows)

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from catto.cli.console import print_table
 from catto.measure import HEADLINE, Sources
-from catto.metrics.catalogue import METRICS
+from catto.metrics.catalogue import METRICS, holm
 from catto.metrics.selection import Candidates, select
-from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held, holm
+from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held
 from catto.report import render
 from catto.report.figures import look
 from catto.report.measuring import DELTA, RISK, correct_p_values, papers_budget, trained_model

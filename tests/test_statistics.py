@@ -248,17 +248,17 @@ def test_undefined_comparison_says_so() -> None:
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         lambda: compare(ece, Answers("ab", [0.1, 0.2], [1, 0]), Answers("ac", [0.1, 0.2], [1, 0])),
-        "missing from b, the first is 'b'",
+        "b: 1 questions of a are missing, first 'b'",
     ),
     (
         lambda: compare(ece, Answers("a", [0.1], [1]), Answers("ac", [0.1, 0.2], [1, 0])),
-        "missing from a, the first is 'c'",
+        "a: 1 questions of b are missing, first 'c'",
     ),
     (
         lambda: compare(ece, Answers("aa", [0.1, 0.2], [1, 0]), Answers("aa", [0.1, 0.2], [1, 0])),
-        "'a' appears twice in a",
+        "a: question 'a' is in several rows",
     ),
-    (lambda: compare(ece, Answers("ab", [0.1], [1]), Answers("ab", [0.1], [1])), "a has 2 questions and 1 confidences"),
+    (lambda: compare(ece, Answers("ab", [0.1], [1]), Answers("ab", [0.1], [1])), "a: 2 questions and 1 confidences"),
     (lambda: bootstrap(ece, [0.1], [1], questions=["a", "b"]), "questions has 2 rows, confidence has 1"),
     (lambda: bootstrap(ece, [0.1], [1], resamples=0), "resamples is 0"),
     (lambda: bootstrap(ece, [0.1], [1], level=95), "level is 95"),

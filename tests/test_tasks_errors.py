@@ -43,7 +43,7 @@ def test_an_unknown_answer_names_file_row_field_and_labels(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("task", "row", "said"),
     [
-        ("commonsense_qa", {**CSQA, "question": None}, "question is missing"),
+        ("commonsense_qa", {**CSQA, "question": None}, "question: missing"),
         ("commonsense_qa", {**CSQA, "question": 7}, "question: expected text, got int"),
         (
             "commonsense_qa",
@@ -57,10 +57,10 @@ def test_an_unknown_answer_names_file_row_field_and_labels(tmp_path: Path) -> No
         ("mmlu", {**MMLU, "question": "half \ud800"}, "text is not valid Unicode"),
         ("snli", {**SNLI, "label": 3}, "label 3 is not one of 0, 1, 2"),
         ("snli", {"gold_label": "maybe"}, "gold_label 'maybe' is not one of entailment, neutral, contradiction"),
-        ("anli", SNLI, "uid is missing"),
-        ("tldr", {"prompt": "p", "chosen": "c"}, "rejected is missing"),
+        ("anli", SNLI, "uid: missing"),
+        ("tldr", {"prompt": "p", "chosen": "c"}, "rejected: missing"),
         ("tldr", {"info": {"post": "p"}, "summaries": [], "choice": 0}, "summaries: expected two"),
-        ("reward_bench_2", {"id": "1", "prompt": "p", "chosen": ["c"]}, "rejected is missing"),
+        ("reward_bench_2", {"id": "1", "prompt": "p", "chosen": ["c"]}, "rejected: missing"),
     ],
 )
 def test_a_bad_row_is_one_line(task: str, row: dict[str, Any], said: str, tmp_path: Path) -> None:

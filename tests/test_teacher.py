@@ -136,7 +136,7 @@ def test_a_fault_of_all_keeps_what_came_and_the_next_run_asks_for_the_rest(tmp_p
 
     with serve(respond) as server, pytest.raises(ServerError, match=r"question q2 sample \d: 403 in try 1"):
         teach(questions(4), None, server_settings(server.url, concurrency=2), tmp_path)
-    kept = len((tmp_path / "generations.part.jsonl").read_text().splitlines()) - 1
+    kept = len((tmp_path / "generations.part.jsonl").read_text().splitlines())
     assert kept >= 12
     with serve() as server:
         assert dry_run(questions(4), None, server_settings(server.url), tmp_path).requests == 24 - kept
@@ -184,7 +184,7 @@ def test_a_torn_last_line_is_cut_off_and_asked_again(tmp_path: Path) -> None:
         teach(questions(2), Scripted(scripted(*labels).labels, fail_after=5), TeacherSettings(n=4), tmp_path)
     part = tmp_path / "generations.part.jsonl"
     whole = part.read_bytes()
-    assert whole.count(b"\n") == 6
+    assert whole.count(b"\n") == 5
     for cut in (1, 40, len(whole.splitlines()[-1])):
         part.write_bytes(whole[:-cut])
         assert dry_run(questions(2), scripted(*labels), TeacherSettings(n=4), tmp_path).requests == 4
@@ -205,7 +205,7 @@ def test_killed_again_after_a_long_torn_line_the_part_file_is_whole(tmp_path: Pa
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(labels, fail_after=1), TeacherSettings(n=4), tmp_path)
     lines = part.read_bytes().split(b"\n")
-    assert [json.loads(line)["sample"] for line in lines[1:-1]] == [0, 1, 2]
+    assert [json.loads(line)["sample"] for line in lines[:-1]] == [0, 1, 2]
     assert lines[-1] == b""
 
 
@@ -217,11 +217,12 @@ def test_killed_between_the_files_it_writes_what_is_missing(tmp_path: Path, miss
     labels = ["ABCD", "BBBC"]
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(scripted(*labels).labels, fail_after=7), TeacherSettings(n=4), tmp_path)
-    part = (tmp_path / "generations.part.jsonl").read_bytes()
+    parts = {path: path.read_bytes() for path in tmp_path.glob("generations.part.*")}
     teach(questions(2), scripted(*labels), TeacherSettings(n=4), tmp_path)
     finished = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / missing).unlink()
-    (tmp_path / "generations.part.jsonl").write_bytes(part)
+    for path, content in parts.items():
+        path.write_bytes(content)
     source = scripted(*labels)
     teach(questions(2), source, TeacherSettings(n=4), tmp_path)
     assert source.asked == (1 if missing == "generations.manifest.json" else 0)
@@ -236,7 +237,7 @@ def test_other_settings_are_refused_before_and_after_the_end(tmp_path: Path, cha
     other = base.model_copy(update=change)
     with pytest.raises(ServerError):
         teach(questions(2), Scripted(scripted("ABCD", "ABCD").labels, fail_after=1), base, tmp_path)
-    with pytest.raises(DataError, match=r"generations\.part\.jsonl row 1: belongs to other settings"):
+    with pytest.raises(DataError, match=r"generations\.part\.jsonl: belongs to other settings"):
         teach(questions(2), scripted("ABCD", "ABCD"), other, tmp_path)
     teach(questions(2), scripted("ABCD", "ABCD"), base, tmp_path)
     with pytest.raises(DataError, match=r"generations\.jsonl: belongs to other settings"):
@@ -327,7 +328,7 @@ def test_a_bad_row_in_the_part_file_is_one_line_and_leaves_the_file_alone(tmp_pa
     part = tmp_path / "generations.part.jsonl"
     broken = part.read_bytes() + BAD_ROWS[message] + b"\n"
     part.write_bytes(broken)
-    with pytest.raises(DataError, match=rf"generations\.part\.jsonl row 5: .*{message}") as caught:
+    with pytest.raises(DataError, match=rf"generations\.part\.jsonl row 4: .*{message}") as caught:
         run(tmp_path, "AAAA", "BBBB")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400

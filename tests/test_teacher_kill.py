@@ -29,7 +29,7 @@ def start(out: Path, url: str) -> subprocess.Popen[bytes]:
 
 def stored(part: Path) -> dict[Key, str]:
     """The whole lines of a part file."""
-    lines = part.read_bytes().split(b"\n")[1:-1] if part.exists() else []
+    lines = part.read_bytes().split(b"\n")[:-1] if part.exists() else []
     rows = [json.loads(line) for line in lines]
     found = {(row["question"], row["sample"]): row["text"] for row in rows}
     assert len(found) == len(rows)
@@ -51,7 +51,7 @@ class Held:
 def kill_when_stored(process: subprocess.Popen[bytes], part: Path, goal: int, wait: float) -> None:
     """Kill the run a moment after it has stored `goal` responses."""
     deadline = time.monotonic() + 900
-    while not part.exists() or part.read_bytes().count(b"\n") - 1 < goal:  # less the header
+    while not part.exists() or part.read_bytes().count(b"\n") < goal:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from catto.cli.select import select as select_command
 from catto.files import write_records
 from catto.measure import Sources
 from catto.metrics.binning import reliability
-from catto.metrics.catalogue import METRICS, judged, mark
+from catto.metrics.catalogue import METRICS, holm, judged, mark
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
 from catto.metrics.ranking import auroc_within
 from catto.metrics.selection import candidates, within_questions
@@ -28,7 +28,6 @@ from catto.metrics.statistics import (
     bootstrap,
     compare,
     held,
-    holm,
     null_band,
 )
 from catto.records import Prediction

@@ -18,31 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from catto.files import (
-    first_problem,
-    library_versions,
-    manifest_path,
-    read_json,
-    read_manifest,
-    replacing,
-    write_manifest,
-    write_records,
-)
+from catto import files
+from catto.files import library_versions, manifest_path, read_manifest
 from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
-from catto.measure import (
-    Confidences,
-    GradedAnswers,
-    Unparsed,
-    read_confidences,
-    read_graded,
-)
+from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
 from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import RULES, candidates, grouped, stopped
-from catto.problems import DataError
+from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
 On = Literal["confidence", "labels"]
@@ -73,9 +59,9 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     rows: list[list[float]] = []
     places: dict[str, list[int]] = {"label": [], "gold": []}
     for row, fields in read_answers(path, names):
-        try:
+        with locating(path, row):
             logprobs = logprobs_of(fields)
-            answer = answer_of(fields)
+            answer = answer_of("label", fields)
             labels = {"label": max(logprobs, key=logprobs.__getitem__) if answer is None else answer}
             if "gold" in fields:
                 labels["gold"] = text_of("gold", fields)
@@ -83,10 +69,6 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
                 if label not in logprobs:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
                 places[name].append(list(logprobs).index(label))
-        except KeyError as error:
-            raise DataError(path, row, f"{error.args[0]}: missing") from None
-        except ValueError as error:
-            raise DataError(path, row, str(error)) from None
         rows.append(list(logprobs.values()))
     if not rows:
         raise DataError(path, None, "holds no rows")
@@ -134,8 +116,7 @@ class Fitted:
         if one.label is None:
             return 0.0
         if known is None:
-            name = f"question {one.question} sample {one.sample}"
-            raise ValueError(f"{name} has no label_logprobs, which the calibrator reads")
+            raise ValueError(f"{one.name} has no label_logprobs, which the calibrator reads")
         rescaled = calibrator.apply_labels([list(known.values())])[0]
         return float(np.exp(rescaled[list(known).index(one.label)]))
 
@@ -157,7 +138,7 @@ def fit_file(
     _check_other_file(path, out, "the calibrator")
     answers = read_graded(path, names, unparsed)
     calibrator: Calibrator
-    try:
+    with locating(path):
         if on == "labels":
             labels = read_labels(path, names)
             if labels.gold is None:
@@ -165,10 +146,6 @@ def fit_file(
             calibrator = Temperature.fit_labels(labels.logprobs, labels.gold)
         else:
             calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(path, None, str(error)) from None
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
@@ -178,7 +155,7 @@ def fit_file(
     notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": protocol}
     save(calibrator, out)
     counts = {"rows": len(answers)}
-    write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
+    files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
     return fitted, answers
 
 
@@ -201,10 +178,8 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
         raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
     if questions is not None and not (isinstance(questions, list) and all(isinstance(one, str) for one in questions)):
         raise DataError(place, None, "notes.questions: expected a list of texts")
-    try:
+    with locating(place, field="notes.protocol: "):
         protocol = Protocol.model_validate(notes["protocol"]) if notes.get("protocol") is not None else None
-    except ValidationError as error:
-        raise DataError(place, None, f"notes.protocol: {first_problem(error)}") from None
     known = None if questions is None else tuple(questions)
     return Fitted(calibrator, on or noted, known, protocol, manifest.counts.get("rows"))
 
@@ -224,7 +199,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
-    with replacing(out) as file:
+    with files.replacing(out) as file:
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
@@ -296,7 +271,7 @@ def write_final(
         "models": sorted({one.model for one in predictions}),
     }
     counts = {"answers": len(answers)}
-    write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
+    files.write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
     return answers
 
 
@@ -343,19 +318,12 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         wrong = int((~answers.correct).sum())
         raise DataError(path, None, f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong")
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
-    try:
+    with locating(manifest_path(path), field="notes: "):
         threshold = RiskThreshold.model_validate({**asdict(found), "rows": len(answers), **made_with})
-    except ValidationError as error:
-        raise DataError(manifest_path(path), None, f"notes: {first_problem(error)}") from None
-    with replacing(out) as file:
-        file.write(threshold.model_dump_json(indent=2) + "\n")
+    files.write_record(out, threshold)
     return threshold
 
 
 def open_threshold(path: Path) -> RiskThreshold:
     """Read a threshold that `fit_threshold` wrote."""
-    value = read_json(path)
-    try:
-        return RiskThreshold.model_validate(value)
-    except ValidationError as error:
-        raise DataError(path, None, first_problem(error, value)) from None
+    return files.read_record(path, RiskThreshold)

@@ -27,7 +27,7 @@ from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from catto.problems import UNKNOWN, DataError, listed, parse_json, validation_problem
+from catto.problems import DataError, listed, locating, parse_json
 from catto.records import SCHEMA_VERSION, Manifest, Record
 
 BUSY = "another run is writing here"
@@ -271,11 +271,6 @@ def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
         raise DataError(path, None, f"{error}{hint}") from None
 
 
-def read_objects(path: Path) -> Rows:
-    """Yield (row, object) of a JSON-lines file."""
-    return ((row, parse_object(path, row, line)) for row, line in read_lines(path))
-
-
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
     """Parse one line; where the first is of another format, the error says so."""
     try:
@@ -313,17 +308,9 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
             yield record
             continue
         value = parse_object(path, row, line)
-        try:
-            yield kind.model_validate(value)
-        except ValidationError as error:
-            raise DataError(path, row, first_problem(error, value)) from None
-
-
-def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
-    """Describe the first problem of a pydantic error in one line: field, what was expected, what is there."""
-    place, message = validation_problem(error, value)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
+        with locating(path, row, value):
+            record = kind.model_validate(value)
+        yield record
 
 
 def json_line(record: Record, path: Path, row: int) -> str:
@@ -346,6 +333,19 @@ def write_records(path: Path, records: Iterable[Record], manifest: Manifest | No
     return count
 
 
+def write_record(path: Path, record: Record) -> None:
+    """Write one record as a JSON file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(path: Path, kind: type[R]) -> R:
+    """Read and validate a JSON file of one record."""
+    value = read_json(path)
+    with locating(path, value=value):
+        return kind.model_validate(value)
+
+
 def manifest_path(path: Path) -> Path:
     """The manifest's place.
 
@@ -357,18 +357,12 @@ def manifest_path(path: Path) -> Path:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest of the records at `path`."""
-    with replacing(manifest_path(path)) as file:
-        file.write(manifest.model_dump_json(indent=2) + "\n")
+    write_record(manifest_path(path), manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read and validate the manifest of the records at `path`."""
-    place = manifest_path(path)
-    value = read_json(place)
-    try:
-        manifest = Manifest.model_validate(value)
-    except ValidationError as error:
-        raise DataError(place, None, first_problem(error, value)) from None
+    manifest = read_record(place := manifest_path(path), Manifest)
     if manifest.schema_version != SCHEMA_VERSION:
         raise DataError(place, None, f"schema_version {manifest.schema_version}, this catto reads {SCHEMA_VERSION}")
     return manifest
@@ -398,7 +392,7 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
     """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
     match kind(path):
         case ".jsonl" | ".ndjson":
-            return read_objects(path)
+            return ((row, parse_object(path, row, line)) for row, line in read_lines(path))
         case ".json":
             return _read_json(path)
         case ".csv" | ".tsv":

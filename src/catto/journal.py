@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
-from pydantic import ValidationError
-
-from catto.files import (
-    MAX_LINE_BYTES,
-    first_problem,
-    hold,
-    manifest_path,
-    read_manifest,
-    replacing_bytes,
-    write_manifest,
-    write_records,
-    writing,
-)
-from catto.problems import DataError
-from catto.records import SCHEMA_VERSION, Key, Manifest, Refusal, Sampled
+from catto import files
+from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, write_manifest
+from catto.problems import DataError, locating
+from catto.records import Key, Manifest, Refusal, Sampled
 
 # How the line of a refusal begins, and that of no other record.
 _REFUSED = b'{"refused":'
@@ -35,8 +23,8 @@ class Journal(Generic[S]):
     """The file of a run that grows: `<name>.part.jsonl`, appended line by line, published as `<name>.jsonl` at the end.
 
     A line is a record of `kind`, or a `Refusal` where the request was refused for good. Until `publish` the journal
-    alone says what is done. A header names the run: the first line (`inline`) or a manifest beside the file. Only whole
-    lines count: a last line without its newline was being written when the run was killed, and is cut off.
+    alone says what is done. A manifest beside it names the run. Only whole lines count: a last line without its newline
+    was being written when the run was killed, and is cut off.
 
     keys: what the run asks, in the order of the published file. refused: where the refusals are published.
     other: the error for the file of another run. The places of the lines are held in memory, the records are not.
@@ -67,82 +55,61 @@ class Journal(Generic[S]):
         *,
         refused: Path,
         other: str,
-        inline: bool = False,
     ) -> None:
-        self.path, self.manifest, self.refused_path, self.other, self.inline = path, manifest, refused, other, inline
+        self.path, self.manifest, self.refused_path, self.other = path, manifest, refused, other
         self.kind: type[S] = kind
         self.keys = dict.fromkeys(keys)
         self.part = journal_path(path)
         self.places: dict[Key, tuple[int, int]] = {}  # every stored key, in file order -> offset and length of its line
         self.refused: dict[Key, Refusal] = {}  # those of them that are refusals
         self._end = 0
-        fields = {"kind": manifest.kind, "schema_version": SCHEMA_VERSION, "recipe_hash": manifest.recipe_hash}
-        self._header = json.dumps(fields).encode() + b"\n"
 
     def finished(self) -> bool:
         """Whether the file is published; one of another run is refused."""
         if not manifest_path(self.path).exists():
             return False
-        if read_manifest(self.path).recipe_hash != self.manifest.recipe_hash:
+        if not self._names_this_run(self.path):
             raise DataError(self.path, None, self.other)
         return self.path.exists()
 
+    def _names_this_run(self, path: Path) -> bool:
+        return read_manifest(path).recipe_hash == self.manifest.recipe_hash
+
     def read(self) -> None:
-        """Validate and index the stored lines; write nothing."""
+        """Validate and index the stored lines; write nothing. Records of another run are refused."""
         self.places, self.refused, self._end = {}, {}, 0
-        if not self.part.exists() or not self._continues():
+        if not self.part.exists() or not self.part.stat().st_size:
+            return
+        if not manifest_path(self.part).exists():
+            raise DataError(self.part, None, _NO_MANIFEST)
+        if not self._names_this_run(self.part):
+            if any(not line.startswith(_REFUSED) for _, line in _whole_lines(self.part)):
+                raise DataError(self.part, None, self.other)
             return
         for row, line in _whole_lines(self.part):
-            if row == 1 and self.inline:
-                self._end = len(line)
-                continue
-            try:
+            with locating(self.part, row):
                 outcome = (Refusal if line.startswith(_REFUSED) else self.kind).model_validate_json(line)
-            except ValidationError as error:
-                raise DataError(self.part, row, first_problem(error)) from None
-            name = "question {} sample {}".format(*outcome.key)
             if outcome.key in self.places and outcome.key not in self.refused:
-                raise DataError(self.part, row, f"{name} is stored twice")
+                raise DataError(self.part, row, f"{outcome.name} is stored twice")
             if outcome.key not in self.keys:
-                raise DataError(self.part, row, f"{name} was not asked")
+                raise DataError(self.part, row, f"{outcome.name} was not asked")
             self._index(outcome, len(line))
-
-    def _continues(self) -> bool:
-        """Whether the file is this run's. One of another run is refused, unless it stores nothing but refusals."""
-        lines = (line for _, line in _whole_lines(self.part))
-        foreign = False
-        if self.inline:
-            header = next(lines, b"")
-            same = header == self._header
-            foreign = header != b"" and not header.startswith(self._header.partition(b'"recipe_hash"')[0])
-        elif manifest_path(self.part).exists():
-            same = read_manifest(self.part).recipe_hash == self.manifest.recipe_hash
-        elif self.part.stat().st_size:
-            raise DataError(self.part, None, _NO_MANIFEST)
-        else:
-            return False
-        if foreign or (not same and any(not line.startswith(_REFUSED) for line in lines)):
-            raise DataError(self.part, 1 if self.inline else None, self.other)
-        return same
 
     def __enter__(self) -> Self:
         """Lock the journal, read it, and cut off a torn line; or start it anew."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.inline and self.path.exists() and not manifest_path(self.path).exists():
+        if self.path.exists() and not manifest_path(self.path).exists():
             if not manifest_path(self.part).exists():
                 raise DataError(self.path, None, _NO_MANIFEST)
             if not self.part.exists():  # the file was published, its manifest was not
                 self.path.rename(self.part)
         self._file = self.part.open("ab", buffering=0)
         try:
-            hold(self._file, self.part)
+            files.hold(self._file, self.part)
             self.read()
             self._file.truncate(self._end)
-            if not self.inline and not self._end:
+            if not self._end:
                 write_manifest(self.part, self.manifest)
-            elif not self._end:
-                self._write(self._header)
-                self._end = len(self._header)
         except BaseException:
             self._file.close()
             raise
@@ -160,25 +127,22 @@ class Journal(Generic[S]):
         stored: list[tuple[S | Refusal, bytes]] = []
         for outcome in outcomes:
             if outcome.key in self.places and outcome.key not in self.refused:
-                raise ValueError("question {} sample {} is stored already".format(*outcome.key))
+                raise ValueError(f"{outcome.name} is stored already")
             line = outcome.model_dump_json().encode() + b"\n"
             if len(line) > MAX_LINE_BYTES:
                 why = f"the response is longer than {MAX_LINE_BYTES // 2**20} MB"
                 outcome = Refusal(refused=why, question=outcome.question, sample=outcome.sample)
                 line = outcome.model_dump_json().encode() + b"\n"
             stored.append((outcome, line))
-        self._write(b"".join(line for _, line in stored))
+        data = b"".join(line for _, line in stored)
+        with files.writing(self.part, self.part):
+            while data:  # unbuffered: after an error nothing is left that closing the file would write
+                data = data[self._file.write(data) :]
         if sync:
             os.fsync(self._file.fileno())
         for outcome, line in stored:
             self._index(outcome, len(line))
         return [outcome for outcome, _ in stored]
-
-    def _write(self, data: bytes) -> None:
-        """Write unbuffered: after an error nothing is left that closing the file would write."""
-        with writing(self.part, self.part):
-            while data:
-                data = data[self._file.write(data) :]
 
     def _index(self, outcome: S | Refusal, length: int) -> None:
         self.places.pop(outcome.key, None)
@@ -212,10 +176,10 @@ class Journal(Generic[S]):
         """
         keys = [key for key in self.keys if key in self.places]
         if refused := [self.refused[key] for key in keys if key in self.refused]:
-            write_records(self.refused_path, refused)
+            files.write_records(self.refused_path, refused)
         else:
             self.refused_path.unlink(missing_ok=True)
-        with replacing_bytes(self.path) as file, self.part.open("rb") as source:
+        with files.replacing_bytes(self.path) as file, self.part.open("rb") as source:
             for key in keys:
                 if key not in self.refused:
                     source.seek(self.places[key][0])
@@ -234,13 +198,11 @@ class Journal(Generic[S]):
         On a journal that is not published yet it only drops the refusals.
         """
         published = manifest_path(self.path).exists()
-        with replacing_bytes(self.part) as file:
-            if published and self.inline:
-                file.write(self._header)
+        with files.replacing_bytes(self.part) as file:
             for source in (self.path, self.refused_path) if published else (self.part,):
                 for _, line in _whole_lines(source) if source.exists() else ():
                     file.write(line if refusals or not line.startswith(_REFUSED) else b"")
-        if published and not self.inline:
+        if published:
             write_manifest(self.part, self.manifest)
         manifest_path(self.path).unlink(missing_ok=True)
 

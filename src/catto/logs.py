@@ -20,7 +20,7 @@ from typing import IO, Any, Literal
 
 from catto.answers import find_stated
 from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
-from catto.problems import DataError, listed, nested
+from catto.problems import DataError, listed, locating, nested
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
@@ -97,7 +97,7 @@ def text_of(name: str, fields: Fields) -> str:
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
     """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
-    logprobs = fields["label_logprobs"]
+    logprobs = nested(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
         raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
     for label, value in logprobs.items():
@@ -107,7 +107,7 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
     return logprobs
 
 
-def answer_of(fields: Fields, name: str = "label") -> str | None:
+def answer_of(name: str, fields: Fields) -> str | None:
     """Return the answer's label; None where nothing could be parsed, which is never right."""
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
@@ -115,9 +115,9 @@ def answer_of(fields: Fields, name: str = "label") -> str | None:
     return None if nested(fields, name) is None else text_of(name, fields)
 
 
-def answer_probability(fields: Fields) -> float:
-    """Return the probability of the answer in `label_logprobs`."""
-    logprobs, answer = logprobs_of(fields), answer_of(fields)
+def answer_probability(name: str, fields: Fields) -> float:
+    """Return the probability of the answer, the field `name`, in `label_logprobs`."""
+    logprobs, answer = logprobs_of(fields), answer_of(name, fields)
     if answer not in logprobs:
         raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
     return exp(min(logprobs[answer], 0.0))
@@ -315,10 +315,8 @@ def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> li
     """Return the labels that occur as right answers; of letters, those before them too."""
     labels = set()
     for row, record in rows:
-        try:
+        with locating(path, row):
             labels.add(str(nested(record, gold)))
-        except KeyError:
-            raise DataError(path, row, f"{gold}: missing") from None
     if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):
         return [chr(code) for code in range(ord("A"), ord(max(labels)) + 1)]
     return sorted(labels)

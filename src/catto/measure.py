@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -19,38 +20,16 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from catto.logs import (
-    ColumnNames,
-    Fields,
-    answer_of,
-    answer_probability,
-    format_of,
-    probability_of,
-    read_answers,
-    text_of,
-    truth_of,
-)
+from catto import plain_table
+from catto.logs import ColumnNames, Fields, format_of, read_answers
+from catto.metrics import statistics
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import HEADLINE, METRICS
 from catto.metrics.errors import confidence_gap, debiased_ece
-from catto.metrics.statistics import (
-    Answers,
-    BootstrapOptions,
-    Comparison,
-    Interval,
-    Method,
-    MetricFunction,
-    NullBand,
-    Tick,
-    bootstrap_table,
-    compare_table,
-    held,
-    null_table,
-)
-from catto.plain_table import columns_of, probabilities, read_plain, texts, truths
-from catto.problems import DataError, did_you_mean, listed, nested
+from catto.metrics.statistics import Answers, Comparison, Interval, MetricFunction, NullBand, Tick, held
+from catto.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
+from catto.problems import DataError, did_you_mean, listed, locating, nested
 
-Read = Callable[[Fields], Any]
 Unparsed = Literal["fallback", "wrong"]
 
 QUESTION_COLUMNS = ("question", "id")
@@ -63,13 +42,6 @@ MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
 # Mean confidence less accuracy; it has a row of its own, whichever metrics are chosen.
 GAP = "gap"
-# What reads a whole column, for what reads one cell of it.
-AT_ONCE: dict[Callable[..., Any], Callable[[Any], Any]] = {
-    probability_of: probabilities,
-    truth_of: truths,
-    text_of: texts,
-    answer_of: texts,
-}
 # 200 resamples still place the 2.5 % quantile.
 RESAMPLES, FEW_RESAMPLES, MANY_ROWS = 1000, 200, 200_000
 
@@ -167,9 +139,14 @@ class GradedAnswers(Confidences):
         return None if self.question is None else len(set(self.question))
 
     @property
+    def by_question(self) -> Answers:
+        """The columns to resample, or to compare with another file's."""
+        return Answers(self.question, self.confidence, self.correct, self.source)
+
+    @property
     def run(self) -> Answers:
         """The columns to resample. Where no question repeats, rows are questions, and drawing rows is faster."""
-        return Answers(None if self.questions in (None, len(self)) else self.question, self.confidence, self.correct)
+        return replace(self.by_question, question=None) if self.questions == len(self) else self.by_question
 
     def slices(self) -> dict[str, Self]:
         """Return the answers of each value of the `by` column, in their order: numbers as numbers, others as text."""
@@ -209,51 +186,37 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
     """Read answers; the result is GradedAnswers where the rows say which were right."""
     names = names or ColumnNames()
-    columns = _at_once(path, names) or _row_by_row(path, names)
+    columns = _columns(path, names)
     read_as = columns.get("source")
     if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
         read_as = None  # another kind of file that calls something else `source`
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
     if "gold" in columns:
-        try:
+        with locating(path):
             confidence, correct = _graded(confidence, columns["gold"], columns.get("answer"), names)
-        except ValueError as error:
-            raise DataError(path, None, str(error)) from None
     common = (path, confidence, columns.get("question"), read_as, columns.get("by"))
     return Confidences(*common) if correct is None else GradedAnswers(*common, correct)
 
 
-def _at_once(path: Path, names: ColumnNames) -> dict[str, Any] | None:
-    """Read the columns of a plain table; None where row by row is the only way, or gives an error that names a row."""
-    if (table := read_plain(path)) is None:
-        return None
-    [first] = table.slice(0, 1).to_pylist()
-    try:
-        readers = _readers(first, names)
-    except ValueError:
-        return None
-    wanted: dict[str, tuple[Callable[[Any], Any], str]] = {"source": (texts, "source")} if "source" in readers else {}
-    for name, read in readers.items():
-        if isinstance(read, partial):
-            wanted[name] = AT_ONCE[read.func], read.args[0] if read.args else read.keywords["name"]
-    same = format_of(first, names) == "catto" and wanted.keys() == readers.keys()
-    return columns_of(table, wanted) if same else None
-
-
-def _row_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
+def _columns(path: Path, names: ColumnNames) -> dict[str, Any]:
+    """Read the columns of a plain table at once; else, or where a cell is bad, row by row, which names the row."""
+    if (table := plain_table.read_plain(path)) is not None:
+        [first] = table.slice(0, 1).to_pylist()
+        with suppress(ValueError):
+            whole = plain_table.columns_of(table, _readers(first, names))
+            if whole is not None and format_of(first, names) == "catto":
+                return whole
     columns: dict[str, list[Any]] = {}
-    steps: list[tuple[Callable[[Any], None], Read]] = []
+    steps: list[tuple[Callable[[Any], None], Callable[[str, Fields], Any], str]] = []
     for row, fields in read_answers(path, names):
         try:
             if not steps:
                 readers = _readers(fields, names)
                 columns = {name: [] for name in readers}
-                steps = [(columns[name].append, read) for name, read in readers.items()]
-            for append, read in steps:
-                append(read(fields))
-        except KeyError as error:
-            raise DataError(path, row, f"{error.args[0]}: missing") from None
+                steps = [(columns[name].append, kind.cell, source) for name, (kind, source) in readers.items()]
+            for append, read, source in steps:
+                append(read(source, fields))
         except ValueError as error:
             raise DataError(path, row, str(error)) from None
     if not steps:
@@ -261,40 +224,40 @@ def _row_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     return columns
 
 
-def _readers(first: Fields, names: ColumnNames) -> dict[str, Read]:
-    """Decide from the first row how each column is read."""
+def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]:
+    """Decide from the first row how each column is read, and from which field."""
 
     def there(name: str, hint: str = "") -> str:
         try:
             nested(first, name)
-        except KeyError:
+        except ValueError:
             columns = f"{did_you_mean(name, first)} (there is {', '.join(first)})"
             raise ValueError(f"no column {name!r}{hint}{columns}") from None
         return name
 
-    readers: dict[str, Read] = {}
+    readers: dict[str, tuple[Reader, str]] = {}
     if names.confidence == "confidence" and "confidence" not in first and "label_logprobs" in first:
-        readers["confidence"] = answer_probability
+        readers["confidence"] = ANSWER_PROBABILITY, "label"
     else:
-        readers["confidence"] = partial(probability_of, there(names.confidence))
+        readers["confidence"] = PROBABILITY, there(names.confidence)
     prediction, gold = names.prediction or "label", names.gold or "gold"
     named = (names.prediction, names.gold, names.positive) != (None, None, None)
     if names.correct != "correct" or ("correct" in first and not named):
-        readers["correct"] = partial(truth_of, there(names.correct))
+        readers["correct"] = TRUTH, there(names.correct)
     elif named or ("gold" in first and ("label" in first or "label_logprobs" in first)):
-        readers["gold"] = partial(text_of, there(gold))
+        readers["gold"] = TEXT, there(gold)
         if names.positive is None:
             if prediction != "label" or "label_logprobs" not in first:
                 there(prediction, f" to compare with {gold!r}: name it with --prediction, or with --positive the label "
                 f"whose probability {names.confidence!r} is;")  # fmt: skip
-            readers["answer"] = partial(answer_of, name=prediction)
+            readers["answer"] = ANSWER, prediction
     question = next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
-        readers["question"] = partial(text_of, question)
+        readers["question"] = TEXT, question
     if "source" in first:
-        readers["source"] = lambda fields: str(fields.get("source"))
+        readers["source"] = SOURCE, "source"
     if names.by is not None:
-        readers["by"] = partial(text_of, there(names.by))
+        readers["by"] = TEXT, there(names.by)
     return readers
 
 
@@ -333,14 +296,14 @@ class MeasureSettings:
     bins: int = 20
     resamples: int | None = None
     level: float = 0.95
-    method: Method = "percentile"
+    method: statistics.Method = "percentile"
     seed: int = 0
 
     def draws(self, rows: int) -> int:
         """The number of resamples for so many rows."""
         return self.resamples or (RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES)
 
-    def options(self, runs: Sequence[Answers], tick: Tick) -> BootstrapOptions:
+    def options(self, runs: Sequence[Answers], tick: Tick) -> statistics.BootstrapOptions:
         """How these runs are resampled."""
         resamples = self.draws(max(np.size(run.confidence) for run in runs))
         return {"resamples": resamples, "level": self.level, "seed": self.seed, "tick": tick}
@@ -378,9 +341,9 @@ def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = la
     0.6666666666666666
     """
     functions, options = settings.functions(), settings.options(runs, tick)
-    intervals = bootstrap_table(functions, runs, method=settings.method, **options)
+    intervals = statistics.bootstrap_table(functions, runs, method=settings.method, **options)
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
-    bands = null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
+    bands = statistics.null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
     return {
         name: Measured(interval if name == GAP else held(interval), bands.get(name))
         for name, interval in intervals.items()
@@ -391,7 +354,7 @@ def compared(
     a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
-    comparisons = compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
+    comparisons = statistics.compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
     return {name: held(comparison) for name, comparison in comparisons.items()}
 
 
@@ -474,20 +437,3 @@ def unheld(summary: Summary) -> list[str]:
         for name, metric in summary.metrics.items()
         if metric.interval.reason is not None and metric.null is not None
     ]
-
-
-def paired(a: GradedAnswers, b: GradedAnswers) -> tuple[Answers, Answers]:
-    """Return both as answers by question, or raise a DataError where they do not answer the same questions once."""
-    for answers in (a, b):
-        if answers.question is None:
-            raise DataError(answers.source, None, "no column 'question' or 'id' to pair the answers by")
-        question, times = Counter(answers.question).most_common(1)[0]
-        if times > 1:
-            raise DataError(answers.source, None, f"question {question!r} is in several rows; pairing needs one")
-    for here, there in ((a, b), (b, a)):
-        known = set(there.question or ())
-        missing = [question for question in here.question or () if question not in known]
-        if missing:
-            message = f"{len(missing)} questions of {here.source} are missing, first {missing[0]!r}"
-            raise DataError(there.source, None, message)
-    return Answers(a.question, a.confidence, a.correct), Answers(b.question, b.confidence, b.correct)

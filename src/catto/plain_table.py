@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from catto import logs
 from catto.files import MOST_JSON_BYTES, kind, opened
-from catto.logs import WORDS
 from catto.metrics.binning import Bools, Floats
 
 # Below this size importing Arrow takes longer than reading the rows.
@@ -84,7 +84,7 @@ def probabilities(column: Any) -> Floats | None:
 def truths(column: Any) -> Bools | None:
     """Return booleans, also from 0, 1 and the words for them. (N,)."""
     encoded = column.combine_chunks().dictionary_encode()
-    words = [WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
+    words = [logs.WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
     return None if None in words else np.array(words, dtype=np.bool_)[encoded.indices.to_numpy()]
 
 
@@ -95,11 +95,24 @@ def texts(column: Any) -> list[str] | None:
     return column.to_pylist() if str(column.type) == "string" else [str(value) for value in column.to_pylist()]
 
 
-def columns_of(table: Any, wanted: Mapping[str, tuple[Callable[[Any], Any], str]]) -> dict[str, Any] | None:
+class Reader(NamedTuple):
+    """How a field is read: a cell by its name from a row; and a whole Arrow column, None where it cannot be."""
+
+    cell: Callable[[str, logs.Fields], Any]
+    column: Callable[[Any], Any]
+
+
+PROBABILITY, TRUTH = Reader(logs.probability_of, probabilities), Reader(logs.truth_of, truths)
+TEXT, ANSWER = Reader(logs.text_of, texts), Reader(logs.answer_of, texts)
+ANSWER_PROBABILITY = Reader(logs.answer_probability, lambda column: None)
+SOURCE = Reader(lambda name, fields: str(fields.get(name)), texts)
+
+
+def columns_of(table: Any, wanted: Mapping[str, tuple[Reader, str]]) -> dict[str, Any] | None:
     """Return each wanted column by (what reads it, its name in the table); None where one cannot be read at once."""
     columns: dict[str, Any] = {}
-    for name, (read, source) in wanted.items():
-        columns[name] = read(table.column(source)) if table.column_names.count(source) == 1 else None
+    for name, (reader, source) in wanted.items():
+        columns[name] = reader.column(table.column(source)) if table.column_names.count(source) == 1 else None
         if columns[name] is None:
             return None
     return columns

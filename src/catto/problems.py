@@ -7,7 +7,8 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,24 @@ class DataError(ValueError):
     def __init__(self, source: str | Path, row: int | None, message: str) -> None:
         place = shortened(str(source)) + (f" row {row}" if row is not None else "")
         super().__init__(f"{place}: {shortened(message)}")
+
+
+@contextmanager
+def locating(source: str | Path, row: int | None = None, value: object = UNKNOWN, field: str = "") -> Iterator[None]:
+    """Turn a ValueError, also one of pydantic about `value`, into the DataError of this place; a DataError passes.
+
+    >>> with locating("answers.csv", 17):
+    ...     raise ValueError("confidence: expected a number")
+    Traceback (most recent call last):
+    catto.problems.DataError: answers.csv row 17: confidence: expected a number
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        problem = first_problem(error, value) if isinstance(error, ValidationError) else str(error)
+        raise DataError(source, row, field + problem) from None
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -141,6 +160,13 @@ _SPACED = re.compile(r"[\t\n\r]:")
 _DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
+def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
+    """Describe the first problem of a pydantic error in one line: field, what was expected, what is there."""
+    place, message = validation_problem(error, value)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
+
+
 def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
     """Return the place of the first problem of `value`, and what was expected and is there instead.
 
@@ -160,10 +186,11 @@ def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
 
 
 # Their message says all: what is there would add nothing, or is the whole of the input.
-_SELF_EXPLAINING = ("missing", "value_error", "extra_forbidden", "json_invalid")
+_SELF_EXPLAINING = ("missing", "union_tag_not_found", "value_error", "extra_forbidden", "json_invalid")
 _BLOCK = "expected a block of names and values"
 _EXPECTED = {
     "missing": "missing",
+    "union_tag_not_found": "missing",
     "extra_forbidden": "unknown key",
     "int_type": "expected a whole number",
     "int_parsing": "expected a whole number",
@@ -197,46 +224,49 @@ def _expected(problem: Any) -> str:
     if kind in ("too_short", "too_long"):
         word, count = ("least", context["min_length"]) if kind == "too_short" else ("most", context["max_length"])
         return f"expected at {word} {count} {'entry' if count == 1 else 'entries'}"
-    if kind == "literal_error":
-        return f"expected {context['expected'].replace(chr(39), '')}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        return f"expected {context.get('expected') or context['expected_tags']}".replace("'", "")
     return shortened(str(problem["msg"]).removeprefix("Value error, "))
 
 
 def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
     """The parts of the problem's place that exist in the value, with the name of what is missing; and what is there."""
+    location: tuple[str | int, ...] = problem["loc"]
     if value is UNKNOWN:
-        return tuple(map(str, problem["loc"])), problem["input"]
+        return tuple(map(str, location)), problem["input"]
+    if problem["type"].startswith("union_tag"):
+        location = (*location, problem["ctx"]["discriminator"].strip("'"))
     parts: list[str] = []
-    for part in problem["loc"]:
+    for part in location:
         exists = (
             part in value
             if isinstance(value, Mapping)
             else isinstance(value, list | tuple) and part in range(len(value))
         )
-        if not exists:
-            return (*parts, *([str(part)] if problem["type"] == "missing" else [])), value
-        parts.append(str(part))
-        value = value[part]
+        if exists:
+            value = value[part]
+        if exists or (_EXPECTED.get(problem["type"]) == "missing" and part == location[-1]):
+            parts.append(str(part))
     return tuple(parts), value
 
 
 def nested(fields: Mapping[str, Any], name: str) -> Any:
-    """Return a field of a row; KeyError where there is none.
+    """Return a field of a row; ValueError where it is missing.
 
     `a.b` is b inside a, `a.0` the first entry of a list a, and `a.b` of a list a is the list of b of every entry.
 
     >>> nested({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
     ['red', 'blue']
     """
-    if name in fields or "." not in name:
+    if name in fields:
         return fields[name]
     value: Any = fields
-    for part in name.split("."):
-        try:
+    try:
+        for part in name.split("."):
             if isinstance(value, list):
                 value = value[int(part)] if part.isdecimal() else [entry[part] for entry in value]
             else:
                 value = value[part]
-        except (KeyError, IndexError, TypeError):
-            raise KeyError(name) from None
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"{name}: missing") from None
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeGuard
 
 from pydantic import (
@@ -63,6 +64,7 @@ Place = Annotated[str, AfterValidator(expand)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 # How the teacher is reached and how fast it is asked: no response depends on it.
 REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"})
 # How rows are picked from responses.
@@ -240,21 +242,14 @@ class EvaluationSettings(Settings):
     unparsed: Literal["fallback", "wrong"] = "fallback"
     decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
     sampling: Literal["validation", "fitted"] = "validation"  # temperature of Confidence@k's samples
-    k: tuple[int, ...] = (4, 8)  # Confidence@k; empty: none
-
-    @field_validator("k")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(not 1 <= k <= MOST_SAMPLES for k in value):
-            raise ValueError(f"expected whole numbers from 1 to {MOST_SAMPLES:,}")
-        return tuple(sorted(set(value)))
+    k: Annotated[tuple[Samples, ...], AfterValidator(lambda sizes: tuple(sorted(set(sizes))))] = (4, 8)  # Confidence@k
 
 
 class Recipe(Settings):
     """One experiment: tasks, model, methods, budgets, seeds, teacher, training, evaluation."""
 
-    name: str
-    tasks: dict[str, TaskSettings] = Field(min_length=1)
+    name: Annotated[str, AfterValidator(partial(checked_name, what="recipe"))]
+    tasks: dict[Annotated[str, AfterValidator(partial(checked_name, what="task"))], TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
     methods: tuple[str, ...] = Field(default=tuple(METHODS), min_length=1)
@@ -279,13 +274,6 @@ class Recipe(Settings):
         if not isinstance(value, dict):
             return value
         return {name: {} if block is None else block for name, block in value.items()}
-
-    @field_validator("name", "tasks")
-    @classmethod
-    def _named(cls, value: Any, info: ValidationInfo) -> Any:
-        for name in [value] if info.field_name == "name" else value:
-            checked_name(name, "recipe" if info.field_name == "name" else "task")
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -13,8 +13,9 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from catto.files import first_problem, read_text
-from catto.problems import MOST_DEPTH, TOO_DEEP, DataError, did_you_mean, listed, shortened, validation_problem
+from catto import problems
+from catto.files import read_text
+from catto.problems import DataError, did_you_mean, listed, locating, shortened
 from catto.recipe import Recipe, TaskSettings, is_task_file
 
 # The longest shipped recipe has 3 kB; a file beyond this is no recipe.
@@ -70,7 +71,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(changed)
     except ValidationError as error:
-        place, message = validation_problem(error, changed)
+        place, message = problems.validation_problem(error, changed)
         if message == "unknown key":
             keys = _keys_at(place[:-1])
             message = f"unknown key{did_you_mean(place[-1], keys)} (known: {listed(keys, 40)})"
@@ -99,10 +100,8 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     """
     path = Path(source)
     value = _parsed(read_text(path, MOST_BYTES), source)
-    try:
+    with locating(path, value=value):
         block = TaskSettings.model_validate(value)
-    except ValidationError as error:
-        raise DataError(path, None, first_problem(error, value)) from None
 
     def placed(item: Any) -> Any:
         if isinstance(item, dict):
@@ -262,8 +261,8 @@ def _check(value: object, place: tuple[str, ...], known: dict[int, tuple[int, in
                     raise ValueError(f"{at}key {shortened(repr(key), 60)}: expected a text; quote it")
                 sizes.append(_check(item, (*place, str(key)), known))
             values, levels = sum(size for size, _ in sizes), 1 + max(level for _, level in sizes)
-            if values > MOST_VALUES or levels > MOST_DEPTH:
-                raise ValueError(TOO_MANY if values > MOST_VALUES else TOO_DEEP)
+            if values > MOST_VALUES or levels > problems.MOST_DEPTH:
+                raise ValueError(TOO_MANY if values > MOST_VALUES else problems.TOO_DEEP)
             known[id(value)] = values, levels
         return known[id(value)]
     if value is not None and not isinstance(value, bool | str):
@@ -289,8 +288,8 @@ class _Strict(yaml.SafeLoader):
         problem = "an alias refers to a value that it is part of" if alias and event.anchor in self._open else None
         self._composed += 1
         self._open.append(None if alias else event.anchor)
-        if len(self._open) > MOST_DEPTH or self._composed > MOST_VALUES:
-            problem = TOO_MANY if self._composed > MOST_VALUES else TOO_DEEP
+        if len(self._open) > problems.MOST_DEPTH or self._composed > MOST_VALUES:
+            problem = TOO_MANY if self._composed > MOST_VALUES else problems.TOO_DEEP
         if problem is not None:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)

@@ -41,6 +41,11 @@ class Sampled(Record):
         """(question, sample)."""
         return self.question, self.sample
 
+    @property
+    def name(self) -> str:
+        """How an error names it: `question q7 sample 0`."""
+        return f"question {self.question} sample {self.sample}"
+
 
 class Option(Record):
     """One choice of a question: the label that answers with it, and its text."""

@@ -183,12 +183,11 @@ def measure(
 def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
     """Compare with the other file, question by question; files of mostly forced answers get no marks."""
     from catto.cli.display import progress
-    from catto.measure import compared, paired
+    from catto.measure import compared
     from catto.metrics.catalogue import judged
 
-    this, that = paired(answers, other)
     with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-        comparisons = compared([this], [that], settings, tick=tick)
+        comparisons = compared([answers.by_question], [other.by_question], settings, tick=tick)
     forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
     return judged(comparisons, judge=not forced)
 

@@ -32,7 +32,7 @@ from pydantic_core import from_json
 from catto import __version__
 from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
 from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line, wished_wait
-from catto.files import first_problem
+from catto.problems import first_problem
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
-from catto.files import first_problem, read_json, replacing
+from catto.files import read_json, write_record
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
-from catto.problems import DataError, shortened
+from catto.problems import locating
 from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
@@ -37,7 +37,6 @@ class _Stored(Record):
     """What every calibrator file begins with."""
 
     schema_version: Literal[1] = 1
-    kind: str
 
 
 class Temperature(_Stored):
@@ -199,33 +198,16 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
     "isotonic": Isotonic,
     "histogram": HistogramBinning,
 }
-
-
-def from_json(value: Any) -> Calibrator:
-    """Return the calibrator of a JSON object, or raise ValueError saying which field is wrong."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    version, kind = value.get("schema_version"), value.get("kind")
-    if version != 1:
-        raise ValueError(f"schema_version is {shortened(repr(version), 60)}, this catto reads 1")
-    if not isinstance(kind, str) or kind not in CALIBRATORS:
-        raise ValueError(f"kind is {shortened(repr(kind), 60)}, expected one of {', '.join(CALIBRATORS)}")
-    try:
-        return CALIBRATORS[kind].model_validate(value)
-    except ValidationError as error:
-        raise ValueError(first_problem(error, value)) from None
+_STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discriminator="kind")])
 
 
 def save(calibrator: Calibrator, path: Path) -> None:
     """Write the calibrator as JSON, whole or not at all."""
-    with replacing(path) as file:
-        file.write(calibrator.model_dump_json(indent=2) + "\n")
+    write_record(path, calibrator)
 
 
 def load(path: Path) -> Calibrator:
-    """Read a calibrator that `save` wrote; a bad file is one DataError that names it."""
+    """Read a calibrator that `save` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
-    try:
-        return from_json(value)
-    except ValueError as error:
-        raise DataError(path, None, str(error)) from None
+    with locating(path, value=value):
+        return _STORED.validate_python(value)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import numpy as np
 from numpy.typing import ArrayLike
 
+from catto.metrics import errors, ranking
 from catto.metrics.binning import RowMetric
-from catto.metrics.errors import (
-    accuracy,
-    brier,
-    debiased_ece,
-    ece,
-    ece_mass,
-    l1_risk,
-    mce,
-    mean_confidence,
-    nll,
-    rms_calibration_error,
-    smooth_ece,
-)
-from catto.metrics.ranking import aurc, auroc, e_aurc
-from catto.metrics.statistics import ALPHA, Comparison, holm
+from catto.metrics.statistics import ALPHA, Comparison
 from catto.problems import did_you_mean
 
 
@@ -53,40 +41,44 @@ _error = partial(Metric, better="lower", percent=True, calibration=True)
 _loss = partial(Metric, better="lower", percent=False)
 
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric(accuracy, "Accuracy", "Share of answers that are right.", "higher", True),
-    "mean_confidence": Metric(mean_confidence, "Mean confidence", "Mean of the stated confidences.", None, True),
-    "ece": _error(ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width."),
+    "accuracy": Metric(errors.accuracy, "Accuracy", "Share of answers that are right.", "higher", True),
+    "mean_confidence": Metric(errors.mean_confidence, "Mean confidence", "Mean of the stated confidences.", None, True),
+    "ece": _error(errors.ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width."),
     "debiased_ece": _error(
-        debiased_ece, "Debiased ECE", "ECE less the part that chance adds to each bin, as far as it can be estimated."
+        errors.debiased_ece,
+        "Debiased ECE",
+        "ECE less the part that chance adds to each bin, as far as it can be estimated.",
     ),
     "smooth_ece": _error(
-        smooth_ece,
+        errors.smooth_ece,
         "Smooth ECE",
         "Calibration error smoothed by a Gaussian kernel as wide as the error itself; it has no bins.",
     ),
     "ece_mass": _error(
-        ece_mass,
+        errors.ece_mass,
         "ECE, equal mass",
         "Mean distance of accuracy and confidence over bins that hold equally many answers.",
     ),
-    "mce": _error(mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width."),
+    "mce": _error(errors.mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width."),
     "rms": _error(
-        rms_calibration_error,
+        errors.rms_calibration_error,
         "RMS calibration error",
         "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
     ),
-    "brier": _loss(brier, "Brier score", "Mean squared distance of confidence and correctness."),
-    "nll": _loss(nll, "NLL", "Mean negative log-likelihood of being right or wrong under the confidence.", least=0.01),
+    "brier": _loss(errors.brier, "Brier score", "Mean squared distance of confidence and correctness."),
+    "nll": _loss(
+        errors.nll, "NLL", "Mean negative log-likelihood of being right or wrong under the confidence.", least=0.01
+    ),
     "auroc": Metric(
-        auroc,
+        ranking.auroc,
         "AUROC",
         "Chance that a right answer is more confident than a wrong one; ties count half.",
         "higher",
         True,
     ),
-    "aurc": _loss(aurc, "AURC", "Error rate among the most confident answers, averaged over all coverages."),
-    "e_aurc": _loss(e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers."),
-    "l1": _loss(l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness."),
+    "aurc": _loss(ranking.aurc, "AURC", "Error rate among the most confident answers, averaged over all coverages."),
+    "e_aurc": _loss(ranking.e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers."),
+    "l1": _loss(errors.l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness."),
 }
 
 HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", "brier", "nll", "auroc", "aurc")
@@ -109,6 +101,23 @@ def chosen(names: str | None) -> tuple[str, ...]:
     if not listed:
         raise ValueError(f"no metric named (there is {', '.join(METRICS)})")
     return tuple(dict.fromkeys(listed))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number (Holm, 1979); an undefined one stays nan and does not count.
+
+    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. Calling everything below alpha a
+    difference is then wrong even once in at most alpha of all tables.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")[: int(np.sum(~np.isnan(p)))]  # nan sorts last
+    corrected = np.full(len(p), np.nan)
+    factors = np.arange(len(order), 0, -1)
+    corrected[order] = np.minimum(np.maximum.accumulate(factors * p[order]), 1.0)
+    return [float(value) for value in corrected]
 
 
 def mark(

@@ -9,30 +9,15 @@ from math import ceil, erf, log2
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import (
-    ON_COUNTS,
-    Bools,
-    CountMetric,
-    Floats,
-    Groups,
-    Ints,
-    Reliability,
-    Strategy,
-    bin_edges,
-    bin_index,
-    binned_metric,
-    checked,
-    groups,
-    mean_metric,
-    tally,
-)
+from catto.metrics import binning
+from catto.metrics.binning import Bools, Floats, Groups, Reliability, bin_edges, bin_index, checked, groups, tally
 
 # Confidences come from float32 softmaxes, where 1.0 means anything above 1 - 2^-25: one wrong answer at confidence 1
 # then costs 16.6 nats, not infinity.
 EPSILON = 2.0**-24
 
 
-@mean_metric
+@binning.mean_metric
 def accuracy(c: Floats, z: Bools) -> Bools:
     """Return the share of right rows. (N,), (N,) -> [0, 1].
 
@@ -42,13 +27,13 @@ def accuracy(c: Floats, z: Bools) -> Bools:
     return z
 
 
-@mean_metric
+@binning.mean_metric
 def mean_confidence(c: Floats, z: Bools) -> Floats:
     """Return the mean confidence; above accuracy it is overconfidence. (N,), (N,) -> [0, 1]."""
     return c
 
 
-@mean_metric
+@binning.mean_metric
 def confidence_gap(c: Floats, z: Bools) -> Floats:
     """Return mean confidence less accuracy; above 0 is overconfidence. (N,), (N,) -> [-1, 1].
 
@@ -60,7 +45,7 @@ def confidence_gap(c: Floats, z: Bools) -> Floats:
     return c - z
 
 
-@mean_metric
+@binning.mean_metric
 def brier(c: Floats, z: Bools) -> Floats:
     """Return the Brier score `mean (c - z)^2`. (N,), (N,) -> [0, 1].
 
@@ -72,19 +57,19 @@ def brier(c: Floats, z: Bools) -> Floats:
     return distance
 
 
-@mean_metric
+@binning.mean_metric
 def nll(c: Floats, z: Bools) -> Floats:
     """Return `-mean(z log c + (1 - z) log(1 - c))`, c clipped to [EPSILON, 1 - EPSILON]. (N,), (N,) -> [0, 16.64]."""
     return np.asarray(-np.log(np.clip(np.where(z, c, 1.0 - c), EPSILON, 1.0 - EPSILON)))
 
 
-@mean_metric
+@binning.mean_metric
 def l1_risk(c: Floats, z: Bools) -> Floats:
     """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1). (N,), (N,) -> [0, 1]."""
     return np.abs(z - c)
 
 
-@binned_metric
+@binning.binned_metric
 def ece(bins: Reliability) -> Floats:
     """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|`. (N,), (N,) -> [0, 1].
 
@@ -100,19 +85,19 @@ def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> fl
     return ece(confidence, correct, bins=bins, strategy="mass")
 
 
-@binned_metric
+@binning.binned_metric
 def mce(bins: Reliability) -> Floats:
     """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins that hold rows. (N,), (N,) -> [0, 1]."""
     return np.asarray(np.abs(bins.gap).max(axis=-1))
 
 
-@binned_metric
+@binning.binned_metric
 def rms_calibration_error(bins: Reliability) -> Floats:
     """Return `sqrt(sum_m (n_m / N) (acc_m - conf_m)^2)`. (N,), (N,) -> [0, 1]."""
     return np.asarray(np.sqrt((bins.weight * bins.gap**2).sum(axis=-1)))
 
 
-@binned_metric
+@binning.binned_metric
 def debiased_ece(bins: Reliability) -> Floats:
     """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0. (N,), (N,) -> [0, 1].
 
@@ -176,7 +161,7 @@ def per_class_ece(probabilities: ArrayLike, gold: ArrayLike, *, bins: int = 20) 
     return float(np.mean([ece(p[:, k], index == k, bins=bins) for k in range(p.shape[1])]))
 
 
-def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
+def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> binning.Ints:
     """Return (N,) class indices below the K of shape (N, K), or raise."""
     index = np.asarray(gold)
     if index.shape != shape[:1]:
@@ -208,7 +193,7 @@ class BrierSplit:
 
 
 def brier_split(
-    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width"
+    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: binning.Strategy = "width"
 ) -> BrierSplit:
     """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence. (N,), (N,).
 
@@ -277,11 +262,11 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
     return float(_smooth_on_counts(rows.value)(rows)[0])
 
 
-def _smooth_on_counts(c: Floats) -> CountMetric:
+def _smooth_on_counts(c: Floats) -> binning.CountMetric:
     from scipy.optimize import brentq
 
     @cache
-    def grid(cells: int) -> tuple[Ints, Ints, Floats, Floats, Floats]:
+    def grid(cells: int) -> tuple[binning.Ints, binning.Ints, Floats, Floats, Floats]:
         """Return where the confidences of each filled cell start, these cells, and the places of all within theirs.
 
         Then, for each frequency: what spreading onto two nodes multiplies it by, and the log of what sigma = 1 does.
@@ -332,4 +317,4 @@ def _smooth_on_counts(c: Floats) -> CountMetric:
     return values
 
 
-ON_COUNTS[smooth_ece] = _smooth_on_counts
+binning.ON_COUNTS[smooth_ece] = _smooth_on_counts

@@ -158,7 +158,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     for prediction in sorted(predictions, key=lambda prediction: prediction.temperature):
         groups.setdefault(prediction.temperature, []).append(prediction)
     samples = {temperature: candidates(group, tau) for temperature, group in groups.items()}
-    accuracy = {t: float(given.right(_most_confident(given).place).mean()) for t, given in samples.items()}
+    accuracy = {t: float(given.right(RULES["most confident"](given).place).mean()) for t, given in samples.items()}
     questions, k = next(iter(samples.values())).label.shape
     forced = {t: sum(prediction.source == "fallback" for prediction in group) for t, group in groups.items()}
     return Sampling(
@@ -176,10 +176,6 @@ class Choice(NamedTuple):
 
     place: Ints
     confidence: Floats
-
-
-def _most_confident(given: Candidates) -> Choice:
-    return _picked(given, given.confidence)
 
 
 def _picked(given: Candidates, score: Floats) -> Choice:
@@ -222,7 +218,7 @@ VOTES: dict[str, Callable[[Candidates], Floats]] = {
     "confidence-weighted vote": lambda given: given.confidence,
 }
 RULES: dict[str, Callable[[Candidates], Choice]] = {
-    "most confident": _most_confident,
+    "most confident": lambda given: _picked(given, given.confidence),
     "majority vote": lambda given: _voted(given, VOTES["majority vote"](given)),
     "confidence-weighted vote": lambda given: _voted(given, VOTES["confidence-weighted vote"](given)),
     # The sample whose tokens were likeliest on average; one without that number comes last.

@@ -10,10 +10,12 @@ percentile interval, since resampling only adds to it: `held` removes such an in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, permutations
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -23,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from catto.metrics import binning
 from catto.metrics.binning import Bools, Floats, Groups, Ints, by_confidence, checked, checked_confidence, on_counts
+from catto.problems import DataError
 
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]
@@ -47,11 +50,15 @@ KEPT_COUNTS = 1 << 23
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one run. question: N ids, or None where each row is a question; confidence, correct: (N,)."""
+    """The answers of one run. question: N ids, or None where each row is a question; confidence, correct: (N,).
+
+    source: what an error names, such as the file.
+    """
 
     question: Sequence[object] | None
     confidence: ArrayLike
     correct: ArrayLike
+    source: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -194,12 +201,11 @@ def bootstrap_table(
     intervals = {}
     for (name, metric), row, left in zip(metrics.items(), draws, left_out, strict=True):
         value = float(np.mean([metric(c, z) for c, z in columns]))
-        defined = row[~np.isnan(row)]
-        low, high = float("nan"), float("nan")
-        if len(defined) and not np.isnan(value):
-            tails = _tails(level) if method == "percentile" else _bca_tails(_tails(level), value, defined, left)
-            low, high = np.quantile(defined, tails).tolist()
-        intervals[name] = Interval(value, low, high, level, len(row) - len(defined))
+        defined, tails = row[~np.isnan(row)], _tails(level)
+        usable = defined[:0] if np.isnan(value) else defined
+        if method == "bca" and len(usable):
+            tails = _bca_tails(tails, value, usable, left)
+        intervals[name] = Interval(value, *_quantiles(usable, tails), level, len(row) - len(defined))
     return intervals
 
 
@@ -214,6 +220,12 @@ def _filled(options: BootstrapOptions) -> tuple[int, float, int, Tick]:
 
 def _tails(level: float) -> Floats:
     return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+
+
+def _quantiles(draws: Floats, tails: Floats) -> tuple[float, float]:
+    """Return the two quantiles; nan where no draw is defined."""
+    low, high = np.quantile(draws, tails).tolist() if len(draws) else (float("nan"), float("nan"))
+    return low, high
 
 
 def _numbered(questions: Sequence[Sequence[object] | None], confidences: Sequence[Floats]) -> tuple[list[Ints], int]:
@@ -308,8 +320,7 @@ def ratio_interval(numerator: Floats, denominator: Floats, **options: Unpack[Boo
     resamples, level, seed, tick = _filled(options)
     parts = question_counts(len(numerator), resamples, seed, tick)
     draws = np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts])
-    low, high = np.quantile(draws, _tails(level)).tolist()
-    return Interval(float(numerator.sum() / denominator.sum()), low, high, level)
+    return Interval(float(numerator.sum() / denominator.sum()), *_quantiles(draws, _tails(level)), level)
 
 
 def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[BootstrapOptions]) -> NullBand:
@@ -353,10 +364,8 @@ def null_table(
 
 def _band(draws: Floats, level: float) -> NullBand:
     defined = draws[~np.isnan(draws)]
-    if len(defined) == 0:
-        return NullBand(float("nan"), float("nan"), float("nan"), level, len(draws))
-    low, high = np.quantile(defined, _tails(level)).tolist()
-    return NullBand(float(defined.mean()), low, high, level, len(draws) - len(defined))
+    mean = float(defined.mean()) if len(defined) else float("nan")
+    return NullBand(mean, *_quantiles(defined, _tails(level)), level, len(draws) - len(defined))
 
 
 def compare(metric: MetricFunction, a: Answers, b: Answers, **options: Unpack[BootstrapOptions]) -> Comparison:
@@ -440,42 +449,27 @@ def compare_table(
 
 
 def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats, Bools]]:
-    """Return confidence and correct of both, b in the order of a's questions."""
-    places: list[dict[object, int]] = []
-    for answers, name in ((a, "a"), (b, "b")):
-        place: dict[object, int] = {}
-        for row, question in enumerate(answers.question or ()):
-            if question in place:
-                raise ValueError(f"question {question!r} appears twice in {name}, rows {place[question]} and {row}")
-            place[question] = row
-        if len(place) != np.size(answers.confidence):
-            raise ValueError(f"{name} has {len(place)} questions and {np.size(answers.confidence)} confidences")
-        places.append(place)
-    for here, there, name in ((places[0], places[1], "b"), (places[1], places[0], "a")):
-        missing = [question for question in here if question not in there]
-        if missing:
-            count = f"{len(missing)} questions are missing from {name}, the first is {missing[0]!r}"
-            raise ValueError(f"a and b answer different questions: {count}")
-    c, z = checked(b.confidence, b.correct)
-    rows = np.array([places[1][question] for question in places[0]], dtype=np.intp)
-    return checked(a.confidence, a.correct), (c[rows], z[rows])
+    """Return confidence and correct of both, b in the order of a's questions.
 
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number (Holm, 1979); an undefined one stays nan and does not count.
-
-    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. Calling everything below alpha a
-    difference is then wrong even once in at most alpha of all tables.
-
-    >>> holm([0.01, 0.04, 0.03])
-    [0.03, 0.06, 0.06]
+    DataError where they do not answer the same questions, each once.
     """
-    p = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")[: int(np.sum(~np.isnan(p)))]  # nan sorts last
-    corrected = np.full(len(p), np.nan)
-    factors = np.arange(len(order), 0, -1)
-    corrected[order] = np.minimum(np.maximum.accumulate(factors * p[order]), 1.0)
-    return [float(value) for value in corrected]
+    places: dict[str | Path, dict[object, int]] = {}
+    for answers, name in ((a, a.source or "a"), (b, b.source or "b")):
+        if answers.question is None:
+            raise DataError(name, None, "no column 'question' or 'id' to pair the answers by")
+        place = {question: row for row, question in enumerate(answers.question)}
+        if len(place) < len(answers.question):
+            question = Counter(answers.question).most_common(1)[0][0]
+            raise DataError(name, None, f"question {question!r} is in several rows; pairing needs one")
+        if len(place) != np.size(answers.confidence):
+            raise DataError(name, None, f"{len(place)} questions and {np.size(answers.confidence)} confidences")
+        places[name] = place
+    for here, there in permutations(places, 2):
+        if missing := [question for question in places[here] if question not in places[there]]:
+            raise DataError(there, None, f"{len(missing)} questions of {here} are missing, first {missing[0]!r}")
+    c, z = checked(b.confidence, b.correct)
+    rows = np.array([place[question] for question in a.question or ()], dtype=np.intp)
+    return checked(a.confidence, a.correct), (c[rows], z[rows])
 
 
 @dataclass(frozen=True)

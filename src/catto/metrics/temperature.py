@@ -35,7 +35,7 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Kind = "raw") 
     stated = _stated(prediction)
     if kind == "normalized":
         if prediction.label_logprobs is None or prediction.label is None:
-            raise ValueError(f"{_name(prediction)} has no label_logprobs: its confidence cannot be normalized")
+            raise ValueError(f"{prediction.name} has no label_logprobs: its confidence cannot be normalized")
         if not (np.isfinite(tau) and tau > 0):
             raise ValueError(f"tau is {tau}, expected a number above 0")
         largest = max(prediction.label_logprobs.values())
@@ -44,7 +44,7 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Kind = "raw") 
     if tau == 1.0 or (stated == 0.0 and prediction.logsumexp is not None):
         return stated
     if prediction.logsumexp is None:
-        raise ValueError(f"{_name(prediction)} has no logsumexp: its confidence is known at tau 1 only")
+        raise ValueError(f"{prediction.name} has no logsumexp: its confidence is known at tau 1 only")
     margins, curve = _margins(prediction), _curve(prediction)
     own = log(stated) + float(curve[ONE])
     return min(1.0, exp(own / tau - float(at_tau(margins, curve, tau))))
@@ -55,16 +55,12 @@ def _stated(prediction: Prediction) -> float:
     return prediction.confidence if prediction.confidence_raw is None else prediction.confidence_raw
 
 
-def _name(prediction: Prediction) -> str:
-    return f"question {prediction.question} sample {prediction.sample}"
-
-
 def _curve(prediction: Prediction) -> Floats:
     """Return L on the grid, (G,)."""
     stored = prediction.logsumexp or {}
     missing = next((str(tau) for tau in TAU_GRID if str(tau) not in stored), None)
     if missing is not None:
-        raise ValueError(f"{_name(prediction)}: logsumexp has no entry for tau {missing}")
+        raise ValueError(f"{prediction.name}: logsumexp has no entry for tau {missing}")
     return np.array([stored[str(tau)] for tau in TAU_GRID])
 
 
@@ -128,7 +124,7 @@ def fit_tau(predictions: Sequence[Prediction]) -> Scaling:
     for prediction in predictions:
         if prediction.label_logprobs is not None and prediction.logsumexp is not None:
             if prediction.gold not in prediction.label_logprobs:
-                raise ValueError(f"{_name(prediction)}: gold {prediction.gold!r} is not among label_logprobs")
+                raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
             usable.append(prediction)
             gold_logprobs.append(prediction.label_logprobs[prediction.gold])
     if not usable:

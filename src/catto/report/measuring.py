@@ -16,11 +16,11 @@ from catto.files import opened, read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
 from catto.metrics.binning import Floats
-from catto.metrics.catalogue import HEADLINE
+from catto.metrics.catalogue import HEADLINE, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
-from catto.metrics.statistics import Answers, Interval, SeedSummary, holm, over_seeds
+from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.problems import DataError
 from catto.records import Prediction, Question, content_hash
@@ -63,7 +63,7 @@ class Answered(GradedAnswers):
     @property
     def run(self) -> Answers:
         """The columns to resample, by question: the seeds of a method share their questions."""
-        return Answers(self.question, self.confidence, self.correct)
+        return self.by_question
 
 
 def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
-from catto.files import first_problem, replacing
+from catto.files import replacing
 from catto.measure import Sources
 from catto.methods import Budget
 from catto.metrics.catalogue import METRICS, mark
 from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary
-from catto.problems import DataError
+from catto.problems import DataError, first_problem
 from catto.recipe import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION

@@ -10,7 +10,7 @@ from itertools import combinations
 from string import ascii_uppercase
 from typing import Any, Literal, get_args
 
-from catto.problems import DataError, listed, nested, parse_json
+from catto.problems import DataError, listed, locating, nested, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
@@ -29,12 +29,8 @@ _BOOLEAN = {"yes": "true", "true": "true", "no": "false", "false": "false"}  # o
 
 def lookup(raw: Raw, name: str) -> Any:
     """The value of a field by its name, also a nested one; ValueError where it is missing or null."""
-    try:
-        value = nested(raw, name)
-    except KeyError:
-        value = None
-    if value is None:
-        raise ValueError(f"{name} is missing")
+    if (value := nested(raw, name)) is None:
+        raise ValueError(f"{name}: missing")
     return value
 
 
@@ -128,11 +124,9 @@ class FieldMap:
         styles, own_labels = get_args(Style), self.labels is not None
         apart: dict[tuple[Style, Style], tuple[str, int, str]] = {}  # two styles -> the first row where they differ
         for file, number, raw in rows:
-            try:
+            with locating(file, number):
                 labels, options = self._choices(raw)
                 golds = self._golds(raw, labels, options, styles)
-            except ValueError as error:
-                raise DataError(file, number, str(error)) from None
             if golds is None:
                 continue
             styles, own_labels = tuple(golds), own_labels or labels is not None

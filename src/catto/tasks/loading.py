@@ -6,31 +6,20 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from catto.files import Rows, kind, read_hub, read_lines, read_rows
-from catto.problems import DataError, did_you_mean
+from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
+from catto.tasks import splits
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, Raw
 from catto.tasks.own_file import own_task, task_name
-from catto.tasks.splits import (
-    Cut,
-    Draft,
-    Entry,
-    assign,
-    content_key,
-    digest,
-    draw,
-    held_out,
-    names_letters,
-    normalised,
-    permutation,
-    rank,
-)
+from catto.tasks.splits import Cut, Draft, Entry, permutation
 
 # Names of files in a folder, where no pattern of the task's own matches.
 _NAMES: dict[Split, tuple[str, ...]] = {
@@ -268,16 +257,15 @@ class _Loading:
         if self.limit is None:
             yield from self._streamed()
             return
-        drawn = heapq.nsmallest(
-            self.limit, self._streamed(), key=lambda question: rank(self.task.name, "train", self.seed, question.id)
-        )
+        order = partial(splits.rank, self.task.name, "train", self.seed)
+        drawn = heapq.nsmallest(self.limit, self._streamed(), key=lambda question: order(question.id))
         self.report.dropped["not_drawn"] += self.report.read - self.report.dropped.total() - len(drawn)
         yield from drawn
 
     def _streamed(self) -> Iterator[Question]:
         origins = dict.fromkeys(self._origin(split) for split in SPLITS[1:])
         pools = {origin: [entry for entry, _ in self._rows(origin)] for origin in origins}
-        reason_against = held_out(pools, self.cut, self.task.name, self.task.seeds or (self.seed,), self.seed)
+        reason_against = splits.held_out(pools, self.cut, self.task.name, self.task.seeds or (self.seed,), self.seed)
         for entry, draft in self._rows(self._origin("train"), self.report):
             if reason := reason_against(entry):
                 self.report.dropped[reason] += 1
@@ -302,7 +290,7 @@ class _Loading:
             dropped["content_in_test"] += len(members) - len(clean)
             members = clean
         count = min((count for count in (self.task.sample, self.limit) if count is not None), default=None)
-        chosen = draw(members, self.task.name, self.split, self.seed, count)
+        chosen = splits.draw(members, self.task.name, self.split, self.seed, count)
         dropped["not_drawn"] += len(members) - len(chosen)
         self.report.dropped = +dropped
         wanted = {entry.place: entry.id for entry in chosen}
@@ -320,7 +308,7 @@ class _Loading:
         """The entries of a file that fall to the split."""
         if self.cut is None or split not in self.cut.parts:
             return entries
-        parts = assign(entries, self.cut, self.task.name, self.seed)
+        parts = splits.assign(entries, self.cut, self.task.name, self.seed)
         return [entry for entry in entries if parts[entry.group] == split]
 
     def _rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[tuple[Entry, Draft]]:
@@ -338,8 +326,8 @@ class _Loading:
                 continue
             try:
                 name = draft.id if draft.id is not None else content_hash([draft.fields, draft.options, draft.gold])
-                content = content_key(draft)
-                group = digest("group", normalised(draft.group))[:16] if draft.group is not None else content
+                content = splits.content_key(draft)
+                group = content if draft.group is None else splits.digest("group", splits.normalised(draft.group))[:16]
             except UnicodeEncodeError:
                 raise DataError(file, number, "text is not valid Unicode (half of a surrogate pair)") from None
             seen[name] += 1
@@ -352,15 +340,13 @@ class _Loading:
     def _parsed(self, file: str, number: int, raw: dict[str, Any]) -> Draft | str:
         if file not in self.readers:
             self.readers[file] = self.task.reader(raw)
-        try:
+        with locating(file, number):
             return self.readers[file](raw)
-        except ValueError as error:
-            raise DataError(file, number, str(error)) from None
 
     def _question(self, key: str, draft: Draft) -> Question:
         """The question with its options in their final order."""
         order = list(range(len(draft.options)))
-        if self.task.order == "shuffled unless letters are named" and names_letters(draft.options):
+        if self.task.order == "shuffled unless letters are named" and splits.names_letters(draft.options):
             self.report.unshuffled += 1
         elif self.task.order != "fixed":
             order = permutation(key, len(draft.options))

@@ -27,10 +27,8 @@ def from_file(
     answers: str | Path | Files | None = None,
     labels: Sequence[str] | None = None,
     name: str = "own",
-    licence: str = "not stated",
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     seeds: Sequence[int] = (),
-    sample: int | None = None,
     shuffle: bool = True,
 ) -> Task:
     """Make a task of a file, or of one file a split.
@@ -65,12 +63,11 @@ def from_file(
     return Task(
         name=checked_name(name, "task"),
         labels=words or LETTERS,
-        licence=licence,
+        licence="not stated",
         source="; ".join(str(place) for places in files.values() for place in places),
         maps=(known,),
         order="fixed" if fixed else "shuffled" if always else "shuffled unless letters are named",
         cut=Cut("train", shares, rest="train") if shares else None,
-        sample=sample,
         seeds=tuple(seeds),
         files=files,
         answers=answers if answers is None or isinstance(answers, Mapping) else dict.fromkeys(files, answers),

@@ -13,19 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from catto import files
 from catto.answers import VERSION
 from catto.engines import Generation, Request
 from catto.engines.replies import RefusalCap
-from catto.files import (
-    json_line,
-    library_versions,
-    locked,
-    manifest_path,
-    read_manifest,
-    read_records,
-    replacing,
-    write_manifest,
-)
+from catto.files import locked, manifest_path, read_manifest, read_records
 from catto.journal import Journal, journal_path, read_refusals
 from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
@@ -118,27 +110,28 @@ def write_rows(
     paths = {name: out / f"{name}.jsonl" for name in recipes}
     tally: Counter[str] = Counter()  # records by file
 
-    def written(responses: Iterable[Response], files: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
+    def written(responses: Iterable[Response], outputs: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
         """Write what each question gives into the files on the way to the summary."""
         for group in grouped(training, responses, settings):
             tally["temperature_ignored"] += sum(not response.temperature_acts for response in group.responses)
-            for name, file in files.items():
+            for name, file in outputs.items():
                 for record in group.responses if name == "responses" else ROWS[name](group, settings):
                     tally[name] += 1
-                    file.write(json_line(record, paths[name], tally[name]))
+                    file.write(files.json_line(record, paths[name], tally[name]))
             yield group
 
     with locked(out / LOCK):
         current = {name for name in recipes if _is_current(paths[name], recipes[name])}
         tally.update({kind: read_manifest(paths[kind]).counts["rows"] for kind in kinds if kind in current})
         with ExitStack() as stack:
-            files = {name: stack.enter_context(replacing(paths[name])) for name in recipes if name not in current}
+            missing = [name for name in recipes if name not in current]
+            outputs = {name: stack.enter_context(files.replacing(paths[name])) for name in missing}
             if "responses" in current:
                 responses = read_records(paths["responses"], Response)
             else:
                 responses = _parsed(training, read_records(generations, Generation), settings, made.notes["drawn"])
-            summary = summarise(training, written(responses, files), settings, refusals(generations.parent))
-        for name in files:
+            summary = summarise(training, written(responses, outputs), settings, refusals(generations.parent))
+        for name in missing:
             if name == "responses":
                 notes = {**made.notes, "parser": VERSION}
                 counts = {
@@ -149,7 +142,7 @@ def write_rows(
                 }
             else:
                 notes, counts = settings.picked(), {"rows": tally[name], "questions": len(training)}
-            write_manifest(paths[name], _manifest(name, counts, settings, recipes[name], notes))
+            files.write_manifest(paths[name], _manifest(name, counts, settings, recipes[name], notes))
     return summary.model_copy(update={"rows": {kind: tally[kind] for kind in kinds}})
 
 
@@ -181,7 +174,7 @@ def _parsed(
 def _manifest(
     kind: str, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
 ) -> Manifest:
-    versions = library_versions("httpx2", "pydantic", "transformers", "torch")
+    versions = files.library_versions("httpx2", "pydantic", "transformers", "torch")
     return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
 
 
@@ -277,11 +270,9 @@ class Requests(Sequence[Request]):
 
     def __getitem__(self, place: int | slice) -> Request | list[Request]:  # type: ignore[override]
         if isinstance(place, slice):
-            return [self._at(index) for index in range(len(self))[place]]
-        return self._at(range(len(self))[place])
-
-    def _at(self, index: int) -> Request:
-        question, sample = self.training[index // self.settings.n], index % self.settings.n
+            return [self[index] for index in range(len(self))[place]]  # type: ignore[misc]
+        number, sample = divmod(range(len(self))[place], self.settings.n)
+        question = self.training[number]
         if self._prompt[0] != question.id:
             self._prompt = question.id, messages(question, reasoning=self.settings.reasoning)
         temperature, seed = draw(self.settings, question.id, sample)
@@ -310,7 +301,7 @@ def _journal(
 
 def _opened(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> Journal[Generation]:
     manifest, path = Manifest(kind="generations", counts={}, recipe_hash=recipe), folder / GENERATIONS
-    return Journal(path, Generation, manifest, keys, refused=folder / REFUSED, other=OTHER_RECIPE, inline=True)
+    return Journal(path, Generation, manifest, keys, refused=folder / REFUSED, other=OTHER_RECIPE)
 
 
 def refusals(folder: Path) -> list[Refusal]:
@@ -327,8 +318,7 @@ def forget_refusals(folder: Path) -> None:
     """
     if refusals(folder):
         own = manifest_path(folder / GENERATIONS)
-        for path in sorted(folder.glob("*.manifest.json")):
-            if path != own:
-                path.unlink()
+        for path in {*folder.glob("*.manifest.json")} - {own, manifest_path(journal_path(folder / GENERATIONS))}:
+            path.unlink()
         recipe = read_manifest(folder / GENERATIONS).recipe_hash if own.exists() else None
         _opened(folder, recipe).reopen(refusals=False)

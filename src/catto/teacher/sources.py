@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from catto.engines import Generation, Key, Request, is_hub_id
 from catto.files import SUFFIXES, kind, read_hub, read_rows
-from catto.problems import DataError
+from catto.logs import text_of
+from catto.problems import DataError, locating
 from catto.prompts import completion, messages, parse_answer
 from catto.recipe import ResponseFields, TeacherSettings
 from catto.records import Question, Refusal
@@ -49,61 +50,42 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Sou
 
             return TransformersEngine.load(settings.model or "", batch_size=settings.concurrency)
         case "witnesses":
-            return WitnessTeacher(questions)
+            return BuiltInTeacher("witnesses", witness_response, questions)
         case "labels":
-            return LabelTeacher(questions)
+            return BuiltInTeacher("labels", random_label, questions)
         case "responses":
             return StoredResponses(settings.responses or "", settings.fields, questions)
     raise ValueError("source: the settings name none, and none was given")
 
 
 class BuiltInTeacher:
-    """A teacher that needs no model: `text` makes the response to a request, from its seed and temperature alone."""
+    """A teacher that needs no model: `write` makes a response of a question and the request's seed and temperature."""
 
-    name: str
-    model: str
-
-    def text(self, request: Request) -> str:
-        """The text of one response."""
-        raise NotImplementedError
+    def __init__(self, name: str, write: Callable[[Question, Request], str], questions: Sequence[Question]) -> None:
+        self.name = self.model = name
+        self._write, self._questions = write, {question.id: question for question in questions}
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield one response per request, in order."""
         for request in requests:
             if request.key not in done:
-                text = self.text(request)
+                text = self._write(self._questions[request.question], request)
                 yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
 
 
-class WitnessTeacher(BuiltInTeacher):
-    """The embedded world's teacher: draws its label from the true posterior at the request's temperature."""
-
-    name = model = "witnesses"
-
-    def __init__(self, questions: Sequence[Question]) -> None:
-        self._questions = {question.id: question for question in questions}
-
-    def text(self, request: Request) -> str:
-        """Reasoning that quotes witnesses, and the label that it leads to."""
-        return completion(*respond(self._questions[request.question], request.temperature, request.seed))
+def witness_response(question: Question, request: Request) -> str:
+    """Answer as the embedded world's teacher, who draws from the true posterior at the request's temperature."""
+    return completion(*respond(question, request.temperature, request.seed))
 
 
-class LabelTeacher(BuiltInTeacher):
-    """Draws every label with equal probability, for answer-first tasks: there a response is a label and its tags.
+def random_label(question: Question, request: Request) -> str:
+    """Draw every label with equal probability, for answer-first tasks: there a response is a label and its tags.
 
     n draws a question give right and wrong answers without a model, so rows and pairs cost nothing and the pairs carry
     no information beyond the gold label.
     """
-
-    name = model = "labels"
-
-    def __init__(self, questions: Sequence[Question]) -> None:
-        # Sorted, since the order in which the options are listed must not change what is drawn.
-        self._labels = {question.id: sorted(question.labels) for question in questions}
-
-    def text(self, request: Request) -> str:
-        """A label, by the request's seed alone."""
-        return completion(None, random.Random(request.seed).choice(self._labels[request.question]))
+    # Sorted, since the order in which the options are listed must not change what is drawn.
+    return completion(None, random.Random(request.seed).choice(sorted(question.labels)))
 
 
 class StoredResponses:
@@ -121,15 +103,13 @@ class StoredResponses:
         self._samples: Counter[str] = Counter()
         unknown = 0
         for source, number, row in read_table(place):
-            try:
-                name = _text(row, fields.question or fields.prompt or "")
+            with locating(source, number):
+                name = text_of(fields.question or fields.prompt or "", row)
                 question = self._questions.get(_folded(name) if fields.prompt else name)
                 if question is None:
                     unknown += 1
                 else:
                     self._add(row, question)
-            except ValueError as error:
-                raise DataError(source, number, str(error)) from None
         if not self._stored:
             raise DataError(place, None, f"none of its {unknown} rows answers a question asked here")
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": unknown}
@@ -144,18 +124,18 @@ class StoredResponses:
         """Store one response; a given label is put into the one form, and must agree with the text."""
         fields, sample = self.fields, self._samples[question.id]
         if fields.sample is not None:
-            number = _text(row, fields.sample)
+            number = text_of(fields.sample, row)
             if not number.isdecimal():
                 raise ValueError(f"{fields.sample}: expected a number from 0, got {number[:40]!r}")
             sample = int(number)
         self._samples[question.id] += 1
         if (question.id, sample) in self._stored:
             raise ValueError(f"question {question.id} sample {sample} occurs twice")
-        model = _text(row, fields.model) if fields.model else self.model
-        text = _text(row, fields.text) if fields.text else ""
-        reasoning = _text(row, fields.reasoning) if fields.reasoning else None
+        model = text_of(fields.model, row) if fields.model else self.model
+        text = text_of(fields.text, row) if fields.text else ""
+        reasoning = text_of(fields.reasoning, row) if fields.reasoning else None
         if fields.label is not None:
-            label = _text(row, fields.label).strip()
+            label = text_of(fields.label, row).strip()
             if label not in question.labels:
                 raise ValueError(f"{fields.label} {label[:40]!r} is not one of {', '.join(question.labels)}")
             parsed = parse_answer(text, question)
@@ -179,13 +159,6 @@ def read_table(place: str) -> Iterator[tuple[str | Path, int, Mapping[str, Any]]
         raise DataError(path, None, f"no {', '.join(SUFFIXES)} file in this folder")
     for file in files:
         yield from ((file, number, row) for number, row in read_rows(file))
-
-
-def _text(row: Mapping[str, Any], field: str) -> str:
-    value = row.get(field)
-    if value is None or not isinstance(value, str | int):
-        raise ValueError(f"{field}: " + ("missing" if value is None else f"expected text, got {type(value).__name__}"))
-    return str(value)
 
 
 def _by_text(questions: Sequence[Question]) -> dict[str, Question]:
