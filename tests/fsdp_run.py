@@ -1,7 +1,7 @@
 """Two processes that share a tiny model by `fully_shard`, beside one that holds it whole.
 
-Every layout takes two steps of SGD, with a pass without gradient before each, and compares every gradient. Run
-by the two processes of `train_run.share`.
+Every layout takes two steps of SGD, with a pass without gradient and validation before each, compares every gradient
+and, at the end, the weights that rank 0 would save. Run by the two processes of `train_run.share`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import pairs
+from catto.experiment.train_step import gathered
 from catto.training import model_forward as head
 from catto.training.batches import Batch, Query, build
-from catto.training.tokenize import examples
+from catto.training.monitor import label_logprobs
+from catto.training.tokenize import Example, examples
 from tiny import tiny_model, tiny_tokenizer
 
 UNITS: dict[str, Any] = {
@@ -87,8 +90,13 @@ def _sharded(layout: dict[str, Any]) -> Any:
 
 
 @cache
+def _examples(rank: int) -> list[Example]:
+    return examples(tiny_tokenizer(), pairs.sft_rows(8))[4 * rank : 4 * rank + 4]
+
+
+@cache
 def _batch(rank: int, shared: bool) -> Batch:
-    some = examples(tiny_tokenizer(), pairs.sft_rows(8))[4 * rank : 4 * rank + 4]
+    some = _examples(rank)
     some = [*some, *some[:1]]  # a prompt of two responses
     queries = [Query(n, example.label.at, example.label.candidates) for n, example in enumerate(some)]
     return build([example.row for example in some], queries, len(some), 0, shared=shared)
@@ -120,20 +128,26 @@ def compare(layout: dict[str, Any]) -> dict[str, float]:
     """Distances of the gradients and of the loss after two steps, the larger of both steps."""
     rank, shared = dist.get_rank(), layout["sharing"]
     sharded, whole = _sharded(layout), _whole(layout)
-    gradient = loss = 0.0
+    gradient = loss = validation = 0.0
     for _ in range(2):
         with torch.no_grad():
             before = _loss(sharded, rank, shared).item()
+        validated = [label_logprobs(model, _examples(0), 0) for model in (sharded, whole)]
         ours = _loss(sharded, rank, shared)
         ours.backward()
         parts = [_loss(whole, other, shared) for other in (0, 1)]
         (sum(parts) / 2).backward()
         gradient = max(gradient, _distance(sharded, whole))
         loss = max(loss, abs(ours.item() - parts[rank].item()), abs(before - ours.item()))
+        validation = max(validation, float(abs(validated[0] - validated[1]).max()))
         for model in (sharded, whole):
             torch.optim.SGD(model.parameters(), lr=0.01).step()
             model.zero_grad()
-    return {"gradient": gradient, "loss": loss}
+    weights = gathered(SimpleNamespace(model=sharded, is_fsdp_enabled=True, is_deepspeed_enabled=False))
+    assert weights is not None
+    assert len(weights) == (0 if rank else len(whole.state_dict()))
+    saved = max((float((value - whole.state_dict()[key]).abs().max()) for key, value in weights.items()), default=0.0)
+    return {"gradient": gradient, "loss": loss, "validation": validation, "saved": saved}
 
 
 def _compared(layout: dict[str, Any]) -> dict[str, Any]:

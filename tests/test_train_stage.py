@@ -13,12 +13,20 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import pairs
-from catto.experiment.graph import Graph, open_recipe
-from catto.experiment.stages import Work, place
-from catto.experiment.train_step import _arguments, _Clock, _save, _start, label_share, right_responses, run_train
+from catto.experiment.graph import open_recipe
+from catto.experiment.stages import Work
+from catto.experiment.train_step import (
+    _arguments,
+    _Clock,
+    _save,
+    _start,
+    job_of,
+    label_share,
+    right_responses,
+    run_train,
+)
 from catto.files import write_records
 from catto.prompts import completion
-from catto.recipe import Recipe
 from catto.records import Message, Prediction
 from catto.report.numbers import Training
 from catto.training import monitor
@@ -26,59 +34,9 @@ from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.tokenize import examples, pair_tokens, preference_columns
-from experiment_world import RECIPE
 from steps import lora
 from tiny import tiny_model, tiny_tokenizer
-
-LIMIT = 60
-LONG = (1, 4, 5, 9)  # of twelve
-METHODS = ["sft", "dpo", "rcft", "cft", "dpo+bce", "dpo+catto", "dpo+outcome", "dpo+replay", "sft+outcome"]
-METHODS += ["dpo+outcome-pairs"]
-
-
-def _lengthened(message: Any) -> Any:
-    return message.model_copy(update={"content": "because " * LIMIT + message.content})
-
-
-def _pair_rows() -> list[Any]:
-    rows = pairs.preference_rows(12)
-    for number in LONG:  # one side or the other
-        side = "chosen" if number % 2 else "rejected"
-        rows[number] = rows[number].model_copy(update={side: (_lengthened(getattr(rows[number], side)[0]),)})
-    return rows
-
-
-def _sft_rows(n: int = 12, long: tuple[int, ...] = LONG, seed: int = 1) -> list[Any]:
-    rows = pairs.sft_rows(n, seed=seed)
-    for number in long:
-        rows[number] = rows[number].model_copy(update={"completion": (_lengthened(rows[number].completion[0]),)})
-    return rows
-
-
-def _work(root: Path, method: str, **blocks: Any) -> Work:
-    """A training stage whose needs stand in their folders."""
-    own = {"methods": METHODS, "small_pairs": 6, "context": LIMIT, "keep": "val_nll", "model": {"path": "unused"}}
-    blocks = {"rcft": {"rows": 6, "epochs": 1, "checkpoint_steps": 2, "batch_size": 2}, **blocks}
-    recipe = Recipe.model_validate({**RECIPE, **own, **blocks})
-    stage = Graph(recipe).trained("witnesses", 0, method, "matched", 1e-3)
-    work = Work(stage, root, lambda *_: None)
-    work.out.mkdir(parents=True)
-    files = {
-        "teacher": {"preferences.jsonl": _pair_rows(), "sft.jsonl": _sft_rows()},
-        "stream": {"outcome.jsonl": _sft_rows(long=(2,), seed=3)},
-        "reasoning": {"outcome.jsonl": pairs.sft_rows(4, seed=5)},
-    }
-    for role, need in stage.needs.items():
-        folder = place(root, need)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in files.get(role, {}).items():
-            write_records(folder / name, rows)
-    if "start" in stage.needs:
-        start = stage.needs["start"].needs["model 0 seed 0"]
-        tiny_model().save_pretrained(place(root, start) / "model")
-        tiny_tokenizer().save_pretrained(place(root, start) / "model")
-        (work.input("start") / "choice.json").write_text(json.dumps({"model": "model 0 seed 0"}))
-    return work
+from train_world import LIMIT, LONG, made_work, pair_rows, sft_rows
 
 
 def _trained(work: Work, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
@@ -105,13 +63,13 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Eight of twelve pairs fit: six of them are drawn, not the fitting ones among six that were drawn."""
-    columns = {row.question: preference_columns(tiny_tokenizer(), row) for row in _pair_rows()}
+    columns = {row.question: preference_columns(tiny_tokenizer(), row) for row in pair_rows()}
     fit = {question for question, one in columns.items() if pair_tokens(one) <= LIMIT}
     assert len(fit) == 8
     trained = {}
     for method in ("dpo", "dpo+catto", "dpo+bce", "dpo+outcome"):
         with caplog.at_level(logging.WARNING, "catto"):
-            trainer, story = _trained(_work(tmp_path / method, method), monkeypatch)
+            trainer, story = _trained(made_work(tmp_path / method, method), monkeypatch)
         trained[method] = trainer.train_dataset["question"]
         assert set(trained[method]) <= fit
         assert story["rows"] == len(trained[method]) == 6
@@ -127,7 +85,7 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
     assert "dropped 4 of 12 rows longer than 60 tokens: q1, q4, q5, q9" in caplog.text
     assert len(set(map(tuple, trained.values()))) == 1
     # The stream: one row too long; up to its label each of the others is computed, two beside every pair.
-    kept = [one for one in examples(tiny_tokenizer(), _sft_rows(long=(2,), seed=3)) if one.tokens <= LIMIT]
+    kept = [one for one in examples(tiny_tokenizer(), sft_rows(long=(2,), seed=3)) if one.tokens <= LIMIT]
     beside = round(2 * 6 * sum(len(one.row.prompt) + one.label.at for one in kept) / len(kept))
     assert story["dropped"]["stream"] == 1
     assert story["tokens"] == 2 * (tokens + beside)
@@ -136,8 +94,8 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
 @pytest.mark.parametrize("method", ["rcft", "cft"])
 def test_traces_are_drawn_among_those_that_fit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bins = RcftBins(lambda model: ([0.3, 0.9], [True, False]))
-    monkeypatch.setattr("catto.experiment.train_step._bins", lambda work, tokenizer: bins)
-    trainer, story = _trained(_work(tmp_path, method), monkeypatch)
+    monkeypatch.setattr("catto.experiment.train_step._bins", lambda job, tokenizer: bins)
+    trainer, story = _trained(made_work(tmp_path, method), monkeypatch)
     assert (story["rows"], story["dropped"], story["epochs"]) == (6, {"rows": 4}, 1.0)
     assert not {f"s{number}" for number in LONG} & {example.question for example in trainer.train_dataset}
     assert story["tokens"] == sum(example.tokens for example in trainer.train_dataset)
@@ -145,8 +103,8 @@ def test_traces_are_drawn_among_those_that_fit(method: str, tmp_path: Path, monk
 
 def test_what_the_trl_block_asks_for_is_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = {"preference": {"checkpoint_steps": 2, "trl": {"max_steps": 3, "per_device_train_batch_size": 2}}}
-    _, whole = _trained(_work(tmp_path / "whole", "dpo"), monkeypatch)
-    _, story = _trained(_work(tmp_path / "cut", "dpo", **blocks), monkeypatch)
+    _, whole = _trained(made_work(tmp_path / "whole", "dpo"), monkeypatch)
+    _, story = _trained(made_work(tmp_path / "cut", "dpo", **blocks), monkeypatch)
     assert (story["steps"], story["epochs"]) == (3, 1.0)
     assert story["tokens"] == whole["tokens"] / 2
 
@@ -188,7 +146,7 @@ def test_of_equal_steps_the_later_is_kept(
     keep: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _scripted(monkeypatch)
-    trainer, story = _trained(_work(tmp_path, method, keep=keep, **TWELVE), monkeypatch)
+    trainer, story = _trained(made_work(tmp_path, method, keep=keep, **TWELVE), monkeypatch)
     assert (story["steps"], story["kept_step"]) == (12, KEPT[keep])
     assert story["kept_epochs"] == pytest.approx(story["epochs"] * KEPT[keep] / 12, abs=1e-4)
     assert torch.equal(trainer.model.get_input_embeddings().weight, seen[KEPT[keep]])
@@ -200,7 +158,7 @@ def test_of_equal_steps_the_later_is_kept(
 )
 def test_the_kept_step_survives_a_kill(keep: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _scripted(monkeypatch)
-    work = _work(tmp_path, "dpo", keep=keep, **TWELVE)
+    work = made_work(tmp_path, "dpo", keep=keep, **TWELVE)
     began = _Clock.on_step_end
 
     def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -240,7 +198,7 @@ def test_without_held_out_examples_the_last_step_is_kept(
     model = {"scratch": {"layers": 1, "width": 32, "heads": 2, "intermediate": 32}}
     sft = {"rows": 8, "epochs": 1, "batch_size": 4, "checkpoint_steps": 1}
     (tmp_path / "none.jsonl").touch()
-    work = _work(tmp_path, "sft", teacher=stored, model=model, sft=sft, keep="val_accuracy")
+    work = made_work(tmp_path, "sft", teacher=stored, model=model, sft=sft, keep="val_accuracy")
     write_records(work.input("teacher") / "outcome.jsonl", pairs.sft_rows(12))
     with caplog.at_level(logging.WARNING, "catto"):
         _, story = _trained(work, monkeypatch)
@@ -258,7 +216,7 @@ def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
     block = {"preference": {"checkpoint_steps": 2, "trl": trl}}
     weights = {}
     for method in ("dpo", "dpo+catto", "dpo+outcome"):
-        trainer, _ = _trained(_work(tmp_path / method, method, **block), monkeypatch)
+        trainer, _ = _trained(made_work(tmp_path / method, method, **block), monkeypatch)
         weights[method] = (trainer.args.weight, trainer.args.reduce, trainer.args.outcome_score)
     assert weights == {
         "dpo": (0.0, None, "brier"),
@@ -271,7 +229,7 @@ def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
 def test_what_the_recipe_itself_gives_is_refused_in_the_trl_block(name: str, value: Any, tmp_path: Path) -> None:
     block = {"preference": {"checkpoint_steps": 2, "trl": {name: value}}}
     with pytest.raises(ValueError, match=f"trl: {name} is not set here"):
-        run_train(_work(tmp_path, "dpo", **block))
+        run_train(made_work(tmp_path, "dpo", **block))
 
 
 # ---- RCFT's own answers ---------------------------------------------------------------------------------------------
@@ -293,8 +251,8 @@ def test_an_answer_that_does_not_tell_of_every_label_has_no_share() -> None:
 
 def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Path) -> None:
     """After reasoning: the teacher's correct trace, and none where it has none. Answer first: the gold label itself."""
-    work = _work(tmp_path, "dpo+replay")
-    traces = {row.question: row for row in _sft_rows()}
+    work = made_work(tmp_path, "dpo+replay")
+    traces = {row.question: row for row in sft_rows()}
     answered, unknown = pairs.sft_rows(2, seed=9)
     answered = answered.model_copy(update={"question": "s1"})
     unknown = unknown.model_copy(update={"question": "nobody's"})
@@ -302,7 +260,7 @@ def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Pat
     first = unknown.model_copy(
         update={"label": wrong, "completion": (Message(role="assistant", content=completion(None, wrong)),)}
     )
-    found = right_responses(work, [answered, unknown, first])
+    found = right_responses(job_of(work), [answered, unknown, first])
     assert found[0] == traces["s1"]
     assert [row.completion[0].content for row in found[1:]] == [completion(None, unknown.gold)]
     assert [row.label for row in found[1:]] == [unknown.gold]
@@ -315,7 +273,7 @@ def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Pat
 def test_a_control_trains_on_what_its_name_says(
     method: str, stream: bool, weights: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, story = _trained(_work(tmp_path, method), monkeypatch)
+    trainer, story = _trained(made_work(tmp_path, method), monkeypatch)
     assert (trainer._stream is not None) == stream
     assert trainer.args.loss_weights == weights
     assert story["rows"] == 6
@@ -341,11 +299,11 @@ def test_an_adapter_is_merged_in_fp32(tmp_path: Path) -> None:
 def test_an_accelerator_computes_in_bf16_whatever_the_weights(
     dtype: str | None, weights: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = _work(tmp_path, "dpo", model={"path": "unused", "dtype": dtype})
-    assert _start(work)[0].dtype == weights
-    assert _arguments(work)["bf16"] is False
+    work = made_work(tmp_path, "dpo", model={"path": "unused", "dtype": dtype})
+    assert _start(job_of(work))[0].dtype == weights
+    assert _arguments(job_of(work))["bf16"] is False
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert _arguments(work)["bf16"] is True
+    assert _arguments(job_of(work))["bf16"] is True
 
 
 def test_the_paper_recipe_keeps_every_update() -> None:

@@ -158,6 +158,8 @@ def test_fsdp_gives_the_gradients_of_one_process(two_processes: Path, layout: st
         rounded = "all in bf16" in layout
         assert rank[layout]["gradient"] < (0.05 if rounded else 1e-6)
         assert rank[layout]["loss"] < (0.05 if rounded else 1e-6)
+        assert rank[layout]["validation"] < (0.05 if rounded else 1e-6)
+        assert rank[layout]["saved"] < (0.01 if rounded else 1e-6)
 
 
 @pytest.mark.parametrize("name", DISPATCHED)

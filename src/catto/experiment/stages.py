@@ -30,6 +30,7 @@ from catto.methods import Budget, Method
 from catto.problems import DataError
 from catto.recipe import (
     EvaluationSettings,
+    LaunchSettings,
     ModelSettings,
     OutcomeSettings,
     Recipe,
@@ -44,11 +45,11 @@ from catto.teacher.pairing import Kind
 VERSION = 3
 # Files about how a stage ran are not sealed; the others are what it made.
 DONE, LOG = "done.json", "log.txt"
-UNSEALED = frozenset({DONE, LOG, ".lock", "seconds.json"})
+UNSEALED = frozenset({DONE, LOG, ".lock", "seconds.json", "job.json"})
 REPAIR = "--repair runs the stage again"
 # Settings at the top of the recipe that the stages before the report hold, or that decide which of these there are.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
-IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome"}
+IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome", "launch"}
 
 # ---- what determines a stage ----------------------------------------------------------------------------------------
 
@@ -163,12 +164,17 @@ class TrainSettings(StageSettings):
     answering: Generating | None  # how RCFT asks the model that it trains
     parser: int | None
     others: Mapping[str, Any]  # settings at the top of the recipe that no field above holds
+    launch: LaunchSettings
 
     excluded: ClassVar = {
         "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
         "outcome": frozenset({"questions", "temperature"}),
     }
+
+    def counted(self) -> dict[str, Any]:
+        """Leave out how many processes share the training: it is the same one."""
+        return {name: value for name, value in super().counted().items() if name != "launch"}
 
 
 @dataclass(frozen=True)

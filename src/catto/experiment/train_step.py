@@ -7,15 +7,19 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from datasets import Dataset
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
 
-from catto.experiment.stages import TrainSettings, Work
+from catto.experiment import launch
+from catto.experiment.stages import TrainSettings, Work, write
 from catto.experiment.steps import read_questions
 from catto.files import building, read_records, replacing
 from catto.labels import check_labels
@@ -33,7 +37,15 @@ from catto.training.tokenize import Example, examples, fitting, labelled, pair_t
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-TrainWork = Work[TrainSettings]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What determines a training for each of its processes: settings, the folders that it reads, where it writes."""
+
+    settings: TrainSettings
+    inputs: dict[str, Path]  # by role; `start` is the model's own folder
+    out: Path
 
 
 class _Data(NamedTuple):
@@ -44,22 +56,59 @@ class _Data(NamedTuple):
     dropped: dict[str, int]
 
 
-def run_train(work: TrainWork) -> None:
-    """Train one method, resuming from its newest complete checkpoint."""
-    checkpoints = work.out / "checkpoints"
+def run_train(work: Work[TrainSettings]) -> None:
+    """Train one method, resuming from its newest complete checkpoint; with `launch`, in as many processes."""
+    job = job_of(work)
     # training.json is written last: where it exists, a run was killed while it deleted the checkpoints.
-    if not (work.out / "training.json").exists():
-        model, tokenizer = _start(work)
-        prepare = _preference if work.settings.method.stage == "preference" else _supervised
-        trainer, data = prepare(work, model, tokenizer)
-        clock = _Clock(work)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(clock)
-        checkpoint = newest_complete(checkpoints)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        _save(trainer.model, tokenizer, work.out / "model")
-        work.write("training.json", _account(work.settings.learning_rate, trainer, data, clock.seconds()))
-    shutil.rmtree(checkpoints, ignore_errors=True)  # they are several times the model
+    if not (job.out / "training.json").exists():
+        if job.settings.launch.processes == 1:
+            train(job, work.progress)
+        else:
+            torch.cuda.empty_cache()  # what an engine of this process has left
+            file = job.out / "job.json"
+            file.write_bytes(TypeAdapter(Job).dump_json(job))
+            devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            launch.start(launch.command(job.settings.launch, file, devices), work.progress)
+    shutil.rmtree(job.out / "checkpoints", ignore_errors=True)  # they are several times the model
+
+
+def job_of(work: Work[TrainSettings]) -> Job:
+    """Return what a training stage does."""
+    inputs = {role: work.model("start") if role == "start" else work.input(role) for role in work.stage.needs}
+    return Job(work.settings, inputs, work.out)
+
+
+def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
+    """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json."""
+    model, tokenizer = _start(job)
+    prepare = _preference if job.settings.method.stage == "preference" else _supervised
+    trainer, data = prepare(job, model, tokenizer)
+    clock = _Clock(job, progress)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    checkpoint = newest_complete(job.out / "checkpoints")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    weights = gathered(trainer)
+    if trainer.is_world_process_zero():
+        if weights is not None:
+            model, _ = _start(job)
+            model.load_state_dict(weights, strict=False)  # weights that are not trained are as they started
+        _save(trainer.model if weights is None else model, tokenizer, job.out / "model")
+        write(job.out / "training.json", _account(job.settings.learning_rate, trainer, data, clock.seconds()))
+
+
+def gathered(trainer: Any) -> dict[str, torch.Tensor] | None:
+    """Return the trained weights, on rank 0, of a model that the processes hold in pieces; None of a whole one."""
+    if trainer.is_deepspeed_enabled:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # The optimizer's: those of a model in bf16 are rounded.
+        trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+        return {name: safe_get_full_fp32_param(weight).cpu() for name, weight in trained}
+    if trainer.is_fsdp_enabled:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(trainer.model, options=options)  # type: ignore[return-value]
+    return None
 
 
 def _account(learning_rate: float, trainer: Any, data: _Data, seconds: float) -> dict[str, Any]:
@@ -89,15 +138,15 @@ def _account(learning_rate: float, trainer: Any, data: _Data, seconds: float) ->
     }
 
 
-def _start(work: TrainWork) -> tuple[Any, Any]:
+def _start(job: Job) -> tuple[Any, Any]:
     """Return the model that this training starts from, with new adapters if there are to be, and its tokenizer."""
-    settings, started = work.settings.model, "start" in work.stage.needs
+    settings, started = job.settings.model, "start" in job.inputs
     if settings.scratch is not None and not started:
-        rows = read_records(work.input("teacher") / "outcome.jsonl", SftRow)
+        rows = read_records(job.inputs["teacher"] / "outcome.jsonl", SftRow)
         tokenizer = word_tokenizer([text.content for row in rows for text in (*row.prompt, *row.completion)])
-        model: Any = scratch_model(tokenizer, settings.scratch, work.settings.seed)
+        model: Any = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
-        path = str(work.model("start")) if started else settings.path
+        path = str(job.inputs["start"]) if started else settings.path
         tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -119,26 +168,27 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(beside)
 
 
-def _arguments(work: TrainWork, *, monitored: bool = True) -> dict[str, Any]:
+def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
     """Return the training arguments that every method shares; the recipe's `trl` block overrides them.
 
     monitored: whether there are held-out examples to choose the checkpoint by; otherwise the last one is kept.
     """
-    settings, accelerated = work.settings, torch.accelerator.is_available()
+    settings, accelerated = job.settings, torch.accelerator.is_available()
     block = settings.block
     if not monitored and settings.keep != LAST:
         logger.warning("keep is %s, but nothing is held out to measure it on: the last step is kept", settings.keep)
     for name, instead in {"calibration": "the method", "max_length": "context"}.items():
         if name in block.trl:
             raise ValueError(f"trl: {name} is not set here: {instead} gives it")
-    return {
-        "output_dir": str(work.out / "checkpoints"),
+    arguments = {
+        "output_dir": str(job.out / "checkpoints"),
         "seed": settings.seed,
         "data_seed": settings.seed,
         "learning_rate": settings.learning_rate,
         "num_train_epochs": settings.epochs,
         "per_device_train_batch_size": settings.batch_size,
         "lr_scheduler_type": "linear",
+        "use_cpu": not accelerated,
         "bf16": accelerated,  # what is computed; the weights have the recipe's dtype
         "gradient_checkpointing": accelerated,
         "dataloader_pin_memory": accelerated,
@@ -149,33 +199,34 @@ def _arguments(work: TrainWork, *, monitored: bool = True) -> dict[str, Any]:
         # Options of the calibration term are for the methods that have that term.
         **acting(settings.method.calibration, block.trl),
     }
+    return {**arguments, **launch.shared(arguments, settings.launch.processes)}
 
 
 # ---- supervised -----------------------------------------------------------------------------------------------------
 
 
-def _supervised(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
-    settings, method = work.settings, work.settings.method
-    rows = list(read_records(work.input("teacher") / "sft.jsonl", SftRow))
+def _supervised(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+    settings, method = job.settings, job.settings.method
+    rows = list(read_records(job.inputs["teacher"] / "sft.jsonl", SftRow))
     fit = tokenised(tokenizer, rows, settings.context)
     drawn = labelled(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
     watched = "traces" if method.stage == "sft" else "reasoning"
-    validation = _validation(work, watched, tokenizer) if watched in work.stage.needs else []
+    validation = _validation(job, watched, tokenizer) if watched in job.inputs else []
     trainer = SupervisedTrainer(
         model,
-        TrainingArguments(**_arguments(work, monitored=bool(validation))),
+        TrainingArguments(**_arguments(job, monitored=bool(validation))),
         drawn,
         tokenizer,
         validation=validation,
         epsilon=method.label_smoothing,
-        bins=_bins(work, tokenizer) if method.rcft_weight else None,
+        bins=_bins(job, tokenizer) if method.rcft_weight else None,
         rcft_weight=method.rcft_weight,
     )
     return trainer, _Data(len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)})
 
 
-def _validation(work: TrainWork, role: str, tokenizer: Any) -> list[Example]:
-    return examples(tokenizer, read_records(work.input(role) / "outcome.jsonl", SftRow), work.settings.context)
+def _validation(job: Job, role: str, tokenizer: Any) -> list[Example]:
+    return examples(tokenizer, read_records(job.inputs[role] / "outcome.jsonl", SftRow), job.settings.context)
 
 
 def _drawn(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
@@ -186,10 +237,10 @@ def _drawn(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return list(rows)
 
 
-def _bins(work: TrainWork, tokenizer: Any) -> RcftBins:
+def _bins(job: Job, tokenizer: Any) -> RcftBins:
     """Return RCFT's E-step on the model's own greedy answers to the validation questions."""
-    questions = read_questions(work.input("held_out") / "validation.jsonl")
-    answering = work.settings.answering
+    questions = read_questions(job.inputs["held_out"] / "validation.jsonl")
+    answering = job.settings.answering
     assert answering is not None  # the graph gives it to RCFT
     evaluation = answering.evaluation
 
@@ -213,9 +264,9 @@ def label_share(prediction: Prediction) -> float | None:
 # ---- preferences ----------------------------------------------------------------------------------------------------
 
 
-def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
-    settings, method = work.settings, work.settings.method
-    rows = list(read_records(work.input("teacher") / "preferences.jsonl", PreferenceRow))
+def _preference(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+    settings, method = job.settings, job.settings.method
+    rows = list(read_records(job.inputs["teacher"] / "preferences.jsonl", PreferenceRow))
     if not rows:
         raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
     for labels in dict.fromkeys(row.labels for row in rows):
@@ -228,8 +279,8 @@ def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data
     dropped = {"pairs": len(rows) - len(fit)}
     stream: list[Example] = []
     if method.stream != "none":
-        sampled = list(read_records(work.input("stream") / "outcome.jsonl", SftRow))
-        responses = sampled if method.stream == "sampled" else right_responses(work, sampled)
+        sampled = list(read_records(job.inputs["stream"] / "outcome.jsonl", SftRow))
+        responses = sampled if method.stream == "sampled" else right_responses(job, sampled)
         stream = examples(tokenizer, responses, settings.context)
         dropped["stream"] = len(sampled) - len(stream)
     options: dict[str, Any] = {
@@ -244,14 +295,16 @@ def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
     if not method.preference_loss:
         options["loss_weights"] = [0.0]
-    config = CATTOConfig(**(options | _arguments(work)))
+    config = CATTOConfig(**(options | _arguments(job)))
+    # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
+    rows_on_disk = Dataset.from_generator(lambda: iter(columns), cache_dir=str(job.out / "checkpoints"))
     trainer = CATTOTrainer(
         model,
         None,
         config,
-        train_dataset=Dataset.from_list(columns),
+        train_dataset=rows_on_disk,
         processing_class=tokenizer,
-        validation=_validation(work, "reasoning", tokenizer),
+        validation=_validation(job, "reasoning", tokenizer),
         outcome_examples=stream,
     )
     tokens = sum(2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in columns)
@@ -261,13 +314,13 @@ def _preference(work: TrainWork, model: Any, tokenizer: Any) -> tuple[Any, _Data
     return trainer, _Data(len(columns), tokens, dropped)
 
 
-def right_responses(work: TrainWork, sampled: Iterable[SftRow]) -> list[SftRow]:
+def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:
     """Return a right response to each question of the stream: a correct trace, or the gold label if answers come first.
 
     A question with reasoning that the teacher never got right has none.
     """
     traces: dict[str, SftRow] = {}
-    for row in read_records(work.input("teacher") / "sft.jsonl", SftRow):
+    for row in read_records(job.inputs["teacher"] / "sft.jsonl", SftRow):
         traces.setdefault(row.question, row)
     responses = []
     for row in sampled:
@@ -282,8 +335,8 @@ def right_responses(work: TrainWork, sampled: Iterable[SftRow]) -> list[SftRow]:
 class _Clock(TrainerCallback):  # type: ignore[misc]
     """Counts the seconds of training over all runs of a stage, reports progress and writes the stage's log."""
 
-    def __init__(self, work: TrainWork) -> None:
-        self.work, self.began, self.file = work, time.monotonic(), work.out / "seconds.json"
+    def __init__(self, job: Job, progress: Callable[[int, int, str], None]) -> None:
+        self.progress, self.began, self.file = progress, time.monotonic(), job.out / "seconds.json"
         self.before = float(json.loads(self.file.read_text())) if self.file.exists() else 0.0
         self.note = ""
 
@@ -293,7 +346,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report progress."""
-        self.work.progress(state.global_step, state.max_steps, self.note)
+        self.progress(state.global_step, state.max_steps, self.note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Log what the trainer logs; keep the newest loss and validation numbers for the display."""
@@ -306,5 +359,6 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store the seconds, so that a kill loses only those since the checkpoint."""
-        with replacing(self.file) as file:
-            json.dump(self.seconds(), file)
+        if state.is_world_process_zero:
+            with replacing(self.file) as file:
+                json.dump(self.seconds(), file)

@@ -79,7 +79,8 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
     model_forward.install(model)
-    with evaluating(model):
+    # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
+    with evaluating(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]

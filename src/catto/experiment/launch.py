@@ -1,0 +1,158 @@
+"""One training in many processes: the stage starts `accelerate launch`, and each process runs `train_step.train`.
+
+The processes read the training's `Job` from a file. Their output goes to the stage's log, and rank 0 reports its
+progress on marked lines of it. If the stage is killed, rank 0 finds the pipe broken before its next checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from catto.methods import method
+from catto.recipe import LaunchSettings, Recipe, TrainerSettings
+
+logger = logging.getLogger(__name__)
+CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
+MARK = "catto progress: "
+
+
+def shared(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
+    """Cut a step's batch over the processes, so that the step stays the same; accumulated micro-batches come first.
+
+    >>> shared({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 4)
+    {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
+    """
+    size, micro = arguments["per_device_train_batch_size"], arguments.get("gradient_accumulation_steps", 1)
+    turns = math.gcd(micro, processes)
+    if size % (processes // turns):
+        raise ValueError(f"{processes} processes cannot share a batch of {size * micro} equally")
+    return {
+        "per_device_train_batch_size": size * turns // processes,
+        "gradient_accumulation_steps": micro // turns,
+    }
+
+
+# ---- what can be launched -------------------------------------------------------------------------------------------
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError where the processes could not share a method's batch, or its head not work in their layout."""
+    launch = recipe.launch
+    if launch.processes == 1:
+        return
+    layout = _layout(launch)
+    for name in recipe.methods:
+        row = method(method(name).start if method(name).stage == "scaling" else name)
+        block: TrainerSettings = getattr(recipe, row.stage)
+        batch = {"per_device_train_batch_size": block.batch_size or row.batch_size}
+        try:
+            shared({**batch, **block.trl}, launch.processes)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if row.rcft_weight and layout in ("FSDP", "ZeRO-3"):
+            raise ValueError(f"{name} generates with the model that it trains, which {layout} keeps in pieces: use ddp")
+
+
+def _layout(launch: LaunchSettings) -> str:
+    """Return DDP, FSDP, ZeRO-2 or ZeRO-3; raise ValueError for a layout in which the head is not known to work."""
+    path = CONFIGS.get(launch.config, Path(launch.config))
+    if not path.is_file():
+        raise ValueError(f"config {launch.config} is neither one of {', '.join(CONFIGS)} nor a file")
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or "distributed_type" not in config:
+        raise ValueError(f"config {launch.config} is not a configuration file of Accelerate: no distributed_type")
+    kind, fsdp = str(config["distributed_type"]), config.get("fsdp_config") or {}
+    obstacles = {
+        "several machines: a stage starts the processes of its own": config.get("num_machines", 1) != 1,
+        "tensor, context or sequence parallelism: every process must see whole rows": config.get("parallelism_config"),
+        "fp8: the head's products are in 16 or 32 bits": config.get("mixed_precision") == "fp8",
+        "FSDP 1, which flattens the head's weight: set fsdp_version: 2": kind == "FSDP"
+        and str(fsdp.get("fsdp_version", 1)) != "2",
+        f"distributed_type {kind}": kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED"),
+        "DeepSpeed, which is not installed: pip install deepspeed": kind == "DEEPSPEED"
+        and find_spec("deepspeed") is None,
+    }
+    for obstacle, there in obstacles.items():
+        if there:
+            raise ValueError(f"config {launch.config} asks for {obstacle}")
+    if kind == "DEEPSPEED":
+        return f"ZeRO-{(config.get('deepspeed_config') or {}).get('zero_stage', 2)}"
+    return "FSDP" if kind == "FSDP" else "DDP"
+
+
+def command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
+    """Return the command that starts the processes; devices: the machine's GPUs, 0 for training on a CPU."""
+    layout, entry = _layout(launch), ["-m", __name__, str(job)]
+    if not devices and layout != "DDP":
+        raise ValueError(f"{layout} needs GPUs: on a CPU Accelerate would train with DDP instead")
+    if not devices:  # `accelerate launch` starts a single process on a CPU
+        processes = f"--nproc_per_node={launch.processes}"
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", processes, *entry]
+    if devices < launch.processes:
+        raise ValueError(f"{launch.processes} processes need as many GPUs, and there are {devices}")
+    file = CONFIGS.get(launch.config, Path(launch.config))
+    options = [f"--config_file={file}", f"--num_processes={launch.processes}", "--num_machines=1"]
+    # Port 0 is a free one: stages may train side by side.
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port=0", *entry]
+
+
+# ---- the stage and its processes ------------------------------------------------------------------------------------
+
+
+def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
+    """Run the command, log what it prints and report its progress; RuntimeError with the reason where it fails."""
+    logger.info("starting %s", " ".join(words))
+    problem = ""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, errors="replace", **options) as launched:
+        try:
+            for line in launched.stdout or ():
+                printed, mark, message = line.partition(MARK)
+                if printed.strip():
+                    logger.info("%s", printed.rstrip())
+                told = json.loads(message) if mark else None
+                if isinstance(told, list):
+                    progress(*told)
+                elif told:
+                    problem = problem or told
+        finally:
+            launched.terminate()  # where the stage is interrupted
+    if launched.returncode:
+        raise RuntimeError(problem or f"a process of the training was killed (exit code {launched.returncode})")
+
+
+def main(file: str) -> None:
+    """Be one of the processes. Rank 0 alone reports, and logs more than errors."""
+    from pydantic import TypeAdapter
+
+    from catto.experiment.train_step import Job, train
+
+    def tell(message: Any) -> None:
+        print(f"{MARK}{json.dumps(message)}", flush=True)
+
+    def progress(finished: int, total: int, note: str) -> None:
+        if first:
+            tell([finished, total, note])
+
+    first = os.environ["RANK"] == "0"
+    logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(name)s: %(message)s")
+    try:
+        train(TypeAdapter(Job).validate_json(Path(file).read_bytes()), progress)
+    except Exception as error:
+        tell(f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,252 @@
+"""One training in several processes: the same model, the command lines, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+
+from catto.experiment import launch
+from catto.experiment.graph import Graph, check_places, open_recipe
+from catto.experiment.stages import Work, ordered
+from catto.experiment.train_step import Job, job_of, run_train
+from catto.problems import DataError
+from catto.recipe import LaunchSettings, Recipe
+from experiment_world import ENVIRONMENT, RECIPE
+from tiny import tiny_model, tiny_tokenizer
+from train_world import made_work
+
+TWO = {"processes": 2}
+METHODS = ["sft", "dpo+catto", "dpo+outcome"]
+
+
+def _work(folder: Path, method: str, processes: int) -> Work:
+    """Twelve steps of SGD, whose update is the gradient itself: Adam's first one is its sign, which rounding flips."""
+    base = folder / "base"
+    tiny_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    trl = {"max_steps": 12, "optim": "sgd", "learning_rate": 0.1}
+    block = {"rows": 6, "checkpoint_steps": 3, "batch_size": 2, "trl": trl}
+    blocks = {"model": {"path": str(base)}, "launch": {"processes": processes}, "sft": block, "preference": block}
+    return made_work(folder / str(processes), method, **blocks)
+
+
+def _weights(work: Work) -> dict[str, torch.Tensor]:
+    return load_file(work.out / "model" / "model.safetensors")
+
+
+def _assert_same_training(one: Work, other: Work) -> None:
+    expected, start = _weights(one), tiny_model().state_dict()
+    assert max(float((value - start[name]).abs().max()) for name, value in expected.items()) > 1e-2  # it has learnt
+    for name, value in _weights(other).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=name)
+    stories = [json.loads((work.out / "training.json").read_text()) for work in (one, other)]
+    for name in ("steps", "kept_step", "epochs", "rows", "tokens", "dropped"):
+        assert stories[0][name] == stories[1][name], name
+    for measured, again in zip(stories[0]["history"], stories[1]["history"], strict=True):
+        assert measured == pytest.approx(again, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Work]]:
+    """SFT and outcome, by one process and by two of `torch.distributed.run`."""
+    works = {}
+    for method in ("sft", "dpo+outcome"):
+        folder = tmp_path_factory.mktemp("shared")
+        works[method] = [_work(folder, method, processes) for processes in (1, 2)]
+        run_train(works[method][0])
+    jobs = [work.out / "job.json" for _, work in works.values()]
+    for (_, work), file in zip(works.values(), jobs, strict=True):
+        file.write_bytes(TypeAdapter(Job).dump_json(job_of(work)))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = Path(__file__).with_name("launch_run.py")
+    done = subprocess.run([*run, script, *jobs], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return works
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo+outcome"])
+def test_two_processes_train_the_model_of_one(shared: dict[str, list[Work]], method: str) -> None:
+    _assert_same_training(*shared[method])
+
+
+def _rank(number: int, job: Path) -> int:
+    """The process id of a rank that works on this job."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(job) in (entry / "cmdline").read_text() and f"RANK={number}\0" in (entry / "environ").read_text():
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no rank {number}")
+
+
+def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    alone, together = (_work(tmp_path, "dpo+catto", processes) for processes in (1, 2))
+    run_train(alone)
+    seen: list[int] = []
+
+    def kill(step: int, total: int, note: str) -> None:
+        assert total == 12
+        seen.append(step)
+        if step == 5:
+            os.kill(_rank(1, together.out / "job.json"), signal.SIGKILL)
+
+    caplog.set_level(logging.INFO)
+    with pytest.raises(RuntimeError):
+        run_train(Work(together.stage, together.root, kill))
+    assert "--nproc_per_node=2 -m catto.experiment.launch" in caplog.text
+    assert not (together.out / "training.json").exists()
+    assert seen[:5] == [1, 2, 3, 4, 5]  # rank 0 alone reports
+    again: list[int] = []
+    run_train(Work(together.stage, together.root, lambda step, total, note: again.append(step)))
+    assert again[0] in (4, 7)  # behind a checkpoint
+    assert again == list(range(again[0], 13))
+    _assert_same_training(alone, together)
+    assert not (together.out / "checkpoints").exists()
+
+
+def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:
+    script = f"print('{launch.MARK}' + '[1, 2, \"half\"]'); print('{launch.MARK}\"ValueError: no pair\"'); exit(3)"
+    seen: list[Any] = []
+    with pytest.raises(RuntimeError, match=r"^ValueError: no pair$"):
+        launch.start([sys.executable, "-c", script], lambda *told: seen.append(told))
+    assert seen == [(1, 2, "half")]
+    with pytest.raises(RuntimeError, match="a process of the training was killed"):
+        launch.start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], lambda *told: None)
+
+
+# ---- command lines --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_accelerate_reads_the_command_as_it_is_meant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own parser and its own reading of our file."""
+    monkeypatch.setattr(launch, "find_spec", lambda module: object())
+    words = launch.command(LaunchSettings(processes=8, config=name), Path("job.json"), 8)
+    assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[3:]))
+    assert (args.num_processes, args.num_machines, args.main_process_port) == (8, 1, 0)
+    assert (args.module, args.training_script, args.training_script_args) == (True, launch.__name__, ["job.json"])
+    kinds = {"ddp": "multi_gpu", "fsdp2": "use_fsdp", "zero2": "use_deepspeed", "zero3": "use_deepspeed"}
+    found = [kind for kind in ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu", "cpu") if
+             getattr(args, kind)]  # fmt: skip
+    assert found == [kinds[name]]
+    assert args.mixed_precision == "no"  # the trainer's arguments decide
+    if name == "fsdp2":
+        assert str(args.fsdp_version) == "2"
+        assert args.fsdp_state_dict_type == "SHARDED_STATE_DICT"  # what `newest_complete` knows
+    if name.startswith("zero"):
+        assert args.zero_stage == int(name[-1])
+
+
+def test_without_a_gpu_torch_starts_the_processes() -> None:
+    words = launch.command(LaunchSettings(processes=2), Path("job.json"), 0)
+    expected = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", launch.__name__, "job.json"]
+    assert words == [sys.executable, *expected]
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "problem"),
+    [
+        ("fsdp2", 0, "FSDP needs GPUs: on a CPU Accelerate would train with DDP instead"),
+        ("ddp", 2, "4 processes need as many GPUs, and there are 2"),
+    ],
+)
+def test_too_few_devices_are_refused(config: str, devices: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        launch.command(LaunchSettings(processes=4, config=config), Path("job.json"), devices)
+
+
+# ---- refusals before anything starts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"distributed_type": "FSDP"}, "FSDP 1, which flattens the head's weight: set fsdp_version: 2"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "FSDP 1"),
+        ({"distributed_type": "MEGATRON_LM"}, "distributed_type MEGATRON_LM"),
+        ({"distributed_type": "MULTI_CPU"}, "distributed_type MULTI_CPU"),
+        ({"distributed_type": "MULTI_GPU", "num_machines": 2}, "several machines"),
+        ({"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}, "fp8"),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {"tp_size": 2}},
+            "tensor, context or sequence parallelism",
+        ),
+        ({"distributed_type": "DEEPSPEED"}, "DeepSpeed, which is not installed: pip install deepspeed"),
+        ([1], "not a configuration file of Accelerate"),
+    ],
+)
+def test_a_layout_that_the_head_is_not_known_to_support_is_refused(
+    config: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda module: None)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(config))
+    settings = {**RECIPE, "methods": ["sft"], "launch": {**TWO, "config": str(path)}}
+    recipe = Recipe.model_validate(settings)
+    with pytest.raises(DataError, match=f"launch: config .*mine.yaml .*{problem}"):
+        check_places("mine", recipe)
+
+
+def test_rcft_is_refused_where_the_model_is_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda module: object())
+    for config, layout in {"fsdp2": "FSDP", "zero3": "ZeRO-3"}.items():
+        recipe = Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}})
+        with pytest.raises(ValueError, match=f"rcft generates with the model that it trains, which {layout} keeps"):
+            launch.check(recipe)
+    for config in ("ddp", "zero2"):
+        launch.check(Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}}))
+
+
+def test_an_unknown_configuration_names_the_shipped_ones() -> None:
+    recipe = Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": "fsdp"}})
+    with pytest.raises(ValueError, match="config fsdp is neither one of ddp, fsdp2, zero2, zero3 nor a file"):
+        launch.check(recipe)
+
+
+def test_a_batch_is_cut_so_that_the_step_stays_the_same() -> None:
+    for size, micro, processes, expected in [
+        (8, 1, 4, (2, 1)),
+        (4, 2, 4, (2, 1)),
+        (2, 6, 4, (1, 3)),
+        (1, 8, 8, (1, 1)),
+    ]:
+        given = {"per_device_train_batch_size": size, "gradient_accumulation_steps": micro}
+        assert tuple(launch.shared(given, processes).values()) == expected
+        assert expected[0] * expected[1] * processes == size * micro
+    with pytest.raises(ValueError, match="3 processes cannot share a batch of 8 equally"):
+        launch.shared({"per_device_train_batch_size": 8}, 3)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_method() -> None:
+    """The recipe's own batch, METHODS' one, and that of the `trl` block."""
+    preference = {"learning_rates": [1e-4], "trl": {"per_device_train_batch_size": 1}}
+    for block, problem in [({}, "dpo: 8 processes cannot share a batch of 4"), (preference, "dpo: 8 .* batch of 1")]:
+        recipe = {**RECIPE, "methods": ["sft", "dpo"], "preference": block, "launch": {"processes": 8}}
+        with pytest.raises(ValueError, match=problem):
+            launch.check(Recipe.model_validate(recipe))
+
+
+def test_how_many_processes_train_is_in_no_key() -> None:
+    keys = [
+        [stage.key for stage in ordered([Graph(open_recipe("quickstart", sets)).report()])]
+        for sets in ((), ("launch.processes=2", "launch.config=fsdp2"))
+    ]
+    assert keys[0] == keys[1]
