@@ -70,6 +70,7 @@ class OpenAIServer:
     def __init__(self, respond: Callable[[Seen], Reply], port: int = 0) -> None:
         self.respond = respond
         self.seen: list[Seen] = []
+        self.models: list[str] = []  # that it lists
         self.flying = self.most_flying = 0
         self._attempts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -118,6 +119,10 @@ def _handler(server: OpenAIServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            models = [{"id": name, "object": "model"} for name in server.models]
+            self._send(ok({"data": models}) if self.path == "/v1/models" and models else error(404, "no such path"))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -302,6 +302,11 @@ class RiskThreshold(Record):
     calibrator: str | None
     models: tuple[str, ...] = ()
 
+    @property
+    def promise(self) -> dict[str, float]:
+        """What holds for the answers at or above the threshold."""
+        return {"risk": self.risk, "confidence_level": 1.0 - self.delta, "coverage": self.coverage}
+
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""

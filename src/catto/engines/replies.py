@@ -16,6 +16,7 @@ from math import inf, isfinite
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
+from pydantic_core import from_json
 
 from catto.engines import Key, stop_end
 from catto.records import Refusal, Sampled
@@ -188,6 +189,37 @@ class Reply(BaseModel):
     model: str | None = None
     choices: tuple[Choice, ...] = Field(min_length=1)
     usage: Usage | None = None
+
+
+class ModelName(BaseModel):
+    """A model that a server lists."""
+
+    id: str
+
+
+class ModelList(BaseModel):
+    """What /v1/models lists."""
+
+    data: tuple[ModelName, ...]
+
+
+def error_message(content: bytes | bytearray) -> str | None:
+    """The message of an error reply in one of its usual forms, with its code; None where it has none.
+
+    >>> error_message(b'{"error": {"message": "no such model", "code": "model_not_found"}}')
+    'no such model (model_not_found)'
+    """
+    try:
+        body = from_json(bytes(content))
+    except ValueError:
+        return None
+    problem = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(problem, str):
+        return problem
+    text = (problem.get("message") or problem.get("detail")) if isinstance(problem, dict) else None
+    if not isinstance(text, str):
+        return None
+    return f"{text} ({problem['code']})" if isinstance(problem.get("code"), str) else text
 
 
 Tops = tuple[tuple[str, dict[str, float]], ...]

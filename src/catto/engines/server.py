@@ -26,12 +26,20 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx2 as httpx
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import ValidationError
 
 from catto import __version__
 from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
-from catto.engines.replies import ENOUGH, Reply, ServerError, cut_after_stop, one_line, wished_wait
+from catto.engines.replies import (
+    ENOUGH,
+    ModelList,
+    Reply,
+    ServerError,
+    cut_after_stop,
+    error_message,
+    one_line,
+    wished_wait,
+)
 from catto.problems import first_problem
 from catto.records import Message, Refusal
 
@@ -41,7 +49,7 @@ STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MOST_BYTES = 256 * 2**20
 MOST_TOPS = 20
-# Of an error page that is no JSON.
+# Bytes of an error reply that is no JSON.
 MOST_SAID = 1000
 PROBE_RETRIES = 2
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
@@ -199,8 +207,8 @@ class ServerEngine(Engine):
         try:
             reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
             if not reply.is_success:
-                raise ValueError(f"{reply.status_code}: {_said(reply.content)}")
-            names = [model.id for model in _Models.model_validate_json(reply.content).data]
+                raise ValueError(f"{reply.status_code}: {error_message(reply.content)}")
+            names = [model.id for model in ModelList.model_validate_json(reply.content).data]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
             reason = one_line(problem, [self._key() or "", *self._login])
@@ -245,7 +253,8 @@ class ServerEngine(Engine):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
         settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
         try:
-            return httpx.AsyncClient(base_url=self.base_url, timeout=timeout, limits=limits, **settings)
+            _chat(self.base_url)
+            return httpx.AsyncClient(timeout=timeout, limits=limits, **settings)
         except httpx.InvalidURL:
             raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
 
@@ -314,7 +323,7 @@ class ServerEngine(Engine):
         content = bytearray()
         try:
             data = json.dumps(body | self.extra_body)
-            async with client.stream("POST", "/chat/completions", content=data) as answer:
+            async with client.stream("POST", _chat(self.base_url), content=data) as answer:
                 self._reached = True
                 async for block in answer.aiter_bytes():
                     content += block
@@ -323,11 +332,12 @@ class ServerEngine(Engine):
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         if not answer.is_success:
-            raise self._status_fault(answer.status_code, answer.headers, _said(bytes(content)), tries)
+            said = error_message(content) or content[:MOST_SAID].decode(errors="replace").strip() or "no message"
+            raise self._status_fault(answer.status_code, answer.headers, said, tries)
         try:
             reply = Reply.model_validate_json(bytes(content))
         except ValidationError as error:
-            what = "HTML" if content.lstrip()[:1] == b"<" else first_problem(error)
+            what = error_message(content) or ("HTML" if content.lstrip()[:1] == b"<" else first_problem(error))
             raise FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
         choice, message = reply.choices[0], reply.choices[0].message
         if choice.finish_reason == "content_filter" and not message.text:
@@ -418,30 +428,10 @@ def best_next(reply: Generation) -> dict[str, float]:
     return dict(reply.tops[0][1]) if reply.tops else {}
 
 
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    """What /v1/models lists."""
-
-    data: tuple[_Model, ...]
-
-
-def _said(content: bytes) -> str:
-    """The message of an error reply in one of its usual forms, with its code; else the reply itself."""
-    said = content[:MOST_SAID].decode(errors="replace").strip() or "no message"
-    try:
-        body = from_json(content)
-    except ValueError:
-        return said
-    problem = body.get("error", body) if isinstance(body, dict) else body
-    if not isinstance(problem, dict):
-        return problem if isinstance(problem, str) else said
-    text = problem.get("message") or problem.get("detail")
-    if not isinstance(text, str):
-        return said
-    return f"{text} ({problem['code']})" if isinstance(problem.get("code"), str) else text
+@cache
+def _chat(base_url: str) -> httpx.URL:
+    """The address of chat completions, parsed once: every request would take 0.1 ms for it."""
+    return httpx.URL(f"{base_url}/chat/completions")
 
 
 @cache

@@ -7,7 +7,6 @@ same numbers as `catto eval` and `catto select`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,19 +39,20 @@ class Asked:
 
 
 class Answered(NamedTuple):
-    """The answer's text, or that of the abstention; token counts of all samples; the `catto` object."""
+    """The answer's text, or that of the abstention; tokens of all upstream requests; the `catto` object."""
 
     text: str
     finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
+    usage: dict[str, int]
     catto: dict[str, Any]
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
+    """A response, and its continuation where it had no answer; `unreadable`: why its label has no probability."""
+
     prediction: Prediction
-    generation: Generation
-    unreadable: str | None  # why the label's probability is not known
+    replies: tuple[Generation, ...]
+    unreadable: str | None
 
 
 @dataclass(frozen=True)
@@ -74,105 +74,97 @@ class Answerer:
 
         FaultError where the upstream fails, with code 400 where no sample has a confidence that can be read.
         """
-        samples: list[_Sample] = []
+        samples: list[Sample] = []
         while more := self._further(asked.protocol, [sample.prediction for sample in samples]):
+            numbers = range(len(samples), len(samples) + more)
             try:
                 async with asyncio.TaskGroup() as group:
-                    numbers = range(len(samples), len(samples) + more)
                     tasks = [group.create_task(self._sample(asked, number)) for number in numbers]
             except ExceptionGroup as faults:
                 raise faults.exceptions[0] from None
             samples += [task.result() for task in tasks]
-        return self._chosen(asked, samples)
+        return self._answered(asked, samples)
 
-    def _further(self, protocol: Protocol, predictions: Sequence[Prediction]) -> int:
+    def _further(self, protocol: Protocol, predictions: list[Prediction]) -> int:
         """How many samples to take next, 0 where the choice is settled."""
         if protocol.stop is None:
             return protocol.k - len(predictions)
-        given = candidates(self._ranked(predictions)[0]) if predictions else NO_SAMPLES
+        given = candidates(self._calibrated(predictions)[0]) if predictions else NO_SAMPLES
         return int(further(given, protocol.rule, protocol.k, protocol.stop)[0])
 
-    def _ranked(self, predictions: Sequence[Prediction]) -> tuple[list[Prediction], str | None]:
+    def _calibrated(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
         """The samples with calibrated confidences, or as they are and why they have none."""
         try:
-            return (list(predictions) if self.fitted is None else self.fitted.ranked(predictions)), None
+            return (predictions if self.fitted is None else self.fitted.ranked(predictions)), None
         except ValueError as error:
-            return list(predictions), str(error)
+            return predictions, str(error)
 
-    async def _sample(self, asked: Asked, number: int) -> _Sample:
-        question = asked.question
+    async def _sample(self, asked: Asked, number: int) -> Sample:
+        question, chat = asked.question, asked.messages
         request = Request(
             question=question.id,
             sample=number,
-            messages=asked.messages,
+            messages=chat,
             temperature=asked.protocol.temperature,
             seed=request_seed(asked.seed, "", number),
             max_tokens=asked.max_tokens,
             stop=STOP,
         )
-        generation = await self.engine.ask(self.client, request)
-        answer = read_reply(question, generation)
+        replies = [await self.engine.ask(self.client, request)]
+        answer = read_reply(question, replies[0])
         if answer is None:
-            begun = begun_answer(generation.text)
-            tops: dict[str, float] = {}
             if self.continues:
-                tops = best_next(await self.engine.continuation(self.client, asked.messages, begun))
-            answer = continued(Case(question, asked.messages, generation), tops)
+                replies.append(await self.engine.continuation(self.client, chat, begun_answer(replies[0].text)))
+            tops = best_next(replies[1]) if self.continues else {}
+            answer = continued(Case(question, chat, replies[0]), tops)
         unreadable = answer.refused if isinstance(answer, Refusal) else None
-        known = NO_ANSWER if isinstance(answer, Refusal) else answer
-        made = prediction(question, generation, known, request.temperature, request.seed, self.engine.name)
-        return _Sample(made, generation, unreadable)
+        read = NO_ANSWER if isinstance(answer, Refusal) else answer
+        made = prediction(question, replies[0], read, request.temperature, request.seed, self.engine.name)
+        return Sample(made, tuple(replies), unreadable)
 
-    def _chosen(self, asked: Asked, samples: list[_Sample]) -> Answered:
+    def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
         """The rule's choice of the samples and what is known of it."""
-        protocol, fitted, threshold = asked.protocol, self.fitted, self.threshold
-        predictions = [sample.prediction for sample in samples]
+        protocol, threshold, fitted = asked.protocol, self.threshold, self.fitted
         reason = next((sample.unreadable for sample in samples if sample.unreadable is not None), None)
         if all(sample.unreadable is not None for sample in samples):
             raise FaultError(f"no confidence can be read: {reason}", again=False, code=400)
         guaranteed = threshold is not None and threshold.protocol == protocol and reason is None
-        ranked, uncalibrated = self._ranked(predictions)
         if fitted is not None and fitted.protocol not in (None, protocol):
             fitted, reason = None, OTHER_PROTOCOL
+        predictions = [sample.prediction for sample in samples]
+        calibrated, uncalibrated = self._calibrated(predictions)
         # All samples that were taken count, so the choice is that of a fixed k.
         taken = protocol.model_copy(update={"k": len(samples), "stop": None})
         (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
         confidence = None if uncalibrated or final.label is None else final.confidence
         abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)
-        generations = [sample.generation for sample in samples]
-        chosen = generations[final.sample]
-        promise = threshold and {
-            "risk": threshold.risk,
-            "confidence_level": 1.0 - threshold.delta,
-            "coverage": threshold.coverage,
-        }
-        about: dict[str, Any] = {
+        about = {
             "confidence": confidence,
-            "confidence_raw": final.confidence_raw,
-            "label": final.label,
-            "k": final.samples,
-            "votes": final.votes,
+            **final.model_dump(include={"confidence_raw", "label", "votes", "source"}),
+            "k": len(samples),
             "rule": protocol.rule,
             "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,
             "threshold": threshold.threshold if threshold else None,
-            "guarantee": promise if guaranteed else None,
+            "guarantee": threshold.promise if threshold and guaranteed else None,
             "abstained": abstained,
-            "source": final.source,
             "reason": uncalibrated or reason or (NO_LABEL if final.label is None else None),
         }
         if asked.return_candidates:
-            about["candidates"] = [
-                {
-                    **one.model_dump(include={"text", "label", "source"}),
-                    "confidence": None if uncalibrated else new.confidence,
-                    "confidence_raw": one.confidence,
-                }
-                for one, new in zip(predictions, ranked, strict=True)
-            ]
-        return Answered(
-            self.abstention if abstained else chosen.text,
-            "stop" if abstained else chosen.finish_reason or "stop",
-            sum(one.prompt_tokens or 0 for one in generations),
-            sum(one.tokens or 0 for one in generations),
-            about,
-        )
+            known = [None if uncalibrated else one.confidence for one in calibrated]
+            about["candidates"] = [_candidate(*pair) for pair in zip(predictions, known, strict=True)]
+        chosen = samples[final.sample].replies[0]
+        usage = _usage([reply for sample in samples for reply in sample.replies])
+        if abstained:
+            return Answered(self.abstention, "stop", usage, about)
+        return Answered(chosen.text, chosen.finish_reason or "stop", usage, about)
+
+
+def _candidate(one: Prediction, confidence: float | None) -> dict[str, Any]:
+    stated = {"confidence": confidence, "confidence_raw": one.confidence}
+    return {**one.model_dump(include={"text", "label", "source"}), **stated}
+
+
+def _usage(replies: list[Generation]) -> dict[str, int]:
+    prompt = sum(reply.prompt_tokens or 0 for reply in replies)
+    completion = sum(reply.tokens or 0 for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

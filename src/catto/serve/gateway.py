@@ -15,18 +15,19 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -42,9 +43,8 @@ LOG = logging.getLogger("catto.serve")
 MOST_PENDING, ROLLING = 50_000, 1000
 # Seconds for the head of a request, and as many for its body.
 SENDING = 10.0
-MOST_LABELS = 64
 LOGGED = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
-BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+BUCKETS = ("0.05", "0.1", "0.25", "0.5", "1", "2.5", "5", "10", "30", "60", "120", "+Inf")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
@@ -52,6 +52,7 @@ _KINDS = {
     429: ("rate_limit_error", "queue_full"),
     500: ("internal_error", None),
 }
+_CLOSE = {"Connection": "close"}
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,7 @@ class Wishes(_Closed):
     k: int | None = Field(default=None, ge=1)
     rule: str | None = None
     return_candidates: bool = False
-    options: dict[Annotated[str, Field(min_length=1)], str] | None = Field(
-        default=None, min_length=2, max_length=MOST_LABELS
-    )
-
-
-class StreamOptions(_Closed):
-    """Whether a stream ends with the token counts."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    options: dict[Annotated[str, Field(min_length=1)], str] | None = Field(default=None, min_length=2, max_length=64)
 
 
 class ChatRequest(_Closed):
@@ -107,7 +99,7 @@ class ChatRequest(_Closed):
     seed: int | None = Field(default=None, ge=0, le=2**53)
     n: Literal[1] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = None
     user: str | None = None
     catto: Wishes = Wishes()
 
@@ -119,128 +111,130 @@ class Feedback(_Closed):
     correct: bool
 
 
-def refused(status: int, message: str) -> FaultError:
-    """What is not answered by a fault of the request, or of too many requests."""
-    return FaultError(message, again=False, code=status)
+class LogRow(BaseModel):
+    """An answer in the log, with what `LOGGED` names; `correct` once there is feedback."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    confidence: float = Field(ge=0, le=1)
+    correct: bool | None = None
 
 
-def error(status: int, message: str, close: bool = False) -> JSONResponse:
-    """An error in OpenAI's form; `close`: and the end of the connection."""
-    kind, code = _KINDS.get(status, ("upstream_error" if status > 500 else "invalid_request_error", None))
-    body = {"error": {"message": shortened(message), "type": kind, "param": None, "code": code}}
-    headers = {"connection": "close"} if close else {"retry-after": "1"} if status == 429 else {}
-    return JSONResponse(body, status, headers)
-
-
-@dataclass
 class Watch:
     """Counts for /metrics, and the answers that feedback completes.
 
     Answers wait in `<log>.pending.jsonl`; with feedback they are appended to the log, which `catto measure` reads.
     """
 
-    log: Path | None
-    counts: Counter[str] = field(default_factory=Counter)
-    pending: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
-    graded: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=ROLLING))
+    def __init__(self, log: Path | None) -> None:
+        self.log = log
+        self.waiting = log and log.with_name(log.name.removesuffix(".jsonl") + ".pending.jsonl")
+        self.counts: Counter[str] = Counter()
+        self.pending: OrderedDict[str, LogRow] = OrderedDict()
+        self.graded: deque[LogRow] = deque(maxlen=ROLLING)
+        for row in _rows(self.waiting):
+            self._keep(row)
+        for row in _rows(self.log):
+            self.pending.pop(row.id, None)
+            self.graded.append(row)
 
-    def __post_init__(self) -> None:
-        if self.log is None:
-            return
-        done = set()
-        for row in _rows(self.log, "correct"):
-            done.add(row["id"])
-            self.graded.append((row["confidence"], row["correct"]))
-        for row in _rows(self._waiting(self.log)):
-            if row["id"] not in done:
-                self._keep(row)
-
-    @staticmethod
-    def _waiting(log: Path) -> Path:
-        return log.with_name(log.name.removesuffix(".jsonl") + ".pending.jsonl")
-
-    def _keep(self, row: dict[str, Any]) -> None:
-        self.pending[row["id"]] = row
+    def _keep(self, row: LogRow) -> None:
+        self.pending[row.id] = row
         if len(self.pending) > MOST_PENDING:
             self.pending.popitem(last=False)
 
-    def answered(self, name: str, about: dict[str, Any]) -> None:
+    def answered(self, name: str, about: Mapping[str, Any]) -> None:
         """Count an answer, and keep it where it has a confidence."""
         self.counts["catto_samples_total"] += about["k"]
         self.counts["catto_abstained_total"] += about["abstained"]
-        if about["confidence"] is None:
-            return
-        row = {"id": name, "time": int(time.time()), **{key: about[key] for key in LOGGED}}
-        self._keep(row)
-        if self.log is not None:
-            _append(self._waiting(self.log), row)
+        if about["confidence"] is not None:
+            fields = {"id": name, "time": int(time.time()), **{key: about[key] for key in LOGGED}}
+            row = LogRow.model_validate(fields)
+            self._keep(row)
+            _append(self.waiting, row)
 
     def feedback(self, name: str, correct: bool) -> None:
         """Complete an answer, or refuse an id that does not wait for feedback."""
         row = self.pending.pop(name, None)
         if row is None:
-            raise refused(404, "no answer of this id waits for feedback")
-        self.graded.append((row["confidence"], correct))
-        if self.log is not None:
-            _append(self.log, {**row, "correct": correct})
+            raise HTTPException(404, "no answer of this id waits for feedback")
+        self.graded.append(row.model_copy(update={"correct": correct}))
+        _append(self.log, self.graded[-1])
 
-    def request(self, status: int, seconds: float) -> None:
-        """Count a request that was replied to."""
+    def replied(self, status: int, seconds: float) -> None:
+        """Count a request."""
         self.counts[f'catto_requests_total{{status="{status}"}}'] += 1
-        self.counts["catto_request_seconds_count"] += 1
+        for bound in BUCKETS:
+            self.counts[f'catto_request_seconds_bucket{{le="{bound}"}}'] += seconds <= float(bound)
         self.counts["catto_request_seconds_sum"] += seconds  # type: ignore[assignment]
-        for bound in (*BUCKETS, "+Inf"):
-            self.counts[f'catto_request_seconds_bucket{{le="{bound}"}}'] += bound == "+Inf" or seconds <= float(bound)
+        self.counts["catto_request_seconds_count"] += 1
 
-    def text(self, **now: float) -> str:
-        """All numbers in Prometheus' text format."""
-        values: dict[str, float] = {**self.counts, **now, "catto_feedback_answers": len(self.graded)}
-        if self.graded:
-            confidence, correct = zip(*self.graded, strict=True)
-            values["catto_rolling_confidence"] = sum(confidence) / len(confidence)
-            values["catto_rolling_accuracy"] = sum(correct) / len(correct)
-            values["catto_rolling_ece"] = ece(confidence, correct)
-            values["catto_rolling_brier"] = brier(confidence, correct)
-        lines, typed = [], set()
-        for name in sorted(values, key=lambda name: (name.partition("{")[0], name)):
-            family = re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0])
-            if family not in typed:
-                typed.add(family)
-                kind = (
-                    "histogram" if family.endswith("_seconds") else "counter" if family.endswith("_total") else "gauge"
-                )
-                lines.append(f"# TYPE {family} {kind}")
-            lines.append(f"{name} {values[name]:.10g}")
-        return "\n".join(lines) + "\n"
+    def rolling(self) -> dict[str, float]:
+        """How calibrated the last graded answers are."""
+        count = len(self.graded)
+        if not count:
+            return {"catto_feedback_answers": 0}
+        confidence, correct = [row.confidence for row in self.graded], [bool(row.correct) for row in self.graded]
+        return {
+            "catto_feedback_answers": count,
+            "catto_rolling_confidence": sum(confidence) / count,
+            "catto_rolling_accuracy": sum(correct) / count,
+            "catto_rolling_ece": ece(confidence, correct),
+            "catto_rolling_brier": brier(confidence, correct),
+        }
 
 
-def _rows(path: Path, *more: str) -> Iterator[dict[str, Any]]:
-    """The rows of a log; a line that a kill tore is skipped."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and {"id", "confidence", *more} <= row.keys():
-                yield row
+def _rows(path: Path | None) -> Iterator[LogRow]:
+    """The rows of a log; a line that is none, such as one torn by a power cut, is skipped."""
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(ValidationError):
+                    yield LogRow.model_validate_json(line)
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    """Write a row; a full disk costs the row and not the answer."""
+def _append(path: Path | None, row: LogRow) -> None:
+    """Write a row; a full disk costs the row and not the answer, and leaves no half of a line."""
+    if path is None:
+        return
+    line = row.model_dump_json(exclude_none=True).encode() + b"\n"
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        with path.open("ab", buffering=0) as file:  # opened anew, since logs are rotated
+            size = file.tell()
+            if file.write(line) < len(line):
+                file.truncate(size)
+                LOG.warning("%s: the disk is full", path)
     except OSError as problem:
         LOG.warning("%s: %s", path, problem.strerror)
 
 
+def prometheus(values: Mapping[str, float]) -> str:
+    """Numbers in Prometheus' text format; the name of a family tells its kind.
+
+    >>> print(prometheus({"a_total{x=\\"1\\"}": 2, "b": 0.5, "a_total{x=\\"2\\"}": 3}), end="")
+    # TYPE a_total counter
+    a_total{x="1"} 2
+    a_total{x="2"} 3
+    # TYPE b gauge
+    b 0.5
+    """
+
+    def family(name: str) -> str:
+        return re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", name)
+
+    lines = []
+    for name, members in groupby(sorted(values, key=family), family):
+        kind = "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
+        lines += [f"# TYPE {name} {kind}", *(f"{member} {values[member]}" for member in members)]
+    return "\n".join(lines) + "\n"
+
+
 class Guard:
-    """Everything that is refused before a request is read as JSON, and what is counted when it was replied to."""
+    """Refuses before a request is read as JSON, and counts and logs every reply."""
 
     def __init__(self, app: Any, limits: Limits, watch: Watch) -> None:
         self.app, self.limits, self.watch = app, limits, watch
-        self._key = None if limits.key is None else b"Bearer " + limits.key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request of the ASGI protocol."""
@@ -250,54 +244,41 @@ class Guard:
         headers, started = dict(scope["headers"]), time.monotonic()
         wished = headers.get(b"x-request-id", b"").decode("latin-1")
         name = wished if _ID.fullmatch(wished) else f"chatcmpl-{secrets.token_hex(12)}"
-        scope["state"] = {**scope.get("state", {}), "id": name}
+        scope.setdefault("state", {})["id"] = name
 
         async def reply(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
                 seconds = time.monotonic() - started
-                self.watch.request(message["status"], seconds)
-                LOG.info("%s %s %s %.0f ms", name, scope["path"], message["status"], 1000 * seconds)
+                self.watch.replied(message["status"], seconds)
+                # A path may hold line breaks, which would forge lines of the log.
+                LOG.info("%s %s %s %.0f ms", name, shortened(scope["path"], 80), message["status"], 1000 * seconds)
             await send(message)
 
-        refused, body = self._refused(scope["path"], headers), b""
-        if refused is None:
-            refused, body = await self._body(receive)
-        if refused is not None:
-            await refused(scope, receive, reply)
-            return
-        bodies = iter([{"type": "http.request", "body": body, "more_body": False}])
+        given, key = headers.get(b"authorization", b""), f"Bearer {self.limits.key}".encode()
+        allowed = self.limits.key is None or hmac.compare_digest(given, key) or not scope["path"].startswith("/v1/")
+        answer = self.app if allowed else error(401, "missing or wrong API key", _CLOSE)
+        await answer(scope, self._limited(receive, int(headers.get(b"content-length", 0))), reply)
+
+    def _limited(self, receive: Any, announced: int) -> Any:
+        """`receive` with a limit of bytes, and of seconds until the whole body has arrived."""
+        most, arrived, end = self.limits.max_bytes, 0, asyncio.get_running_loop().time() + SENDING
 
         async def received() -> Any:
-            return next(bodies, None) or await receive()
+            nonlocal arrived, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {SENDING:g} s", _CLOSE) from None
+            arrived += len(message.get("body", b""))
+            if max(announced, arrived) > most:
+                raise HTTPException(413, f"the body is longer than {most:,} bytes", _CLOSE)
+            if not message.get("more_body"):
+                end = float("inf")
+            return message
 
-        await self.app(scope, received, reply)
-
-    def _refused(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        given = headers.get(b"authorization", b"")
-        if path.startswith("/v1/") and self._key is not None and not hmac.compare_digest(given, self._key):
-            return error(401, "missing or wrong API key", close=True)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limits.max_bytes:
-            return self._too_long()
-        return None
-
-    def _too_long(self) -> Response:
-        return error(413, f"the body is longer than {self.limits.max_bytes:,} bytes", close=True)
-
-    async def _body(self, receive: Any) -> tuple[Response | None, bytes]:
-        body = bytearray()
-        try:
-            async with asyncio.timeout(SENDING):
-                while (message := await receive())["type"] == "http.request":
-                    body += message.get("body", b"")
-                    if len(body) > self.limits.max_bytes:
-                        return self._too_long(), b""
-                    if not message.get("more_body"):
-                        break
-        except TimeoutError:
-            return error(408, f"the body did not arrive within {SENDING:g} s", close=True), b""
-        return None, bytes(body)
+        return received
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc]
@@ -340,48 +321,47 @@ class Gateway:
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            yield
-            await self.answerer.client.aclose()
+            async with self.answerer.client:
+                yield
 
         app = FastAPI(title="catto serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-        forms: dict[int | str, Any] = {200: {"content": {"text/event-stream": {}}}, **_DESCRIBED}
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], responses=forms, response_model=None)
-        app.add_api_route("/v1/feedback", self.feedback, methods=["POST"], responses=_DESCRIBED)
-        app.add_api_route("/v1/models", self.models, methods=["GET"], responses=_DESCRIBED)
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=PlainTextResponse)
-        app.add_exception_handler(RequestValidationError, _invalid)
-        for kind in (HTTPException, FaultError, Exception):
+        codes = (400, 401, 404, 408, 413, 429, 502, 503, 504)
+        errors: dict[int | str, Any] = {code: {"description": HTTPStatus(code).phrase} for code in codes}
+        forms = {200: {"content": {"text/event-stream": {}}}, **errors}
+        app.post("/v1/chat/completions", responses=forms, response_model=None)(self.chat)
+        app.post("/v1/feedback", responses=errors)(self.feedback)
+        app.get("/v1/models", responses=errors)(self.models)
+        app.get("/health")(self.health)
+        app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+        for kind in (RequestValidationError, HTTPException, FaultError, Exception):
             app.add_exception_handler(kind, _failed)
         app.add_middleware(Guard, limits=self.limits, watch=self.watch)
         return app
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer with a confidence, or abstain."""
-        name = str(request.state.id)
-        asked = self._asked(name, body)
+        asked = self._asked(str(request.state.id), body)
         if self._inside >= self.limits.concurrency + self.limits.queue:
-            raise refused(429, "the queue is full, try again later")
+            raise HTTPException(429, "the queue is full, try again later", {"Retry-After": "1"})
         self._inside += 1
-        work = asyncio.ensure_future(self._answer(asked))
-        gone = asyncio.ensure_future(request.receive())  # the body is read: what comes next is that the client left
+        work = asyncio.create_task(self._answer(asked))
+        gone = asyncio.create_task(request.receive())  # the body is read: what comes next is that the client left
+        gone.add_done_callback(lambda _: work.cancel())
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                LOG.info("%s the client hung up", name)
-                return Response(status_code=499)
-            answered = work.result()
+            answered = await work
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            return Response(status_code=499)
         finally:
             self._inside -= 1
             gone.cancel()
-            work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        self.watch.answered(name, answered.catto)
-        head = {"id": name, "created": int(time.time()), "model": self.model}
-        if not body.stream:
-            return JSONResponse(_completion(head, answered))
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return StreamingResponse(_chunks(head, answered, usage), media_type="text/event-stream")
+        self.watch.answered(asked.question.id, answered.catto)
+        head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
+        if body.stream:
+            usage = (body.stream_options or {}).get("include_usage", False)
+            return Response(_events(head, answered, usage), media_type="text/event-stream")
+        return JSONResponse(_completion(head, answered))
 
     async def _answer(self, asked: Asked) -> Answered:
         try:
@@ -392,20 +372,22 @@ class Gateway:
 
     def _asked(self, name: str, body: ChatRequest) -> Asked:
         """What a request wants, or the refusal of what cannot be served."""
-        wishes, protocol = body.catto, self.protocol
-        if body.model != self.model:
-            raise refused(404, f"model {body.model!r} is not served, {self.model!r} is")
-        if wishes.rule is not None and wishes.rule not in RULES:
-            raise refused(400, f"catto.rule: expected one of {', '.join(RULES)}")
+        wishes, limits = body.catto, self.limits
         changed = {"k": wishes.k, "rule": wishes.rule, "temperature": body.temperature}
-        protocol = protocol.model_copy(update={key: value for key, value in changed.items() if value is not None})
-        if protocol.k > self.limits.max_k:
-            raise refused(400, f"catto.k: at most {self.limits.max_k}")
+        protocol = self.protocol.model_copy(update={key: value for key, value in changed.items() if value is not None})
+        most = body.max_completion_tokens or body.max_tokens or min(512, limits.max_tokens)
+        if body.model != self.model:
+            raise HTTPException(404, f"model {body.model!r} is not served, {self.model!r} is")
+        if protocol.rule not in RULES:
+            raise HTTPException(400, f"catto.rule: expected one of {', '.join(RULES)}")
+        if protocol.k > limits.max_k:
+            raise HTTPException(400, f"catto.k: at most {limits.max_k}")
         if protocol.k > 1 and protocol.temperature == 0:
-            raise refused(400, f"{protocol.k} samples at temperature 0 are the same: give a temperature, or k = 1")
-        most = body.max_completion_tokens or body.max_tokens or min(512, self.limits.max_tokens)
-        if most > self.limits.max_tokens:
-            raise refused(400, f"max_tokens: at most {self.limits.max_tokens}")
+            raise HTTPException(
+                400, f"{protocol.k} samples at temperature 0 are the same: give a temperature, or k = 1"
+            )
+        if most > limits.max_tokens:
+            raise HTTPException(400, f"max_tokens: at most {limits.max_tokens}")
         texts = wishes.options or dict.fromkeys(self.labels, "")
         options = tuple(Option(label=label, text=text) for label, text in texts.items())
         question = Question(id=name, task="served", split="test", fields={}, options=options, gold=options[0].label)
@@ -430,12 +412,8 @@ class Gateway:
         """Counts since the start, and how calibrated the last graded answers are."""
         waiting = max(0, self._inside - self.limits.concurrency)
         now = {"catto_in_flight": self._inside - waiting, "catto_queued": waiting}
-        return self.watch.text(**now, catto_upstream_retries_total=self.answerer.engine.retries)
-
-
-_DESCRIBED: dict[int | str, dict[str, Any]] = {
-    code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 404, 408, 413, 429, 502, 503, 504)
-}
+        retries = {"catto_upstream_retries_total": self.answerer.engine.retries}
+        return prometheus({**self.watch.counts, **self.watch.rolling(), **now, **retries})
 
 
 def run(gateway: Gateway, host: str, port: int) -> None:
@@ -450,50 +428,40 @@ def run(gateway: Gateway, host: str, port: int) -> None:
 def _completion(head: dict[str, Any], answered: Answered) -> dict[str, Any]:
     message = {"role": "assistant", "content": answered.text, "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": answered.finish_reason, "logprobs": None}
-    return {
-        **head,
-        "object": "chat.completion",
-        "choices": [choice],
-        "usage": _usage(answered),
-        "catto": answered.catto,
-    }
+    body = {**head, "object": "chat.completion", "choices": [choice]}
+    return {**body, "usage": answered.usage, "catto": answered.catto}
 
 
-def _usage(answered: Answered) -> dict[str, int]:
-    prompt, completion = answered.prompt_tokens, answered.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _chunks(head: dict[str, Any], answered: Answered, usage: bool) -> Iterator[str]:
-    """The chosen answer word by word; the last chunk has the `catto` object."""
-    deltas: list[tuple[dict[str, str], str | None]] = [({"role": "assistant", "content": ""}, None)]
-    deltas += [({"content": word}, None) for word in re.findall(r"\s*\S+|\s+$", answered.text)]
-    deltas += [({}, answered.finish_reason)]
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
-        for delta, reason in deltas
-    ]
+def _events(head: dict[str, Any], answered: Answered, usage: bool) -> str:
+    """The chosen answer as server-sent events, word by word; the last chunk has the `catto` object."""
+    words = re.findall(r"\s*\S+|\s+$", answered.text)
+    deltas: list[Any] = [{"role": "assistant", "content": ""}, *({"content": word} for word in words), {}]
+    choices: list[Any] = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+    choices[-1]["finish_reason"] = answered.finish_reason
+    chunks: list[Any] = [{"choices": [choice]} for choice in choices]
     chunks[-1]["catto"] = answered.catto
     if usage:
-        chunks.append({"choices": [], "usage": _usage(answered), "catto": answered.catto})
-    for chunk in chunks:
-        yield f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **chunk}, ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
+        chunks.append({"choices": [], "usage": answered.usage, "catto": answered.catto})
+    lines = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    return "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]"))
 
 
-async def _invalid(_: Request, problem: Any) -> Response:
-    """A body that is no request: its first problem, without the value, which may be a prompt."""
-    first = problem.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    said = "this field is not supported" if first["type"] == "extra_forbidden" else first["msg"]
-    return error(400, f"{place}: {said}" if place else said)
+def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error in OpenAI's form."""
+    kind, code = _KINDS.get(status, ("upstream_error" if status > 500 else "invalid_request_error", None))
+    body = {"error": {"message": shortened(message), "type": kind, "param": None, "code": code}}
+    return JSONResponse(body, status, headers)
 
 
 async def _failed(_: Request, problem: Any) -> Response:
+    """What was raised, as a reply. Of a body that is no request its first problem, without the value: a prompt."""
     if isinstance(problem, FaultError):
         return error(problem.code, f"upstream: {problem.reason}" if problem.code > 500 else problem.reason)
     if isinstance(problem, HTTPException):
-        reply = error(problem.status_code, str(problem.detail))
-        reply.headers.update(problem.headers or {})  # Allow, with 405
-        return reply
+        return error(problem.status_code, str(problem.detail), problem.headers)
+    if isinstance(problem, RequestValidationError):
+        first = problem.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        said = "this field is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+        return error(400, f"{place}: {said}" if place else said)
     return error(500, "the gateway failed; its log has the traceback")
