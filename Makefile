@@ -7,6 +7,8 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Some containers set it; then every process that a test starts compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Processes that share the suite, and minutes that `make fuzz` may take.
 JOBS ?= 2
