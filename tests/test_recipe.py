@@ -87,11 +87,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sft": {"trl": {"learning_rate": -1}}}, "sft.trl.learning_rate: expected a number above 0, got -1"),
     ({"sft": {"trl": {"seed": -1}}}, "sft.trl.seed: expected a number of at least 0, got -1"),
-    (
-        {"evaluation": {"engine": "vllm"}},
-        "evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted",
-    ),
-    ({"evaluation": {"engine": "vllm", "k": []}, "methods": ["sft", "sft+ts"]}, "leave sft+ts out of the methods"),
     ({"evaluation": {"sampling": "fited"}}, "evaluation.sampling: expected validation or fitted"),
     ({"methods": ["sft", "dpo+cato+ts"]}, "did you mean dpo+catto+ts?"),
     ({"methods": ["sft", "sft+ts+ts"]}, "methods: 'sft+ts+ts' is not one of sft,"),

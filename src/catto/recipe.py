@@ -299,10 +299,4 @@ class Recipe(Settings):
                 raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
-        scaled = [name for name in self.methods if method(name).stage == "scaling"]
-        if self.evaluation.engine == "vllm" and (self.evaluation.k or scaled):
-            remedy = f"leave {scaled[0]} out of the methods" if scaled else "set evaluation.k: []"
-            raise ValueError(
-                f"evaluation.engine: vllm stores no log-sum-exp, which a temperature is fitted on: {remedy}"
-            )
         return self
