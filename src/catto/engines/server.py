@@ -29,7 +29,7 @@ import httpx2 as httpx
 from pydantic import ValidationError
 
 from catto import __version__
-from catto.engines import Context, Engine, Exchange, Generation, Key, Request, Scores
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, model_name
 from catto.engines.replies import (
     ENOUGH,
     ModelList,
@@ -48,7 +48,9 @@ FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
 STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MOST_BYTES = 256 * 2**20
-MOST_TOPS = 20
+# What every server gives. Of one token llama.cpp gives as many candidates as are asked for (its n_probs), and vLLM as
+# many as its --max-logprobs allows.
+MOST_TOPS, MORE_TOPS = 20, 1000
 # Bytes of an error reply that is no JSON.
 MOST_SAID = 1000
 PROBE_RETRIES = 2
@@ -110,8 +112,6 @@ class ServerEngine(Engine):
     as basic authentication and shown nowhere.
     """
 
-    exchanges: Exchange = "text"
-
     def __init__(
         self,
         base_url: str,
@@ -131,6 +131,7 @@ class ServerEngine(Engine):
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         self.name = f"server httpx2-{httpx.__version__}"
         self.model, self.batch_size = model, concurrency
+        self.more_tops = MOST_TOPS  # candidates after a begun answer; `probe` finds out whether there are more
         self.base_url, login = split_login(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
         self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
@@ -140,6 +141,15 @@ class ServerEngine(Engine):
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
         self._warned = self._reached = False
         self._in_a_row = 0  # requests that ran out of retries with no reply between them
+
+    @property
+    def model(self) -> str:
+        """The model's name as it is stored and shown; requests carry the server's own, which may be a path."""
+        return model_name(self._served)
+
+    @model.setter
+    def model(self, served: str) -> None:
+        self._served = served
 
     def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
@@ -154,9 +164,15 @@ class ServerEngine(Engine):
         async def work(client: httpx.AsyncClient, put: Put[Generation | Refusal]) -> None:
             while not failures and (request := next(todo, None)) is not None:
                 try:
-                    put(await self._ask(client, request))
-                except ServerError as error:
-                    failures.append(error)
+                    put(await self.ask(client, request))
+                    self._in_a_row = 0
+                except FaultError as fault:
+                    self._in_a_row = self._in_a_row + 1 if fault.again else 0
+                    if fault.of_all or self._in_a_row >= ENOUGH:
+                        where = f"{self.place} question {request.question} sample {request.sample}"
+                        failures.append(ServerError(f"{where}: {fault.reason}"))
+                    else:
+                        put(Refusal(refused=fault.reason, question=request.question, sample=request.sample))
 
         async def ask_all(put: Put[Generation | Refusal]) -> None:
             async with self.client() as client:
@@ -191,15 +207,18 @@ class ServerEngine(Engine):
         plain = ask("", 0)
         if isinstance(plain, Refusal):
             raise ServerError(f"{self.place}: a first request was refused: {plain.refused}")
-        known = ask("", self.top_logprobs or MOST_TOPS)
-        tops = (known.tops if isinstance(known, Generation) else None) or ()
+        known = ask("", MORE_TOPS)
+        if isinstance(known, Refusal):
+            known = ask("", self.top_logprobs or MOST_TOPS)
+        tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
+        self.more_tops = max(tops, MOST_TOPS)
         longer = [ask(" ".join(["one"] * words), 0, **CONTINUE) for words in (4, 8)]
         bare, *lengths = [reply.prompt_tokens if isinstance(reply, Generation) else None for reply in (plain, *longer)]
         if bare is None or lengths[0] is None or lengths[1] is None:
             continues = False
         else:
             continues = lengths[0] - bare <= lengths[1] - lengths[0] + 1
-        return Abilities(bool(tops), max((len(candidates) for _, candidates in tops), default=0), continues)
+        return Abilities(tops > 0, tops, continues)
 
     def only_model(self) -> str:
         """The name of the one model that the server lists; ServerError where there are others, or none."""
@@ -235,7 +254,7 @@ class ServerEngine(Engine):
             self.retries += twin.retries
 
     def _continuing(self) -> ServerEngine:
-        return self._twin(self.top_logprobs or MOST_TOPS, self.max_retries, CONTINUE)
+        return self._twin(self.more_tops, self.max_retries, CONTINUE)
 
     def _twin(self, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
         """The same server with other settings and counters of its own."""
@@ -269,19 +288,6 @@ class ServerEngine(Engine):
     def _key(self) -> str | None:
         return os.environ.get(self.api_key_env, "").strip() or None
 
-    async def _ask(self, client: httpx.AsyncClient, request: Request) -> Generation | Refusal:
-        """Ask; a fault that does not speak against the other requests is a refusal."""
-        try:
-            generation = await self.ask(client, request)
-        except FaultError as fault:
-            self._in_a_row = self._in_a_row + 1 if fault.again else 0
-            if fault.of_all or self._in_a_row >= ENOUGH:
-                where = f"{self.place} question {request.question} sample {request.sample}"
-                raise ServerError(f"{where}: {fault.reason}") from None
-            return Refusal(refused=fault.reason, question=request.question, sample=request.sample)
-        self._in_a_row = 0
-        return generation
-
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
         """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
 
@@ -306,13 +312,14 @@ class ServerEngine(Engine):
         except TimeoutError:
             if fault is None or not fault.of_all:
                 fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
-        fault.reason = self._told(fault, request)
+        told = [turn.content for turn in request.messages]
+        fault.reason = one_line(fault.reason, [self._key() or "", *self._login], told)
         raise fault from None
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Reply:
         """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": self._served,
             "messages": [message.model_dump() for message in request.messages],
             "temperature": request.temperature,
             "seed": request.seed,
@@ -350,7 +357,7 @@ class ServerEngine(Engine):
     def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
         choice = reply.choices[0]
         text, tops, mean = cut_after_stop(choice, request.stop)
-        model = reply.model or self.model
+        model = model_name(reply.model or self.model)
         return Generation(
             question=request.question,
             sample=request.sample,
@@ -381,10 +388,6 @@ class ServerEngine(Engine):
         url = urlsplit(self.base_url)
         host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
         return f"{url.scheme}://{host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path}"
-
-    def _told(self, fault: FaultError, request: Request) -> str:
-        """Why it failed, in one line without secrets or prompt."""
-        return one_line(fault.reason, [self._key() or "", *self._login], [turn.content for turn in request.messages])
 
     def _status_fault(self, status: int, headers: Mapping[str, str], said: str, tries: int) -> FaultError:
         """What an HTTP error says of the request and of the server."""

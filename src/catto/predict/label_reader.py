@@ -2,8 +2,8 @@
 
 From an engine that exchanges tokens: the label is located in the token ids and the engine scores it there. From a
 server: only token texts with the best candidates at each place are known. The answer's own log-probability always comes
-with the token that was drawn; the other labels are known where they are among the best 20, `label_logprobs` is None
-where one of them is not, and `logsumexp` always.
+with the token that was drawn, and the other labels are known where they are among the best 20. Where one is not, a
+server that gives more candidates is asked again; else `label_logprobs` is None. `logsumexp` is None always.
 
 A response without an answer is closed, so that the next token is a label, and the most probable label is taken.
 """
@@ -229,21 +229,40 @@ def server_reader(engine: ServerEngine) -> Reader:
 
 
 def read_replies(engine: ServerEngine, continues: bool, cases: Sequence[Case]) -> list[Answer | Refusal]:
-    """The answer of every reply, those without one by continuing the closed response where the server can.
+    """The answer of every reply; what a reply leaves open is asked by continuing it, where the server can.
 
-    A response whose label has no readable log-probability is refused, and so is one whose continuation was.
+    A response whose label has no readable log-probability is refused, and so is one without an answer whose
+    continuation was.
     """
     answers = [read_reply(case.question, case.generation) for case in cases]
-    unanswered = [case for case, answer in zip(cases, answers, strict=True) if answer is None]
-    begun = [(chat, begun_answer(generation.text)) for _, chat, generation in unanswered]
+    texts = [left_open(engine, case, answer) for case, answer in zip(cases, answers, strict=True)]
+    begun = [(case.chat, text) for case, text in zip(cases, texts, strict=True) if text]
     tops = iter(engine.next_tokens(begun) if continues else [{}] * len(begun))
     return [
-        continued(case, next(tops)) if answer is None else answer for case, answer in zip(cases, answers, strict=True)
+        continued(case, next(tops)) if text else answer
+        for case, answer, text in zip(cases, answers, texts, strict=True)
     ]
 
 
+def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> str:
+    """The text whose next token tells what a reply leaves open, for `continued`; empty where that is nothing.
+
+    It is the response closed, where there is no answer, or up to its label, where other labels are not among the
+    candidates and the server gives more of them than it gave.
+    """
+    if answer is NO_ANSWER:
+        return begun_answer(case.generation.text)
+    if isinstance(answer, Refusal) or answer.label_logprobs is not None or engine.more_tops <= engine.top_logprobs:
+        return ""
+    written = _written(case.question, case.generation)
+    return case.generation.text[: written.begin] if isinstance(written, _Written) else ""
+
+
 def continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refusal:
-    """The most probable label among the candidates that continue a closed response."""
+    """The answer of a reply with the candidates after its `left_open`; without an answer, the most probable label."""
+    written = _written(case.question, case.generation)
+    if isinstance(written, _Written):
+        return _answer_at(case.question, written, {} if isinstance(tops, Refusal) else tops)
     if isinstance(tops, Refusal):
         return tops.model_copy(update={"question": case.generation.question, "sample": case.generation.sample})
     logprobs = label_logprobs(case.question.labels, tops)
@@ -251,28 +270,52 @@ def continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refus
     return NO_ANSWER if best is None else _answer(case.question, best, "fallback", logprobs)
 
 
-def read_reply(question: Question, generation: Generation) -> Answer | Refusal | None:
-    """The answer as it was written, at the token that holds the label's first character; None where there is none."""
+def read_reply(question: Question, generation: Generation) -> Answer | Refusal:
+    """The answer as it was written, at the token that holds the label's first character; NO_ANSWER without one."""
+    written = _written(question, generation)
+    return _answer_at(question, written) if isinstance(written, _Written) else written or NO_ANSWER
+
+
+class _Written(NamedTuple):
+    """The token that a label begins in: where the token begins, its text before and after the label, its candidates."""
+
+    label: str
+    source: Source
+    begin: int
+    token: str
+    lead: str
+    after: str
+    tops: Mapping[str, float]
+
+
+def _written(question: Question, generation: Generation) -> _Written | Refusal | None:
     parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
     begin, (start, stop) = 0, parsed.span
+    why = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
     for token, tops in generation.tops or ():
         end = begin + len(token)
         if generation.text[begin:end] != token[: max(0, len(generation.text) - begin)]:
             break
         if begin <= start < end:
-            after = token[stop - begin :] if end > stop else ""
-            written = token[start - begin : stop - begin]
-            if other := next((one for one in question.labels if one != parsed.label and one.startswith(written)), None):
-                why = f"labels {parsed.label!r} and {other!r} begin with the same token {written!r}"
-                return Refusal(refused=why, question=generation.question, sample=generation.sample)
-            logprobs = label_logprobs(question.labels, tops, lead=token[: start - begin], after=after)
-            # The token that was drawn counts, and not the likeliest beginning of the label.
-            return _answer(question, parsed.label, parsed.source, {**logprobs, parsed.label: tops[token]})
+            own = token[start - begin : stop - begin]
+            other = next((one for one in question.labels if one != parsed.label and one.startswith(own)), None)
+            if other is None:
+                after = token[stop - begin :] if end > stop else ""
+                return _Written(parsed.label, parsed.source, begin, token, token[: start - begin], after, tops)
+            why = f"labels {parsed.label!r} and {other!r} begin with the same token {own!r}"
+            break
         begin = end
-    why = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
     return Refusal(refused=why, question=generation.question, sample=generation.sample)
+
+
+def _answer_at(question: Question, written: _Written, more: Mapping[str, float] | None = None) -> Answer:
+    """The answer by a token's candidates, and by more of them from another request, unless that was read otherwise."""
+    tops = {**more, **written.tops} if more and written.token in more else written.tops
+    logprobs = label_logprobs(question.labels, tops, written.lead, written.after)
+    # The token that was drawn counts, and not the likeliest beginning of the label.
+    return _answer(question, written.label, written.source, {**logprobs, written.label: written.tops[written.token]})
 
 
 def label_logprobs(

@@ -254,7 +254,7 @@ class _Job:
     @cached_property
     def reader(self) -> Reader:
         """What reads the labels of this engine's responses."""
-        if self.engine.exchanges == "tokens":
+        if self.engine.tokenizer is not None:
             return partial(read_tokens, self.engine)
         from catto.engines.server import ServerEngine
 
@@ -335,7 +335,7 @@ class _Job:
             chunks = [self.keys[start : start + width] for start in range(len(done), len(self.keys), width)]
             if retry_refused and refused_before:
                 chunks.append(refused_before)
-            if chunks and self.engine.exchanges == "tokens":  # labels that tokens cannot tell apart are refused first
+            if chunks and self.engine.tokenizer is not None:  # labels that tokens cannot tell apart are refused first
                 for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
                     check_labels(self.engine.tokenizer, labels)
             self.cap = RefusalCap(max_refused, done.keys() - {*refused_before}, refused_before)

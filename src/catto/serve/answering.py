@@ -17,7 +17,7 @@ from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request
 from catto.engines.server import FaultError, ServerEngine, best_next
 from catto.metrics.selection import Candidates, candidates, further
-from catto.predict.label_reader import NO_ANSWER, Case, begun_answer, continued, read_reply
+from catto.predict.label_reader import NO_ANSWER, Case, continued, left_open, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
@@ -48,7 +48,7 @@ class Answered(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A response, and its continuation where it had no answer; `unreadable`: why its label has no probability."""
+    """A response, and its continuation where it left something open; `unreadable`: why its label has no probability."""
 
     prediction: Prediction
     replies: tuple[Generation, ...]
@@ -111,12 +111,12 @@ class Answerer:
             stop=STOP,
         )
         replies = [await self.engine.ask(self.client, request)]
+        case = Case(question, chat, replies[0])
         answer = read_reply(question, replies[0])
-        if answer is None:
-            if self.continues:
-                replies.append(await self.engine.continuation(self.client, chat, begun_answer(replies[0].text)))
-            tops = best_next(replies[1]) if self.continues else {}
-            answer = continued(Case(question, chat, replies[0]), tops)
+        wanted = answer is NO_ANSWER or self.fitted is not None  # nothing but a calibrator reads the other labels
+        if wanted and self.continues and (text := left_open(self.engine, case, answer)):
+            replies.append(await self.engine.continuation(self.client, chat, text))
+            answer = continued(case, best_next(replies[1]))
         unreadable = answer.refused if isinstance(answer, Refusal) else None
         read = NO_ANSWER if isinstance(answer, Refusal) else answer
         made = prediction(question, replies[0], read, request.temperature, request.seed, self.engine.name)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from catto.engines import model_name
 from catto.engines.replies import count_reasons
 from catto.prompts import completion, messages
 from catto.recipe import TeacherSettings
@@ -197,7 +198,7 @@ def summarise(
         for response in group.responses:
             verdicts[_verdict(response)] += 1
             examples.setdefault(_verdict(response), response)
-            names[response.model] += settings.source == "server" and response.model != settings.model
+            names[response.model] += settings.source == "server" and response.model != model_name(settings.model or "")
             if response.tokens is not None:
                 tokens.update(counted=1, generated=response.tokens, prompt=response.prompt_tokens or 0)
     answered = drops.total()
