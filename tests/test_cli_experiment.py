@@ -143,8 +143,8 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
 def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Capture) -> None:
     """SFT: 5,000 rows x 3 epochs. DPO at two rates: 500 pairs x 2 responses x 2 epochs each. Rows of 2,048 tokens.
 
-    That is 38.9 million tokens; 4e9 parameters at 0.4 x 312e12 / 24e9 = 5,200 tokens/s take 2.1 hours, and 4 copies of
-    two bytes 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
+    That is 38.9 million tokens; 4.02e9 parameters at 0.4 x 312e12 / 24.1e9 = 5,171 tokens/s take 2.1 hours, and 4 copies
+    of two bytes 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
     """
     tasks = "tasks={snli: {train: 100, validation: 50}}"
     sets = [tasks, "methods=[sft, dpo]", "budgets=[matched]", "seeds=[0]", "model.dtype=bfloat16"]
@@ -152,10 +152,13 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     lines = run(capsys, *plan).out.splitlines()[-4:]
     assert lines == [
         "3 trainings: up to 39 million tokens, with rows as long as the context",
-        "4 billion parameters: 32 GB of GPU memory for weights, gradients and Adam's moments, then activations",
-        "up to 2 GPU hours at 5,200 tokens/s (40% of an A100's 312 TFLOP/s)",
+        "4.02 billion parameters: 32 GB of GPU memory for weights, gradients and Adam's moments, then activations",
+        "up to 2 GPU hours at 5,171 tokens/s (40% of an A100's 312 TFLOP/s)",
         "teacher: 1,050 requests, up to 1 million generated tokens",
     ]
+    assert "64 GB of GPU memory" in run(capsys, *plan, "--set", "model.dtype=null").out  # no dtype is fp32
+    named = run(capsys, *plan, "--set", "model.path=some/model-7B").out  # by its name alone
+    assert "7 billion parameters: 56 GB of GPU memory for weights, gradients and Adam's moments" in named
     adapter = run(capsys, *plan, "--set", "model.peft={r: 8}", "--set", "model.dtype=float32").out
     assert "16 GB of GPU memory for the weights, then activations" in adapter
     all_of_them = run(capsys, *plan, "--set", "tasks={snli: {validation: 50}}").out

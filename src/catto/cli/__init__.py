@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, run, select, serve, teach, train
+from catto.cli import calibrate, data, doctor, evaluate, measure, plan, run, select, serve, teach, train
 from catto.cli.console import examples, refuse
 from catto.problems import DataError
 
@@ -38,7 +38,7 @@ app.command("select", epilog=select.EXAMPLES)(select.select)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("data", epilog=data.EXAMPLES)(data.data)
 app.add_typer(run.app, name="recipe")
-app.command("plan", epilog=run.PLAN_EXAMPLES)(run.plan)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
 app.command("stage", epilog=run.STAGE_EXAMPLES)(run.stage)
 app.command("verify", epilog=run.VERIFY_EXAMPLES)(run.verify)

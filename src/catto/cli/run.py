@@ -1,11 +1,10 @@
-"""`catto plan`, `run`, `stage`, `verify` and `recipe`; and what every command that takes a recipe shares."""
+"""`catto run`, `stage`, `verify` and `recipe`; and what every command that takes a recipe shares."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
-PLAN_EXAMPLES = console.examples("catto plan quickstart", "catto plan mine.yaml --set evaluation.bins=15")
 RUN_EXAMPLES = console.examples(
     "catto run quickstart",
     "catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1",
@@ -52,7 +50,6 @@ RetryOption = Annotated[
     typer.Option("--retry-refused", help="Ask what the teacher's server refused again, and redo what depends on it."),
 ]
 
-STANDINGS = ("done", "begun", "to do")
 # Progress bars and notices of libraries would break the display.
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -113,56 +110,16 @@ def _silence() -> None:
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
 
 
-# ---- plan and run ---------------------------------------------------------------------------------------------------
+# ---- run ------------------------------------------------------------------------------------------------------------
 
 
-def _read(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
+def read_recipe(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
+    """Read a recipe with what the command line overrides."""
     from catto.experiment.graph import open_recipe
 
     if seeds and len(set(seeds)) < len(seeds):
         console.refuse(f"--seed: {', '.join(map(str, seeds))} names a seed twice")
     return open_recipe(recipe, [*(sets or ()), *([f"seeds={list(seeds)}"] if seeds else [])])
-
-
-def plan(
-    recipe: RecipeArgument,
-    out: OutOption = None,
-    sets: SetOption = None,
-    seeds: SeedOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every stage as JSON and nothing else.")] = False,
-) -> None:
-    """Show the stages of a recipe, which are done and how long those took, and what the others need."""
-    from catto.cli.display import duration
-    from catto.experiment import runner
-    from catto.experiment.estimate import needed
-    from catto.experiment.graph import Graph
-    from catto.methods import METHODS
-
-    read = _read(recipe, sets, seeds)
-    root, graph = folder(read, out), Graph(read)
-    groups, described, missing = defaultdict(list), [], []
-    for stage, standing in runner.plan(root, [graph.report()]):
-        seconds = runner.seconds_of(root, stage)
-        missing += [stage] if standing != "done" else []
-        named = {"kind": stage.kind, "name": stage.name, "key": stage.key, "folder": stage.folder}
-        described.append({**named, "standing": standing, "seconds": seconds})
-        group = f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
-        groups[group].append((standing, seconds or 0.0))
-    if as_json:
-        console.print_json(described)
-        return
-    rows = console.table(str(root), "stages", *STANDINGS, "took")
-    for name, members in [*groups.items(), ("all", [member for group in groups.values() for member in group])]:
-        if name == "all":
-            rows.add_section()
-        counts = [[standing for standing, _ in members].count(standing) for standing in STANDINGS]
-        rows.add_row(name, *map(str, counts), duration(sum(seconds for _, seconds in members)) if counts[0] else "-")
-    console.print_table(rows)
-    for line in needed(read, missing):
-        console.say(line)
-    several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in read.methods)
-    if read.lr_choice == "mean" and len(read.seeds) > 1 and several_rates:
-        console.say("lr_choice mean: a learning rate is chosen by its mean over seeds, so choices wait for every seed.")
 
 
 def run(
@@ -177,7 +134,7 @@ def run(
     from catto.experiment.graph import Graph
     from catto.experiment.stages import place
 
-    read = _read(recipe, sets, seeds)
+    read = read_recipe(recipe, sets, seeds)
     root, goal = folder(read, out), Graph(read).report()
     go(recipe, read, root, [goal], retry_refused, repair)
     _show_results(place(root, goal), root / "report.html")

@@ -1,0 +1,356 @@
+"""What a plan costs before it runs: the memory of a training step, and the seconds of a stage. Nothing is loaded.
+
+Memory follows from the shape of the model by the tensors that a step holds on a GPU: fp32 or bf16 weights, bf16
+products, gradient checkpointing, AdamW's fused kernel, the reference precomputed. `benchmarks/memory.py` compares it
+with the bytes of real steps. Seconds are operations over a GPU's speed and bytes over its bandwidth. Rows are taken to
+be as long as the context, so tokens are upper bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage, TextSettings, TrainSettings
+from catto.files import read_json
+from catto.recipe import ModelSettings, Recipe
+from catto.records import Split
+from catto.tasks import TASKS
+from catto.tasks.witnesses import SIZES
+
+__all__ = ["GPU", "KNOWN", "Costs", "Memory", "Network", "group", "memory", "network", "parameters"]
+
+
+class Card(NamedTuple):
+    """Published peaks of a GPU: 16-bit operations/s, bytes/s, bytes."""
+
+    name: str
+    operations: float
+    bandwidth: float
+    memory: float
+
+
+GPU = Card("A100", 312e12, 2.04e12, 80e9)
+# The share of the peaks that a well-tuned training reaches, and a decoder that reads all weights for every token.
+TRAINING, READING = 0.4, 0.8
+# Tokens/s of one response of the teacher's server.
+STREAM = 50.0
+# Stages that read, count or choose, without a model.
+LITTLE = 5.0
+# The share of a row that is its prompt, which `prefix_sharing` computes once for both responses.
+PROMPT = 0.5
+# Words of the embedded world, the vocabulary of a model from scratch.
+WORDS = 256
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Network:
+    """The shape of a dense decoder with gated MLPs (Llama, Qwen, Mistral, ...)."""
+
+    layers: int
+    width: int
+    intermediate: int
+    queries: int  # heads x their width
+    keys: int  # of keys, and of values
+    vocabulary: int
+    tied: bool
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer: attention, MLP, two norms."""
+        return self.width * (2 * self.queries + 2 * self.keys + 3 * self.intermediate + 2)
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, and of the head."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All of them.
+
+        >>> KNOWN["Qwen/Qwen3-4B"].parameters
+        4022458880
+        """
+        return self.layers * self.layer + self.table * (1 if self.tied else 2) + self.width
+
+    def adapters(self, rank: int) -> int:
+        """Parameters of LoRA adapters on all linear layers: rank x (inputs + outputs) each."""
+        inputs = 5 * self.width + self.queries + self.intermediate
+        outputs = self.queries + 2 * self.keys + 2 * self.width + 2 * self.intermediate
+        return self.layers * rank * (inputs + outputs)
+
+
+KNOWN = {"Qwen/Qwen3-4B": Network(36, 2560, 9728, 32 * 128, 8 * 128, 151_936, True)}
+
+
+def network(model: ModelSettings) -> Network | None:
+    """Return the shape of a recipe's model: from scratch, from its folder or the hub's cache; None where unknown."""
+    if model.scratch is not None:
+        scratch = model.scratch
+        heads = scratch.width // scratch.heads * scratch.heads
+        return Network(scratch.layers, scratch.width, scratch.intermediate, heads, heads, WORDS, True)
+    name = model.path or ""
+    folder = Path(name) / "config.json"
+    if not folder.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json") if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+        if not isinstance(cached, str):
+            return KNOWN.get(name)
+        folder = Path(cached)
+    config = read_json(folder)
+    config = config.get("text_config", config)
+    if "num_experts_per_tok" in config:  # a mixture of experts
+        return None
+    try:
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        head = config.get("head_dim") or width // heads
+        keys = config.get("num_key_value_heads") or heads
+        shape = config["num_hidden_layers"], width, config["intermediate_size"], heads * head, keys * head
+        return Network(*shape, config["vocab_size"], bool(config.get("tie_word_embeddings")))
+    except KeyError:  # another family's names
+        return None
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. The peak is less than the sum: gradients grow while activations are freed."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    peak: float
+
+
+def memory(net: Network, tokens: int, scored: int, *, width: int = 4, rank: int | None = None, gpus: int = 1) -> Memory:
+    """Return what a training step holds at most on each GPU.
+
+    tokens: computed in a step on this GPU. scored: those of them that are responses. width: bytes of a weight. rank: of
+    LoRA adapters on all linear layers; None trains every weight. gpus: over which FSDP2 cuts weights (bf16 while they
+    compute), gradients and moments, a layer at a time.
+
+    >>> step = memory(KNOWN["Qwen/Qwen3-4B"], tokens=12_288, scored=8_192)
+    >>> round(step.weights / 1e9, 1), round(step.optimizer / 1e9, 1), round(step.peak / 1e9, 1)
+    (16.1, 32.2, 67.5)
+    """
+    full, sharded, table = rank is None, gpus > 1, net.table
+    trained, grain = (net.parameters, width) if rank is None else (net.adapters(rank), 4)
+    weights = width * net.parameters + (0 if full else 4 * trained)
+    gradients, optimizer = grain * trained, 2 * grain * trained
+    stream = 2 if sharded else width  # bytes of a number of the residual stream
+    # Tensors that a layer saves for its backward pass, per token. Norms that are not trained save less, and so does a
+    # bf16 stream, which products read without another copy.
+    saved = 18 if not full else 26 if stream == 4 else 16
+    layer = tokens * (saved * net.width + (10 if full else 8) * (net.queries + net.keys) + 8 * net.intermediate)
+    layer += tokens * (8 * net.width + (3 if full else 8) * net.intermediate)  # gradients on their way through it
+    layer += 0 if sharded or stream == 2 else 2 * net.layer  # its weights in bf16
+    kept = tokens * stream * net.width * net.layers  # what checkpointing keeps: the input of every layer
+    tile = min(GPU.memory / 256, scored * table / net.width / 2)  # of fp32 logits, at most an eighth of the vocabulary
+    head = (3 * tokens * stream + 6 * scored) * net.width + 4 * tile
+    activations = kept + max(layer, head)
+    # Four moments compete: the end of the forward pass, the first layer and the last one of the backward pass, and the
+    # embedding, whose second gradient is added to the head's.
+    if sharded:
+        whole, tables = 2 * net.layer, 2 * table * (1 if net.tied else 2)
+        moments = [
+            tables + 2 * whole + kept + head,
+            tables + 4 * whole + kept + layer + 2 * table,
+            (gradients - grain * net.layer) / gpus + tables + 3 * whole + layer + 2 * table,
+            gradients / gpus + tables + 8 * table,
+        ]
+    else:
+        copies = 2 * net.parameters if full and width == 4 else 0  # autocast keeps them until the forward pass ends
+        twice = 2 * table * grain if full and net.tied else 0
+        done = gradients - (net.layer * grain if full else 0)
+        begun = table * grain if full else 0
+        moments = [copies + kept + head, begun + kept + layer, done + layer, gradients + twice]
+    parts = weights / gpus, gradients / gpus, optimizer / gpus
+    return Memory(*parts, activations, parts[0] + parts[2] + max(moments))
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+def group(stage: Stage) -> str:
+    """Return the line of the plan that counts a stage: its kind, and a training's method."""
+    return f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
+
+
+def parameters(name: str) -> float | None:
+    """Read the number of parameters off a model's name; None where it does not say.
+
+    >>> parameters("Qwen/Qwen3-4B"), parameters("SmolLM2-135M-Instruct"), parameters("my-model")
+    (4000000000.0, 135000000.0, None)
+    """
+    found = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", name, re.IGNORECASE)
+    return float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()] if found else None
+
+
+class Duration(NamedTuple):
+    """Seconds of a stage, and where they come from: stated, measured or estimated."""
+
+    seconds: float
+    source: str
+
+
+class Costs:
+    """What the stages of a recipe need: rows, tokens, bytes and seconds."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.network = recipe, network(recipe.model)
+        known = None if self.network is None else float(self.network.parameters)
+        self.parameters = parameters(recipe.model.path or "") if known is None else known
+        self.width = 2 if recipe.model.dtype == "bfloat16" else 4
+        self.uncounted: dict[Split, set[str]] = defaultdict(set)  # tasks whose questions are not counted
+
+    def questions(self, stage: Stage[QuestionSettings]) -> int:
+        """Count the questions of a stage; 0 where all of a task's are taken, however many those are."""
+        settings = stage.settings
+        split, task = settings.split, settings.task
+        count = getattr(settings.block, split) or (SIZES[split] if task == "witnesses" else None)
+        if count is None and split != "train" and task in TASKS:
+            count = TASKS[task].sample
+        if count is None:
+            self.uncounted[split].add(task)
+        return count or 0
+
+    def tokens(self, stage: Stage[TrainSettings]) -> int:
+        """Bound the tokens of a training: a pair counts twice, and the third stream on top of it."""
+        settings, recipe = stage.settings, self.recipe
+        asked = self.questions(stage.needs["teacher"].needs["questions"])
+        if settings.method.stage != "preference":
+            rows = settings.block.rows or asked * recipe.teacher.n
+        else:
+            pairs = settings.pairs or settings.block.rows or asked * recipe.teacher.pairs_per_question
+            rows = pairs * self.rows(settings)
+        return recipe.context * rows * settings.epochs
+
+    def rows(self, settings: TrainSettings) -> int:
+        """Count the rows of one element of a batch: of a pair two, and those of the third stream."""
+        if settings.method.stage != "preference":
+            return 1
+        return 2 + (self.recipe.outcome.rows_per_pair if settings.method.stream != "none" else 0)
+
+    def requests(self, stage: Stage) -> int:
+        """Count the responses that a stage generates or asks for."""
+        if isinstance(stage.settings, ResponseSettings):
+            return self.questions(stage.needs["questions"]) * stage.settings.teacher.n
+        settings: TextSettings = stage.settings
+        asked, each = self.questions(stage.needs["held_out"]), settings.temperatures
+        samples = each if isinstance(each, int) else len(each)
+        return min(asked, settings.limit or asked) * samples
+
+    def seconds(self, stage: Stage) -> float | None:
+        """Estimate how long a stage takes on GPUs of the kind `GPU`; None for a model of unknown size."""
+        teacher, evaluation, size = self.recipe.teacher, self.recipe.evaluation, self.parameters
+        batch, length = evaluation.batch_size, evaluation.max_tokens
+        if stage.kind == "train":
+            return None if size is None else self.tokens(stage) / self.speed
+        if stage.kind == "responses" and teacher.source == "server":
+            return self.requests(stage) * teacher.max_tokens / (STREAM * teacher.concurrency)
+        if stage.kind == "responses" and teacher.source == "transformers":
+            batch, length, size = teacher.concurrency, teacher.max_tokens, parameters(teacher.model or "")
+        elif stage.kind not in ("generated", "sampled"):
+            return LITTLE
+        read = None if size is None else self.width * size / (READING * GPU.bandwidth)  # seconds for all weights
+        return None if read is None else -(-self.requests(stage) // batch) * length * read
+
+    def gpus(self, stage: Stage) -> int:
+        """Return how many GPUs a stage holds while it runs."""
+        local = self.recipe.teacher.source == "transformers"
+        return int(stage.kind in ("train", "generated", "sampled") or (stage.kind == "responses" and local))
+
+    def durations(
+        self, missing: Iterable[Stage], taken: Iterable[tuple[Stage, float]], stated: Mapping[str, float]
+    ) -> dict[str, Duration]:
+        """Return the seconds of every missing stage by its key: stated, measured or estimated, in this order.
+
+        stated: by the line of the plan or by kind. taken: finished stages and their seconds, of which the median of the
+        line counts.
+        """
+        measured: dict[str, list[float]] = defaultdict(list)
+        for stage, seconds in taken:
+            measured[group(stage)].append(seconds)
+        durations = {}
+        for stage in missing:
+            line = group(stage)
+            if line in stated or stage.kind in stated:
+                durations[stage.key] = Duration(stated[line if line in stated else stage.kind], "stated")
+            elif line in measured:
+                durations[stage.key] = Duration(median(measured[line]), "measured")
+            elif (estimate := self.seconds(stage)) is not None:
+                durations[stage.key] = Duration(estimate, "estimated")
+            else:
+                raise ValueError(f"how long {stage.name} takes is unknown: state --seconds '{line}=...'")
+        return durations
+
+    @property
+    def speed(self) -> float:
+        """Tokens that are trained on in a second: 6 operations per parameter and token."""
+        return TRAINING * GPU.operations / (6 * (self.parameters or 1))
+
+    def lines(self, missing: Iterable[Stage]) -> list[str]:
+        """Say what the missing trainings and the teacher need; nothing where there is nothing to train or ask."""
+        stages, lines = list(missing), []
+        self.uncounted.clear()
+        if trainings := [stage for stage in stages if stage.kind == "train"]:
+            tokens = sum(map(self.tokens, trainings))
+            length = "with rows as long as the context"
+            lines.append(f"{len(trainings)} trainings: up to {tokens / 1e6:,.0f} million tokens, {length}")
+        if trainings and self.parameters is not None:
+            adapted = self.recipe.model.peft is not None
+            held = "the weights" if adapted else "weights, gradients and Adam's moments"
+            size = self.parameters * self.width * (1 if adapted else 4) / 1e9
+            counted = f"{self.parameters / 1e9:.3g} billion parameters"
+            lines.append(f"{counted}: {size:,.0f} GB of GPU memory for {held}, then activations")
+            hours = f"{tokens / self.speed / 3600:,.0f} GPU hours at {self.speed:,.0f} tokens/s"
+            lines.append(f"up to {hours} ({TRAINING:.0%} of an {GPU.name}'s {GPU.operations / 1e12:.0f} TFLOP/s)")
+        if self.recipe.teacher.source == "server":
+            requests = sum(self.requests(stage) for stage in stages if stage.kind == "responses")
+            generated = requests * self.recipe.teacher.max_tokens / 1e6
+            text = f"teacher: {requests:,} requests, up to {generated:,.0f} million generated tokens"
+            lines += [text] if any(stage.kind == "responses" for stage in stages) else []
+        return lines + self.left_out()
+
+    def left_out(self) -> list[str]:
+        """Say which questions were not counted so far."""
+        splits = sorted(self.uncounted.items())
+        return [f"not counted: {split} questions of {', '.join(sorted(tasks))}" for split, tasks in splits]
+
+    def layouts(self, largest: TrainSettings) -> dict[str, tuple[Memory, Memory]]:
+        """Return the memory of a training in several layouts, prompts computed for every response and shared.
+
+        Processes share the batch of a step; each has at least one of its elements.
+        """
+        net, context = self.network, self.recipe.context
+        if net is None:
+            raise ValueError(
+                f"the shape of {self.recipe.model.path} is unknown: no config.json here or in the hub's cache"
+            )
+        prompt, paired = round(PROMPT * context), largest.method.stage == "preference"
+        rank = (self.recipe.model.peft or {}).get("r", 32)
+        options: dict[str, dict[str, Any]] = {"full": {}, f"LoRA {rank}": {"rank": rank}}
+        if self.width == 4:
+            options[f"LoRA {rank}, bf16"] = {"rank": rank, "width": 2}
+        options |= {f"FSDP2, {gpus} GPUs": {"gpus": gpus} for gpus in (2, 4, 8)}
+        layouts = {}
+        for name, each in options.items():
+            size = max(1, largest.batch_size // each.get("gpus", 1))
+            rows = size * self.rows(largest)
+            tokens, scored = rows * context, size * (2 if paired else 1) * (context - prompt)
+            shared = tokens - size * prompt * paired
+            weights = {"width": self.width, **each}
+            layouts[name] = memory(net, tokens, scored, **weights), memory(net, shared, scored, **weights)
+        return layouts
