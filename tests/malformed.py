@@ -312,7 +312,7 @@ def overrides() -> Iterable[Case]:
         ("methods=[dpo]", "--set methods=[dpo]: methods: dpo starts from sft"),
         ("train_on=snli", "--set train_on=snli: train_on: 'snli' is not among the tasks"),
         ("tasks={snlii: }", "--set tasks={snlii: }: tasks.snlii: neither one of"),
-        ("tasks.a/b.path=own.jsonl", "--set tasks.a/b.path=own.jsonl: tasks: task name 'a/b'"),
+        ("tasks.a/b.path=own.jsonl", "--set tasks.a/b.path=own.jsonl: tasks.a/b: task name 'a/b'"),
         ("name=a/b", "--set name=a/b: name: recipe name 'a/b'"),
         ("name.x=5", "--set name.x=5: name: expected a text"),
         ("model.path=x", "--set model.path=x: model: name exactly one of path"),
@@ -321,7 +321,7 @@ def overrides() -> Iterable[Case]:
     ]:  # fmt: skip
         yield Case(f"--set {text[:40]}", ("plan", "quickstart", "--set", text), (told,))
     both = ("plan", "quickstart", "--set", "evaluation.bins=15", "--set", "evaluation.k=[0]")
-    yield Case("--set: the second of two", both, ("catto: --set evaluation.k=[0]: evaluation.k: expected",))
+    yield Case("--set: the second of two", both, ("catto: --set evaluation.k=[0]: evaluation.k.0: expected",))
     yield Case("--set: a broken file stays to blame", ("plan", "r.yaml", "--set", "evaluation.bins=15"),
                ("r.yaml: seeds: expected a list",), {"r.yaml": RECIPE + "seeds: 3"})  # fmt: skip
 

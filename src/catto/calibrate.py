@@ -27,7 +27,7 @@ from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences
 from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.metrics.ranking import threshold_for_risk
-from catto.metrics.selection import RULES, candidates, grouped, stopped
+from catto.metrics.selection import RULES, candidates, samples_by_question, stopped
 from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
@@ -221,7 +221,7 @@ def final_answers(
 
     The calibrator must be of single samples or of this protocol.
     """
-    rows = [row[: protocol.k] for row in grouped(predictions)]
+    rows = [row[: protocol.k] for row in samples_by_question(predictions)]
     if len(rows[0]) < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
     taken_of = [one for row in rows for one in row]

@@ -63,8 +63,6 @@ def probability_of(name: str, fields: Fields) -> float:
             number = float(value)
         except ValueError:
             number = None
-    if type(number) is float and 0.0 <= number <= 1.0:  # nearly every cell
-        return number
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
         percent = isinstance(number, int | float) and 1 < number <= 100
         hint = "; divide percentages by 100" if percent else ""
@@ -77,9 +75,7 @@ def truth_of(name: str, fields: Fields) -> bool:
     value = nested(fields, name)
     if isinstance(value, bool):
         return value
-    word = WORDS.get(value) if isinstance(value, str) else None  # nearly every cell of a CSV file
-    if word is None and isinstance(value, str | int | float):
-        word = WORDS.get(str(value).strip().lower())
+    word = WORDS.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
     if word is None:
         raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
     return word

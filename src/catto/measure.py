@@ -309,7 +309,7 @@ class MeasureSettings:
         return {"resamples": resamples, "level": self.level, "seed": self.seed, "tick": tick}
 
     def steps(self, rows: int) -> int:
-        """How often `measured` ticks for a run of so many rows: the resamples, and as many simulations."""
+        """How often `measure_runs` ticks for a run of so many rows: the resamples, and as many simulations."""
         return self.draws(rows) * (1 + any(METRICS[name].calibration for name in self.metrics))
 
     def functions(self) -> dict[str, MetricFunction]:
@@ -324,20 +324,22 @@ class MeasureSettings:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricResult:
     """One metric: its value and interval, and for calibration metrics the null band."""
 
     interval: Interval
     null: NullBand | None
 
 
-def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = lambda: None) -> dict[str, Measured]:
+def measure_runs(
+    runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = lambda: None
+) -> dict[str, MetricResult]:
     """Measure the metrics of one run of a model, or their mean over several; `gap` may be among their names.
 
     Intervals that do not hold their value are removed, see `held`.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
-    >>> measured([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
+    >>> measure_runs([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
     0.6666666666666666
     """
     functions, options = settings.functions(), settings.options(runs, tick)
@@ -345,12 +347,12 @@ def measured(runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = la
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
     bands = statistics.null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
     return {
-        name: Measured(interval if name == GAP else held(interval), bands.get(name))
+        name: MetricResult(interval if name == GAP else held(interval), bands.get(name))
         for name, interval in intervals.items()
     }
 
 
-def compared(
+def compare_runs(
     a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
@@ -375,7 +377,7 @@ class Summary:
     fallback_rate: float | None
     accuracy_unparsed_wrong: float | None
     settings: MeasureSettings
-    metrics: dict[str, Measured]
+    metrics: dict[str, MetricResult]
 
     @property
     def warning(self) -> str | None:
@@ -387,7 +389,7 @@ def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, t
     """Measure a file. `tick` is called `settings.steps(rows)` times."""
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
-    metrics = measured([answers.run], replace(settings, metrics=(*settings.metrics, GAP)), tick)
+    metrics = measure_runs([answers.run], replace(settings, metrics=(*settings.metrics, GAP)), tick)
     fallback = answers.fallback
     return Summary(
         rows=len(answers),

@@ -45,9 +45,9 @@ def read_plain(path: Path) -> Any | None:
 def _json_table(arrow: Any, data: bytes) -> Any | None:
     from pyarrow import json
 
-    rows, lines = data.count(b"{"), data.count(b"\n") + (not data.endswith(b"\n"))
-    starts, ends = data.count(b"\n{") + data.startswith(b"{"), data.count(b"}\n") + data.endswith(b"}")
-    if not rows == data.count(b"}") == lines == starts == ends:
+    rows, breaks = data.count(b"{"), data.count(b"\n") + (not data.endswith(b"\n"))
+    whole = data.startswith(b"{") and data.endswith((b"}", b"}\n"))
+    if not (whole and rows == data.count(b"}") == breaks == data.count(b"}\n{") + 1):
         return None  # not one object a line
     table = json.read_json(arrow.py_buffer(data), read_options=json.ReadOptions(use_threads=False))
     numbers = [column for column in table.columns if arrow.types.is_floating(column.type)]

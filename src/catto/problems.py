@@ -178,7 +178,7 @@ def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
     messages = list(dict.fromkeys(_expected(problem) for problem, other, _ in problems if other == place))
     expected = [message.removeprefix("expected ") for message in messages if message.startswith("expected ")]
     message = f"expected {' or '.join(expected)}" if len(expected) == len(messages) else messages[0]
-    if first["loc"] and first["loc"][-1] == "[key]":
+    if first["loc"][-1:] == ("[key]",) and first["type"] != "value_error":
         message = f"{message} as the key"
     elif first["type"] not in _SELF_EXPLAINING:
         message = f"{message}, got {_SHORT.repr(actual)}"

@@ -183,11 +183,11 @@ def measure(
 def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
     """Compare with the other file, question by question; files of mostly forced answers get no marks."""
     from catto.cli.display import progress
-    from catto.measure import compared
+    from catto.measure import compare_runs
     from catto.metrics.catalogue import judged
 
     with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-        comparisons = compared([answers.by_question], [other.by_question], settings, tick=tick)
+        comparisons = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
     forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
     return judged(comparisons, judge=not forced)
 

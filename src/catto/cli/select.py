@@ -162,14 +162,14 @@ def _show_adaptive(saved: list[dict[str, Any]]) -> None:
 
 def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None) -> Protocol:
     """Describe how the first k samples of a file become one answer; choose where to stop if that is not given."""
-    from catto.metrics.selection import candidates, choose_stop, grouped
+    from catto.metrics.selection import candidates, choose_stop, samples_by_question
     from catto.records import Protocol
 
     temperatures = {one.temperature for one in predictions}
     if len(temperatures) > 1:
         raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
     if adaptive and stop is None:
-        first = [one for row in grouped(predictions) for one in row[:k]]
+        first = [one for row in samples_by_question(predictions) for one in row[:k]]
         stop = choose_stop(candidates(first)) if rule == MOST else 1.0
     fallback: Literal["answer", "none"] = "none" if any(one.label is None for one in predictions) else "answer"
     return Protocol(rule=rule, k=k, temperature=temperatures.pop(), fallback=fallback, stop=stop)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from catto.metrics.binning import Floats, Groups, blocks, checked, grouped_metric, groups
-from catto.metrics.statistics import ratio_interval
+from catto.metrics.statistics import BootstrapOptions, ratio_interval
 
 
 @grouped_metric
@@ -88,13 +89,7 @@ class Within:
 
 
 def auroc_within(
-    question: Sequence[object],
-    confidence: ArrayLike,
-    correct: ArrayLike,
-    *,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
+    question: Sequence[object], confidence: ArrayLike, correct: ArrayLike, **options: Unpack[BootstrapOptions]
 ) -> Within:
     """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
 
@@ -123,7 +118,7 @@ def auroc_within(
     mixed = pairs > 0
     if not mixed.any():
         return Within(float("nan"), float("nan"), float("nan"), 0, 0)
-    found = ratio_interval(won[mixed], pairs[mixed], resamples=resamples, level=level, seed=seed)
+    found = ratio_interval(won[mixed], pairs[mixed], **options)
     return Within(found.value, found.low, found.high, int(mixed.sum()), int(pairs.sum()))
 
 

@@ -95,7 +95,7 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
     return float(each.mean()), float(np.convolve(each, np.full(width, 1.0 / width), "valid").min())
 
 
-def grouped(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
+def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
     """Return the samples of every question in their order; ValueError where questions differ in their number."""
     groups: dict[str, list[Prediction]] = {}
     for prediction in predictions:
@@ -119,7 +119,7 @@ def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> C
 
     The temperature at which they were sampled does not matter.
     """
-    rows = grouped(predictions)
+    rows = samples_by_question(predictions)
     codes: dict[str | None, int] = {None: -1}
 
     def column(read: Callable[[Prediction], float], kind: type) -> NDArray[Any]:

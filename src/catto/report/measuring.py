@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from catto.files import opened, read_records
-from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compared, measured
+from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, holm
@@ -190,7 +190,7 @@ def measure_cell(
     one: Answered, folder: Path, questions: Questions, settings: MeasureSettings, unparsed: Unparsed, key: str
 ) -> CellNumbers:
     """Measure one method on one task at one seed."""
-    resampled, sources = measured([one.run], settings), Sources.of(one.read_as or ())
+    resampled, sources = measure_runs([one.run], settings), Sources.of(one.read_as or ())
     metrics = {name: metric.interval for name, metric in resampled.items()}
     gap, null = metrics.pop(GAP), resampled["ece"].null
     assert null is not None  # as of every calibration metric
@@ -325,7 +325,7 @@ def measure_group(
     """Measure one method on one task over its seeds, and against DPO."""
     settings = replace(settings, metrics=(*COMPARED, GAP))
     runs, baseline = ([cells[index].run for index in indices] for indices in (group.cells, group.baseline))
-    resampled, seeds = measured(runs, settings), [numbers[index] for index in group.cells]
+    resampled, seeds = measure_runs(runs, settings), [numbers[index] for index in group.cells]
     null = resampled["ece"].null
     assert null is not None  # as of every calibration metric
     settings = replace(settings, metrics=COMPARED)
@@ -368,7 +368,7 @@ def _versus(
     runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
 ) -> dict[str, Versus]:
     """Compare with DPO, metric by metric; an AUROC that one side does not have is left out."""
-    comparisons = compared(runs, baseline, settings, swaps=swaps) if baseline else {}
+    comparisons = compare_runs(runs, baseline, settings, swaps=swaps) if baseline else {}
     return {name: Versus(**vars(found)) for name, found in comparisons.items() if isfinite(found.difference)}
 
 
@@ -430,7 +430,7 @@ def decide(
     pairs, settings = len(losses) * (len(losses) - 1) // 2, replace(settings, metrics=("mean_confidence",))
     behind = {}
     for name in others:  # the mean "confidence" is that of the losses
-        (difference,) = compared(complete[name], complete[first], settings, SWAPS * pairs).values()
+        (difference,) = compare_runs(complete[name], complete[first], settings, SWAPS * pairs).values()
         behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
     return Verdict(
         input=key,

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from catto.records import Question, Split
 from catto.tasks import witnesses
-from catto.tasks.fields import FieldMap, Raw, lookup, position, text, texts
+from catto.tasks.fields import FieldMap, Raw, lookup, text, texts
 from catto.tasks.splits import Cut, Draft, permutation
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -85,7 +85,9 @@ def parse_tldr(raw: Raw) -> Draft | str:
             return "no_post"  # the comparisons of news articles
         if not isinstance(summaries, list) or len(summaries) != 2:
             raise ValueError("summaries: expected two")
-        better = position(raw, "choice", range(2))
+        better = lookup(raw, "choice")
+        if type(better) is not int or better not in (0, 1):
+            raise ValueError(f"choice {better!r} is not one of 0, 1")
         post = f"SUBREDDIT: r/{text(info, 'subreddit')}\n\nTITLE: {text(info, 'title')}\n\nPOST: {text(info, 'post')}"
         post, options = post.strip(), (text(summaries[better], "text"), text(summaries[1 - better], "text"))
     else:

@@ -51,15 +51,6 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(map(str, value))
 
 
-def position(raw: Raw, name: str, labels: Sequence[object]) -> int:
-    """The index of a field's value among the labels that the source uses."""
-    value = lookup(raw, name)
-    for index, label in enumerate(labels):
-        if value == label and type(value) is type(label):
-            return index
-    raise ValueError(f"{name} {value!r} is not one of {', '.join(map(str, labels))}")
-
-
 @dataclass(frozen=True)
 class FieldMap:
     r"""Which field of a row is which; a field inside another is `outer.inner`.

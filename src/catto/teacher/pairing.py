@@ -46,7 +46,7 @@ class AnsweredQuestion(NamedTuple):
         return tuple(response for response in self.responses if not response.correct)
 
 
-def grouped(
+def join_questions(
     questions: Iterable[Question], responses: Iterable[Response], settings: TeacherSettings
 ) -> Iterator[AnsweredQuestion]:
     """Join responses, sorted by question, to their questions."""
@@ -181,7 +181,7 @@ def _verdict(response: Response) -> str:
     return "without a label" if response.label is None else "correct" if response.correct else "wrong"
 
 
-def summarise(
+def count_yield(
     questions: Sequence[Question],
     groups: Iterable[AnsweredQuestion],
     settings: TeacherSettings,

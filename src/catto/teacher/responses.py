@@ -22,7 +22,7 @@ from catto.journal import Journal, journal_path, read_refusals
 from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Message, Question, Record, Refusal, Response, content_hash
-from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, grouped, summarise
+from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield, join_questions
 from catto.teacher.sources import Source, StoredResponses, open_source
 
 GENERATIONS, REFUSED, LOCK = "generations.jsonl", "refused.jsonl", ".lock"
@@ -112,7 +112,7 @@ def write_rows(
 
     def written(responses: Iterable[Response], outputs: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
         """Write what each question gives into the files on the way to the summary."""
-        for group in grouped(training, responses, settings):
+        for group in join_questions(training, responses, settings):
             tally["temperature_ignored"] += sum(not response.temperature_acts for response in group.responses)
             for name, file in outputs.items():
                 for record in group.responses if name == "responses" else ROWS[name](group, settings):
@@ -121,7 +121,8 @@ def write_rows(
             yield group
 
     with locked(out / LOCK):
-        current = {name for name in recipes if _is_current(paths[name], recipes[name])}
+        there = [name for name, path in paths.items() if path.exists() and manifest_path(path).exists()]
+        current = {name for name in there if read_manifest(paths[name]).recipe_hash == recipes[name]}
         tally.update({kind: read_manifest(paths[kind]).counts["rows"] for kind in kinds if kind in current})
         with ExitStack() as stack:
             missing = [name for name in recipes if name not in current]
@@ -130,7 +131,7 @@ def write_rows(
                 responses = read_records(paths["responses"], Response)
             else:
                 responses = _parsed(training, read_records(generations, Generation), settings, made.notes["drawn"])
-            summary = summarise(training, written(responses, outputs), settings, refusals(generations.parent))
+            summary = count_yield(training, written(responses, outputs), settings, refusals(generations.parent))
         for name in missing:
             if name == "responses":
                 notes = {**made.notes, "parser": VERSION}
@@ -144,11 +145,6 @@ def write_rows(
                 notes, counts = settings.picked(), {"rows": tally[name], "questions": len(training)}
             files.write_manifest(paths[name], _manifest(name, counts, settings, recipes[name], notes))
     return summary.model_copy(update={"rows": {kind: tally[kind] for kind in kinds}})
-
-
-def _is_current(path: Path, recipe: str) -> bool:
-    """Whether the file is there and was made of the same."""
-    return path.exists() and manifest_path(path).exists() and read_manifest(path).recipe_hash == recipe
 
 
 def _parsed(
