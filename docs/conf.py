@@ -42,6 +42,7 @@ docs/results
 docs/publishing
 docs/conventions
 docs/gpu
+docs/scale
 docs/*
 CONTRIBUTING
 CHANGELOG

@@ -143,8 +143,8 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
 def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Capture) -> None:
     """SFT: 5,000 rows x 3 epochs. DPO at two rates: 500 pairs x 2 responses x 2 epochs each. Rows of 2,048 tokens.
 
-    That is 38.9 million tokens; 4.02e9 parameters at 0.4 x 312e12 / 24.1e9 = 5,171 tokens/s take 2.1 hours, and 4 copies
-    of two bytes 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
+    That is 38.9 million tokens; 4.02e9 parameters at 0.4 x 312e12 / 24.1e9 = 5,171 tokens/s take 2.1 hours, 4 copies
+    of two bytes are 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
     """
     tasks = "tasks={snli: {train: 100, validation: 50}}"
     sets = [tasks, "methods=[sft, dpo]", "budgets=[matched]", "seeds=[0]", "model.dtype=bfloat16"]
