@@ -183,7 +183,7 @@ def measured() -> Iterable[Case]:
         (("--by", "tusk"), "no column 'tusk'; did you mean task?"),
         (("--method", "bootstrap"), "--method"),
         (("--unparsed", "wrong"), "no column 'source'"),
-        (("--figure", "f.gif"), "expected .svg, .png, .pdf"),
+        (("--figure", "f.gif"), "must end in .svg, .png, .pdf"),
         (("--figure", "good.jsonl/f.svg"), "good.jsonl: not a folder"),
         (("--figure", "folder.svg"), "folder.svg is a folder"),
         (("--compare", "nowhere.jsonl"), "nowhere.jsonl: No such file"),

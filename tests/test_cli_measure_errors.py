@@ -84,7 +84,7 @@ def test_bad_file_is_one_line(tmp_path: Path, capsys: Capture, name: str, conten
         (("--by", "tusk"), "no column 'tusk'; did you mean task?"),
         (("--correct-column", "rigt"), "no column 'rigt'"),
         (("--unparsed", "wrong"), "no column 'source'"),
-        (("--figure", "f.gif"), "expected .svg, .png, .pdf"),
+        (("--figure", "f.gif"), "must end in .svg, .png, .pdf"),
         (("--compare", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
     ],
 )

@@ -8,29 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from catto.cli.console import (
-    MOST_SEED,
-    examples,
-    finite,
-    number,
-    print_table,
-    refuse,
-    say,
-    span,
-    table,
-    warn,
-    warn_few,
-    writable_file,
-)
-from catto.cli.measure import (
-    ConfidenceColumn,
-    CorrectColumn,
-    FormatOption,
-    GoldColumn,
-    LengthOption,
-    PredictionColumn,
-    UnparsedOption,
-)
+from catto.cli import console, measure
+from catto.cli.console import examples, finite, number, say, span, warn, writable_file
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers
@@ -40,7 +19,6 @@ FIT = "catto calibrate fit validation.jsonl --method temperature --out tau.json"
 APPLY = "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
 THRESHOLD = "catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json"
 SHOWN = ("ece", "nll", "brier")
-SeedOption = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,14 +38,14 @@ def fit(
         Literal["confidence", "labels"],
         typer.Option(help="What it reads: the confidence, or (temperature only) the column label_logprobs."),
     ] = "confidence",
-    unparsed: UnparsedOption = "fallback",
-    log_format: FormatOption = "auto",
-    confidence: ConfidenceColumn = "confidence",
-    correct: CorrectColumn = "correct",
-    prediction: PredictionColumn = None,
-    gold: GoldColumn = None,
-    length_normalised: LengthOption = False,
-    seed: SeedOption = 0,
+    unparsed: measure.UnparsedOption = "fallback",
+    log_format: measure.FormatOption = "auto",
+    confidence: measure.ConfidenceColumn = "confidence",
+    correct: measure.CorrectColumn = "correct",
+    prediction: measure.PredictionColumn = None,
+    gold: measure.GoldColumn = None,
+    length_normalised: measure.LengthOption = False,
+    seed: measure.SeedOption = 0,
 ) -> None:
     """Fit a calibrator on validation answers and write it as JSON."""
     from catto.calibrate import fit_file
@@ -75,13 +53,11 @@ def fit(
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if on == "labels" and method != "temperature":
-        refuse(f"--on labels: works with --method temperature, not {method}")
-    if out.suffix.lower() != ".json":
-        refuse(f"--out: {out} must end in .json")
-    writable_file("--out", out)
+        console.refuse(f"--on labels: works with --method temperature, not {method}")
+    writable_file("--out", out, ".json")
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     fitted, answers = fit_file(file, method, on, names, unparsed, out)
-    warn_few(len(answers), file, "a calibrator follows single answers")
+    console.warn_few(len(answers), file, "a calibrator follows single answers")
     if isinstance(fitted.calibrator, Temperature) and fitted.calibrator.tau in TAU_RANGE:
         warn(f"{file}: tau {fitted.calibrator.tau:g} is the end of its range, so these answers do not determine it")
     _show(answers, fitted.confidences(answers, names), seed)
@@ -100,23 +76,21 @@ def apply(
     on: Annotated[
         Literal["confidence", "labels"] | None, typer.Option(help="What the calibrator reads, where its file is alone.")
     ] = None,
-    unparsed: UnparsedOption = "fallback",
-    log_format: FormatOption = "auto",
-    confidence: ConfidenceColumn = "confidence",
-    correct: CorrectColumn = "correct",
-    prediction: PredictionColumn = None,
-    gold: GoldColumn = None,
-    length_normalised: LengthOption = False,
-    seed: SeedOption = 0,
+    unparsed: measure.UnparsedOption = "fallback",
+    log_format: measure.FormatOption = "auto",
+    confidence: measure.ConfidenceColumn = "confidence",
+    correct: measure.CorrectColumn = "correct",
+    prediction: measure.PredictionColumn = None,
+    gold: measure.GoldColumn = None,
+    length_normalised: measure.LengthOption = False,
+    seed: measure.SeedOption = 0,
 ) -> None:
     """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
     from catto.calibrate import apply_file, open_fitted, shared_questions
     from catto.logs import ColumnNames
     from catto.measure import GradedAnswers
 
-    if out.suffix.lower() != ".jsonl":
-        refuse(f"--out: {out} must end in .jsonl")
-    writable_file("--out", out)
+    writable_file("--out", out, ".jsonl")
     fitted = open_fitted(calibrator, on)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     answers, calibrated = apply_file(fitted, file, names, out)
@@ -146,9 +120,7 @@ def threshold(
     """
     from catto.calibrate import fit_threshold
 
-    if out.suffix.lower() != ".json":
-        refuse(f"--out: {out} must end in .json")
-    writable_file("--out", out)
+    writable_file("--out", out, ".json")
     found = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
     say(
         f"Answering at confidence >= {found.threshold:.8g}: coverage {100 * found.coverage:.1f} %, {found.errors:,} of "
@@ -170,13 +142,13 @@ def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
         both = [summarise(part, settings, tick) for part in (answers, replace(answers, confidence=calibrated))]
     if both[0].warning is not None:
         say(both[0].warning)
-    made = table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
+    made = console.table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
     for name in SHOWN:
         percent, cells = METRICS[name].percent, []
         for interval in (summary.metrics[name].interval for summary in both):
             cells += [number(interval.value, percent), span(interval.low, interval.high, percent)]
         made.add_row(METRICS[name].title, *cells)
-    print_table(made)
+    console.print_table(made)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")
     for when, summary in zip(("Before", "After"), both, strict=True):
         for sentence in unheld(summary):

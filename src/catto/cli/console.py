@@ -32,6 +32,8 @@ def examples(*commands: str) -> str:
     return "\n\n".join(("[bold]Examples[/bold]", *(f"  {command}" for command in commands)))
 
 
+say = typer.echo  # plain text: brackets are not markup
+
 # ---- printing -------------------------------------------------------------------------------------------------------
 
 
@@ -60,11 +62,6 @@ def warn_few(rows: int, source: Path, what: str) -> None:
     """Warn that numbers from so few answers are unreliable."""
     if rows < FEW:
         warn(f"{source}: only {'1 answer' if rows == 1 else f'{rows} answers'}; below {FEW} {what}")
-
-
-def say(message: str) -> None:
-    """Print plain text: brackets are not markup."""
-    typer.echo(message)
 
 
 def print_json(value: object) -> None:
@@ -143,8 +140,10 @@ def writable_folder(option: str, path: Path) -> None:
     _check_parents(option, path, path)
 
 
-def writable_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written."""
+def writable_file(option: str, path: Path, *suffixes: str) -> None:
+    """Refuse a file that cannot be written, or whose name ends in none of the suffixes, where some are given."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        refuse(f"{option}: {path} must end in {', '.join(suffixes)}")
     if path.is_dir():
         refuse(f"{option}: {path} is a folder, expected a file")
     if path.exists() and not path.is_file():

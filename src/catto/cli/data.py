@@ -86,8 +86,7 @@ def data(
             fields = ",".join(f"{name}={value}" for name, value in shown.items())
             n = min(n, 1)
         source = source_of(task, file, fields, answer, answers, name="TASK")
-        questions, report = _read(source, split, seed, data_dir, n)
-        reports = _all_splits(source, report, seed, data_dir)
+        questions, report, reports = _read(source, split, seed, data_dir, n)
     if as_json:
         counts = {name: {"problem": it} if isinstance(it, str) else _counts(it) for name, it in reports.items()}
         named: dict[str, Any] = {"task": report.task, "licence": report.licence, "source": report.source}
@@ -165,28 +164,29 @@ def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Ta
     return task
 
 
-def _read(task: Any, split: Split, seed: int, data_dir: Path | None, n: int) -> tuple[list[Question], LoadReport]:
-    """Return the first n questions of a split and the counts of all: they are complete once every row was read."""
-    from catto.tasks import load
-
-    loaded = load(task, split, seed=seed, data_dir=data_dir)
-    first = list(islice(loaded, n))
-    deque(loaded, maxlen=0)
-    return first, loaded.report
-
-
-def _all_splits(task: Any, shown: LoadReport, seed: int, data_dir: Path | None) -> dict[Split, LoadReport | str]:
-    """Return the counts of every split; the others may be absent: then the problem."""
+def _read(
+    task: Any, shown: Split, seed: int, data_dir: Path | None, n: int
+) -> tuple[list[Question], LoadReport, dict[Split, LoadReport | str]]:
+    """Return the first n questions of a split, its counts, and those of every split; of an absent one, the problem."""
     from catto.problems import DataError
     from catto.records import SPLITS
+    from catto.tasks import load
 
     reports: dict[Split, LoadReport | str] = {}
     for split in SPLITS:
         try:
-            reports[split] = shown if split == shown.split else _read(task, split, seed, data_dir, 0)[1]
+            loaded = load(task, split, seed=seed, data_dir=data_dir)
+            first = list(islice(loaded, n if split == shown else 0))
+            deque(loaded, maxlen=0)  # the counts are complete once every row was read
         except DataError as error:
+            if split == shown:
+                raise
             reports[split] = str(error)
-    return reports
+            continue
+        reports[split] = loaded.report
+        if split == shown:
+            questions, report = first, loaded.report
+    return questions, report, reports
 
 
 def _counts(report: LoadReport) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def _devices() -> list[str]:
 
 
 def _show(state: dict[str, Any]) -> None:
+    """Print what is installed and what is missing; then the checks of a self-test, and one line that says all of it."""
     say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
     made = table("", "package", "part", "installed", "needed")
     for part, packages in state["packages"].items():
@@ -120,13 +121,8 @@ def _show(state: dict[str, Any]) -> None:
     say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in state["variables"].items()))
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
-    if "selftest" in state:
-        _show_selftest(state)
-
-
-def _show_selftest(state: dict[str, Any]) -> None:
-    """Print the checks, then one line that says all of it."""
-    result = state["selftest"]
+    if (result := state.get("selftest")) is None:
+        return
     made = table("", "self-test", "error", "bound", "")
     for check in result["checks"]:
         error = check["problem"] if check["error"] is None else f"{check['error']:.1e}"
@@ -136,9 +132,7 @@ def _show_selftest(state: dict[str, Any]) -> None:
     ratios = [f"{name} {times[name] / times['trl']:.2f}x" for name in ("catto", "shared") if times]
     beside = f"; step {', '.join(ratios)} of TRL's {times['trl']:.0f} ms" if times else ""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
-    checks = result["checks"]
-    verdict = (
-        f"{'passed' if result['ok'] else 'FAILED'}: {sum(check['ok'] for check in checks)} of {len(checks)} checks"
-    )
+    passed = f"{sum(check['ok'] for check in result['checks'])} of {len(result['checks'])} checks"
+    verdict = f"{'passed' if result['ok'] else 'FAILED'}: {passed}"
     where = f"{result['device']} in {result['precision']} with {result['attention']} attention"
     say(f"Self-test {verdict} on {where}{beside}; catto {state['catto']}, {versions}")

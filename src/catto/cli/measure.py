@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from catto.cli.console import (
-    MOST_SEED,
-    examples,
-    finite,
-    number,
-    print_json,
-    print_table,
-    refuse,
-    refusing,
-    say,
-    span,
-    table,
-    warn_few,
-    writable_file,
-)
+from catto.cli import console
+from catto.cli.console import examples, finite, number, refuse, say, span
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
@@ -42,7 +29,6 @@ EXAMPLES = examples(
     "catto measure predictions.jsonl --by task --unparsed wrong",
     "catto measure validation.jsonl --target-risk 0.05 --brier-split",
 )
-FIGURES = (".svg", ".png", ".pdf")
 # More panels than this side by side cannot be read on a page.
 MOST_PANELS = 6
 
@@ -67,6 +53,7 @@ GoldColumn = Annotated[str | None, typer.Option("--gold", metavar="COL", help="C
 LengthOption = Annotated[
     bool, typer.Option("--length-normalised", help="lm-eval: likelihoods per character of the choice, as acc_norm.")
 ]
+SeedOption = Annotated[int, typer.Option(min=0, max=console.MOST_SEED, help="Seed of the resamples.")]
 UnparsedOption = Annotated[
     Literal["fallback", "wrong"],
     typer.Option(help="Answers that came from the fallback: keep them, or count as wrong."),
@@ -104,7 +91,7 @@ def measure(
         float, typer.Option(min=0.01, max=0.9999, callback=finite, help="Level of the intervals and bands.")
     ] = 0.95,
     method: Annotated[Literal["percentile", "bca"], typer.Option(help="Kind of bootstrap interval.")] = "percentile",
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the resamples.")] = 0,
+    seed: SeedOption = 0,
     by: Annotated[str | None, typer.Option(help="Column: measure each of its values apart.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another file, paired with this one by question id.")] = None,
     target_risk: Annotated[
@@ -146,11 +133,9 @@ def measure(
     from catto.metrics.catalogue import chosen
     from catto.metrics.ranking import threshold_for_risk
 
-    if figure is not None and figure.suffix.lower() not in FIGURES:
-        refuse(f"--figure: {figure} ends in {figure.suffix or 'nothing'!r}, expected {', '.join(FIGURES)}")
     if figure is not None:
-        writable_file("--figure", figure)
-    with refusing(place="--metrics: "):
+        console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
+    with console.refusing(place="--metrics: "):
         settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
     names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised)
     answers = read_graded(file, names, unparsed)
@@ -173,9 +158,9 @@ def measure(
     result = Result(file, unparsed, whole, by, by_value, compare, comparison, split, threshold)
     if figure is not None:
         _draw(figure, answers, slices, result)
-    warn_few(len(answers), file, "intervals are too narrow")
+    console.warn_few(len(answers), file, "intervals are too narrow")
     if as_json:
-        print_json(_document(result))
+        console.print_json(_document(result))
     else:
         _show(result)
 
@@ -239,19 +224,27 @@ def _document(result: Result) -> dict[str, Any]:
 def _show(result: Result) -> None:
     """Print the result for people."""
     from catto.measure import unheld, verdict
+    from catto.metrics.catalogue import METRICS
 
     whole, settings = result.whole, result.whole.settings
     warnings = [f"{result.by} {value}: {part.warning}" for value, part in result.slices.items() if part.warning]
     for warning in [whole.warning] if whole.warning is not None else warnings:
         say(warning)
-    interval = f"{100 * settings.level:g} % interval"
     parts = {str(result.file): whole}
     parts |= {f"{result.by} = {value} (N = {part.rows:,})": part for value, part in result.slices.items()}
     for title, summary in parts.items():
-        made = table(title, "metric", "value", interval, "by chance,\nif calibrated")
-        for cells in _metric_cells(summary):
-            made.add_row(*cells)
-        print_table(made)
+        made = console.table(
+            title, "metric", "value", f"{100 * settings.level:g} % interval", "by chance,\nif calibrated"
+        )
+        for name, measured in summary.metrics.items():
+            interval, null, percent = measured.interval, measured.null, METRICS[name].percent
+            band = "" if null is None else f"{number(null.mean, percent)} ({span(null.low, null.high, percent)})"
+            ends = span(interval.low, interval.high, percent)
+            made.add_row(METRICS[name].title, number(interval.value, percent), ends, band)
+        gap = summary.gap
+        ends = span(gap.low, gap.high, True, signed=True)
+        made.add_row("Confidence - accuracy", number(gap.value, True, signed=True), ends)
+        console.print_table(made)
     questions = f" to {whole.questions:,} questions" if whole.questions not in (None, whole.rows) else ""
     counts = [f"N = {whole.rows:,} answers{questions}", f"{settings.bins} bins", f"{settings.resamples} resamples"]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
@@ -277,18 +270,6 @@ def p_value(p: float) -> str:
     ('< 0.001', '0.031')
     """
     return "-" if isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _metric_cells(summary: Summary) -> Iterator[tuple[str, str, str, str]]:
-    from catto.metrics.catalogue import METRICS
-
-    for name, measured in summary.metrics.items():
-        interval, null, percent = measured.interval, measured.null, METRICS[name].percent
-        band = "" if null is None else f"{number(null.mean, percent)} ({span(null.low, null.high, percent)})"
-        yield METRICS[name].title, number(interval.value, percent), span(interval.low, interval.high, percent), band
-    gap = summary.gap
-    ends = span(gap.low, gap.high, True, signed=True)
-    yield "Confidence - accuracy", number(gap.value, True, signed=True), ends, ""
 
 
 def _extra_sentences(result: Result) -> Iterator[str]:
@@ -320,7 +301,7 @@ def _show_comparison(result: Result) -> None:
     settings = result.whole.settings
     title = f"{result.file} (this) against {result.compare} (other), same questions"
     heading = f"difference\n{100 * settings.level:g} % interval"
-    made = table(title, "metric", "this", "other", heading, "p\ncorrected")
+    made = console.table(title, "metric", "this", "other", heading, "p\ncorrected")
     for name, judged in result.comparison.items():
         percent, compared = METRICS[name].percent, judged.comparison
         difference = f"{judged.mark} {number(compared.difference, percent, signed=True)}"
@@ -328,7 +309,7 @@ def _show_comparison(result: Result) -> None:
         p_values = "\n".join(map(p_value, (compared.p_value, judged.p_corrected)))
         values = (number(compared.a, percent), number(compared.b, percent))
         made.add_row(METRICS[name].title, *values, f"{difference}\n{interval}", p_values)
-    print_table(made)
+    console.print_table(made)
     count = sum(METRICS[name].better is not None for name in result.comparison)
     legend = (
         f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "

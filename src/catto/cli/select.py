@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from catto.cli.console import (
-    MOST_SEED,
-    check_name,
-    examples,
-    finite,
-    number,
-    print_json,
-    print_table,
-    refuse,
-    refusing,
-    say,
-    span,
-    table,
-    writable_file,
-)
+from catto.cli import console
+from catto.cli.console import examples, finite, number, refuse, say, span
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
-    from catto.metrics.ranking import Within
-    from catto.records import Prediction, Protocol
+    from catto.records import FinalAnswer, Prediction, Protocol
 
 MOST = "most confident"
 EXAMPLES = examples(
@@ -73,7 +60,7 @@ def select(
     ] = False,
     stop: StopOption = None,
     out: Annotated[Path | None, typer.Option(help="Write one final answer per question: a .jsonl file.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=console.MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
 ) -> None:
     """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.
@@ -81,12 +68,10 @@ def select(
     Also printed: how well confidence orders the samples of the same question, and how many had no readable answer.
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
     """
+    from catto.calibrate import open_fitted, write_final
     from catto.files import read_records
     from catto.measure import Sources, jsonable
-    from catto.metrics.selection import RULES, candidates, within_questions
-    from catto.metrics.selection import select as selected
-    from catto.metrics.temperature import fit_tau as fitted
-    from catto.metrics.temperature import rescaled
+    from catto.metrics import selection, temperature
     from catto.predict.predictor import refusals_of
     from catto.records import Prediction
 
@@ -96,36 +81,39 @@ def select(
     if out is None and (rule is not None or calibrator is not None):
         refuse("--rule and --calibrator: for the final answers that --out writes")
     if out is not None and rule is not None:
-        check_name("--rule", rule, RULES)
-        writable_file("--out", out)
+        console.check_name("--rule", rule, selection.RULES)
+        console.writable_file("--out", out)
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
     predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
-    with refusing(place=f"{file}: "):
+    with console.refusing(place=f"{file}: "):
         if fit_tau is not None:
-            tau = fitted(list(read_records(fit_tau, Prediction))).tau
-        samples = candidates(predictions, tau)
-        rows = [row for size in sizes for row in selected(samples, size, seed=seed)]
-        saved = _adaptive_rows(predictions if tau is None else rescaled(predictions, tau), sizes, stop, adaptive)
+            tau = temperature.fit_tau(list(read_records(fit_tau, Prediction))).tau
+        samples = selection.candidates(predictions, tau)
+        rows = [row for size in sizes for row in selection.select(samples, size, seed=seed)]
+        rescaled = predictions if tau is None else temperature.rescaled(predictions, tau)
+        saved = _adaptive_rows(rescaled, sizes, stop, adaptive)
         if out is not None and rule is not None:
-            written = _write_final(out, predictions, rule, sizes[0], adaptive, stop, calibrator)
-    within, counts = within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
+            applied = None if calibrator is None else open_fitted(calibrator)
+            ranked_by = predictions if applied is None else applied.ranked(predictions)
+            final = write_final(out, predictions, _protocol(ranked_by, rule, sizes[0], adaptive, stop), applied)
+    within, counts = selection.within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
     rate = counts.share("fallback")
     if as_json:
         known = {"fallback_rate": rate, "sources": jsonable(counts), "within": jsonable(within)}
-        print_json([{**jsonable(row), **known} for row in rows] + saved)
+        console.print_json([{**jsonable(row), **known} for row in rows] + saved)
         return
     if counts.warning is not None:
         say(counts.warning)
-    made = table(str(file), "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
+    made = console.table(str(file), "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
     for row in rows:
         accuracy = f"{number(row.accuracy, True)}\n{span(row.low, row.high, True)}"
         subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
         made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, f"{100 * rate:.1f} %")
-    print_table(made)
+    console.print_table(made)
     if saved:
         _show_adaptive(saved)
     if refused:
@@ -136,28 +124,17 @@ def select(
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
     if out is not None:
-        say(f"Wrote {out}: {written}.")
-    _show_within(within, questions)
-    if tau is None and within.pairs:
-        say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
-
-
-def _show_within(within: Within, questions: int) -> None:
+        mean = _means(final)
+        taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
+        say(f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %.")
     if not within.pairs:
         say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
         return
     value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
     basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
     say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
-
-
-def _show_adaptive(saved: list[dict[str, Any]]) -> None:
-    made = table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
-    for row in saved:
-        means = (f"{row['samples']:.2f}", "-" if row["tokens"] is None else f"{row['tokens']:.0f}")
-        ended = "-" if row["stop"] is None else f"{row['stop']:.4g}" if row["rule"] == MOST else "settled"
-        made.add_row(row["rule"], str(row["k"]), ended, *means, number(row["accuracy"], True))
-    print_table(made)
+    if tau is None:
+        say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
 def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None) -> Protocol:
@@ -183,41 +160,26 @@ def _adaptive_rows(
     from catto.metrics.selection import VOTES
 
     rows: list[dict[str, Any]] = []
-    for k in sizes if adaptive else ():
-        for rule in (MOST, *VOTES):
-            for early in (False, True):
-                protocol = _protocol(predictions, rule, k, early, stop if early and rule == MOST else None)
-                answers = final_answers(predictions, protocol)
-                tokens = [one.tokens for one in answers if one.tokens is not None]
-                rows.append(
-                    {
-                        "rule": rule,
-                        "k": k,
-                        "stop": protocol.stop,
-                        "samples": sum(one.samples for one in answers) / len(answers),
-                        "tokens": sum(tokens) / len(answers) if len(tokens) == len(answers) else None,
-                        "accuracy": sum(one.correct for one in answers) / len(answers),
-                    }
-                )
+    for k, rule, early in product(sizes if adaptive else (), (MOST, *VOTES), (False, True)):
+        protocol = _protocol(predictions, rule, k, early, stop if early and rule == MOST else None)
+        rows.append({"rule": rule, "k": k, "stop": protocol.stop, **_means(final_answers(predictions, protocol))})
     return rows
 
 
-def _write_final(
-    out: Path,
-    predictions: list[Prediction],
-    rule: str,
-    k: int,
-    adaptive: bool,
-    stop: float | None,
-    calibrator: Path | None,
-) -> str:
-    """Write the final answers; return in words what they are."""
-    from catto.calibrate import open_fitted, write_final
+def _show_adaptive(rows: list[dict[str, Any]]) -> None:
+    made = console.table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
+    for row in rows:
+        means = f"{row['samples']:.2f}", "-" if row["tokens"] is None else f"{row['tokens']:.0f}"
+        ended = "-" if row["stop"] is None else f"{row['stop']:.4g}" if row["rule"] == MOST else "settled"
+        made.add_row(row["rule"], str(row["k"]), ended, *means, number(row["accuracy"], True))
+    console.print_table(made)
 
-    fitted = None if calibrator is None else open_fitted(calibrator)
-    ranked = predictions if fitted is None else fitted.ranked(predictions)
-    protocol = _protocol(ranked, rule, k, adaptive, stop)
-    answers = write_final(out, predictions, protocol, fitted)
-    right = sum(one.correct for one in answers) / len(answers)
-    samples = sum(one.samples for one in answers) / len(answers)
-    return f"the {rule} of {k} ({samples:.2f} samples on average), accuracy {100 * right:.1f} %"
+
+def _means(answers: list[FinalAnswer]) -> dict[str, Any]:
+    """Return the mean samples, tokens (None where an answer has no count) and accuracy of final answers."""
+    tokens = [one.tokens for one in answers if one.tokens is not None]
+    return {
+        "samples": sum(one.samples for one in answers) / len(answers),
+        "tokens": sum(tokens) / len(answers) if len(tokens) == len(answers) else None,
+        "accuracy": sum(one.correct for one in answers) / len(answers),
+    }

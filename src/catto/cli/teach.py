@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from catto.cli.console import check_name, examples, refusing, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
-
-if TYPE_CHECKING:
-    from catto.experiment.stages import Stage
-    from catto.recipe import Recipe
 
 __all__ = ["teach"]
 
@@ -40,9 +35,10 @@ def teach(
     retry_refused: RetryOption = False,
 ) -> None:
     """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes."""
+    from catto import teacher
     from catto.experiment.graph import Graph, check_places, open_recipe
-    from catto.experiment.stages import place
-    from catto.teacher import Yield
+    from catto.experiment.stages import done, part, place
+    from catto.experiment.steps import questions_of, read_questions
 
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     read = open_recipe(recipe, overrides)
@@ -53,29 +49,20 @@ def teach(
     tasks = [name for name in (task, read.train_on) if name is not None][:1] or list(read.tasks)
     if dry_run:
         for name in tasks:
-            _estimate(read, root, name, graph.responses(name), retry_refused)
+            stage = graph.responses(name)
+            asked, stored = stage.needs["questions"], place(root, stage) if done(root, stage) else part(root, stage)
+            with refusing(place=f"{name}: "):
+                if done(root, asked):
+                    questions = read_questions(place(root, asked) / "train.jsonl")
+                else:
+                    questions = questions_of(asked.settings)[0]
+                estimate = teacher.dry_run(questions, None, read.teacher, stored, retry_refused=retry_refused)
+            for line in estimate.lines():
+                say(f"{name}: {line}")
         return
     go(recipe, read, root, [graph.teacher(name) for name in tasks], retry_refused)
     for name in tasks:
         rows = place(root, graph.teacher(name))
         say(f"{name}: {rows}")
-        for line in Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8")).lines():
+        for line in teacher.Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8")).lines():
             say(f"  {line}")
-
-
-def _estimate(recipe: Recipe, root: Path, task: str, stage: Stage, retry_refused: bool) -> None:
-    """Print what is still to be asked for one task."""
-    from catto.experiment.stages import done, part, place
-    from catto.experiment.steps import questions_of, read_questions
-    from catto.teacher import dry_run
-
-    asked = stage.needs["questions"]
-    stored = place(root, stage) if done(root, stage) else part(root, stage)
-    with refusing(place=f"{task}: "):
-        if done(root, asked):
-            questions = read_questions(place(root, asked) / "train.jsonl")
-        else:
-            questions = questions_of(asked.settings)[0]
-        estimate = dry_run(questions, None, recipe.teacher, stored, retry_refused=retry_refused)
-    for line in estimate.lines():
-        say(f"{task}: {line}")
