@@ -27,7 +27,7 @@ from catto.report.build import build
 from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, Picture, by_task, look
 from catto.report.numbers import Cell
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inlined, page, script_json
+from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inline_svg, page, script_json
 from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
@@ -359,7 +359,7 @@ def test_an_inlined_figure_follows_the_theme_and_keeps_its_references() -> None:
         '<style type="text/css">*{x: y}</style><clipPath id="c1"><path id="free" d="M 0.123456 9.96"/></clipPath>'
         '</defs>\n<g clip-path="url(#c1)" style="fill: #1f2933; opacity: 0.35"/></svg>'
     )
-    found = inlined(drawn, "a/b")
+    found = inline_svg(drawn, "a/b")
     assert 'id="a-b-c1"' in found
     assert "url(#a-b-c1)" in found
     assert "free" not in found

@@ -17,20 +17,19 @@ from rich.console import Console
 
 from catto.cli.console import print_table
 from catto.measure import HEADLINE, Sources
-from catto.metrics.catalogue import METRICS, holm
+from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.selection import Candidates, select
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held
 from catto.report import render
 from catto.report.figures import look
-from catto.report.measuring import DELTA, RISK, correct_p_values, papers_budget, trained_model
-from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict, Versus
+from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
+from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
     all_tables,
     budget_note,
     group_tables,
-    method_group,
     method_order,
     method_title,
     papers_numbers,
@@ -419,7 +418,7 @@ def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:
 
 def test_forced_answers_of_either_side_are_left_out_of_the_correction() -> None:
     groups = regrouped(("rcft", "snli", MOSTLY_FORCED), ("dpo", "witnesses", MOSTLY_FORCED)).groups
-    for group in correct_p_values(groups):
+    for group in correct_groups(groups):
         judged = group.task == "snli" and group.method != "rcft"
         assert all(math.isnan(one.p_corrected) != judged for one in group.versus.values())
 
@@ -502,13 +501,17 @@ def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -
 
 def test_a_suffix_scales_any_trained_method() -> None:
     name = "dpo+outcome+ts"
-    assert (method_title(name), method_group(name)) == ("DPO + outcome + temperature scaling", "DPO")
+    assert method_title(name) == "DPO + outcome + temperature scaling"
     assert sorted(["unknown", name, "dpo+outcome", "sft"], key=method_order) == ["sft", "dpo+outcome", name, "unknown"]
     looks = {look(one) for one in (name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown")}
     assert len(looks) == 5
     world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
     tables = all_tables(world.numbers, world.results)
-    assert [line.method for line in tables[0].lines] == ["dpo", "dpo+outcome", name]
+    assert [(line.method, line.block) for line in tables[0].lines] == [
+        ("dpo", "DPO"),
+        ("dpo+outcome", "DPO"),
+        (name, "DPO"),
+    ]
     rates = [table for table in training_tables(world.results) if table.kind == "rates"]
     assert rates
     assert not [line for table in rates for line in table.lines if line.method == name]

@@ -135,9 +135,13 @@ def needs(package: str, extra: str, what: str) -> None:
         refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")
 
 
-def writable_folder(option: str, path: Path) -> None:
-    """Refuse a folder that cannot be created or written to."""
-    _check_parents(option, path, path)
+def writable_folder(option: str, folder: Path, file: Path | None = None) -> None:
+    """Refuse a folder that cannot be created or written to; `file` is what will be written to it."""
+    existing = next(place for place in (folder, *folder.parents, Path()) if place.exists() or place.is_symlink())
+    if not existing.is_dir():  # missing folders are created in the closest one that exists
+        refuse(f"{existing}: not a folder, needed for {option} {file or folder}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        refuse(f"{existing}: no permission to write, needed for {option} {file or folder}")
 
 
 def writable_file(option: str, path: Path, *suffixes: str) -> None:
@@ -150,16 +154,7 @@ def writable_file(option: str, path: Path, *suffixes: str) -> None:
         refuse(f"{option}: {path} is not a regular file")
     if path.exists() and not os.access(path, os.W_OK):
         refuse(f"{path}: no permission to write, needed for {option}")
-    _check_parents(option, path, path.parent)
-
-
-def _check_parents(option: str, path: Path, folder: Path) -> None:
-    """Check the closest folder that exists: missing ones are created in it."""
-    existing = next(place for place in (folder, *folder.parents, Path()) if place.exists() or place.is_symlink())
-    if not existing.is_dir():
-        refuse(f"{existing}: not a folder, needed for {option} {path}")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        refuse(f"{existing}: no permission to write, needed for {option} {path}")
+    writable_folder(option, path.parent, path)
 
 
 # ---- completion -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers, MeasureSettings, Summary
-    from catto.metrics.catalogue import Judged
+    from catto.metrics.catalogue import Versus
     from catto.metrics.errors import BrierSplit
     from catto.metrics.ranking import Threshold
 
@@ -70,7 +70,7 @@ class Result:
     by: str | None
     slices: dict[str, Summary]
     compare: Path | None
-    comparison: dict[str, Judged]
+    comparison: dict[str, Versus]
     brier_split: BrierSplit | None
     threshold: Threshold | None
 
@@ -130,13 +130,13 @@ def measure(
     from catto.logs import ColumnNames
     from catto.measure import MeasureSettings, read_graded, summarise
     from catto.metrics import errors
-    from catto.metrics.catalogue import chosen
+    from catto.metrics.catalogue import parse_metrics
     from catto.metrics.ranking import threshold_for_risk
 
     if figure is not None:
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
     with console.refusing(place="--metrics: "):
-        settings = MeasureSettings(chosen(metrics), bins, resamples, level, method, seed)
+        settings = MeasureSettings(parse_metrics(metrics), bins, resamples, level, method, seed)
     names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised)
     answers = read_graded(file, names, unparsed)
     other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
@@ -165,16 +165,17 @@ def measure(
         _show(result)
 
 
-def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Judged]:
-    """Compare with the other file, question by question; files of mostly forced answers get no marks."""
+def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
+    """Compare with the other file, question by question; files of mostly forced answers are not judged."""
     from catto.cli.display import progress
     from catto.measure import compare_runs
-    from catto.metrics.catalogue import judged
+    from catto.metrics.catalogue import Versus, correct_p_values
 
     with progress("comparing", 2 * settings.draws(len(answers))) as tick:
         comparisons = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
-    forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
-    return judged(comparisons, judge=not forced)
+    if any(part.sources is not None and part.sources.forced for part in (answers, other)):
+        return {name: Versus(**vars(one)) for name, one in comparisons.items()}
+    return correct_p_values(comparisons)
 
 
 def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:
@@ -209,10 +210,7 @@ def _document(result: Result) -> dict[str, Any]:
         slices = {value: {"warning": part.warning, **jsonable(part)} for value, part in result.slices.items()}
         document["slices"] = {"by": result.by, "values": slices}
     if result.compare is not None:
-        metrics = {
-            name: jsonable({**asdict(one.comparison), "p_corrected": one.p_corrected, "mark": one.mark})
-            for name, one in result.comparison.items()
-        }
+        metrics = {name: jsonable({**asdict(one), "mark": one.mark(name)}) for name, one in result.comparison.items()}
         document["compare"] = {"file": str(result.compare), "metrics": metrics}
     if result.brier_split is not None:
         document["brier_split"] = {**jsonable(result.brier_split), "total": result.brier_split.total}
@@ -302,12 +300,12 @@ def _show_comparison(result: Result) -> None:
     title = f"{result.file} (this) against {result.compare} (other), same questions"
     heading = f"difference\n{100 * settings.level:g} % interval"
     made = console.table(title, "metric", "this", "other", heading, "p\ncorrected")
-    for name, judged in result.comparison.items():
-        percent, compared = METRICS[name].percent, judged.comparison
-        difference = f"{judged.mark} {number(compared.difference, percent, signed=True)}"
-        interval = span(compared.low, compared.high, percent, signed=True)
-        p_values = "\n".join(map(p_value, (compared.p_value, judged.p_corrected)))
-        values = (number(compared.a, percent), number(compared.b, percent))
+    for name, versus in result.comparison.items():
+        percent = METRICS[name].percent
+        difference = f"{versus.mark(name)} {number(versus.difference, percent, signed=True)}"
+        interval = span(versus.low, versus.high, percent, signed=True)
+        p_values = "\n".join(map(p_value, (versus.p_value, versus.p_corrected)))
+        values = (number(versus.a, percent), number(versus.b, percent))
         made.add_row(METRICS[name].title, *values, f"{difference}\n{interval}", p_values)
     console.print_table(made)
     count = sum(METRICS[name].better is not None for name in result.comparison)

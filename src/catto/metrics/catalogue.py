@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from typing import Literal
 
 import numpy as np
@@ -84,10 +85,10 @@ METRICS: dict[str, Metric] = {
 HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", "brier", "nll", "auroc", "aurc")
 
 
-def chosen(names: str | None) -> tuple[str, ...]:
+def parse_metrics(names: str | None) -> tuple[str, ...]:
     """Return the metrics of a comma-separated list; None means the headline ones, `all` all of them.
 
-    >>> chosen("ece, brier")
+    >>> parse_metrics("ece, brier")
     ('ece', 'brier')
     """
     if names is None:
@@ -144,25 +145,19 @@ def mark(
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A comparison with its p-value corrected for the number of metrics compared, and the mark that it earns."""
+class Versus(Comparison):
+    """A comparison with its p-value corrected for the number of comparisons; nan where it is not judged."""
 
-    comparison: Comparison
-    p_corrected: float
-    mark: str
+    p_corrected: float = nan
+
+    def mark(self, metric: str) -> str:
+        """Return the mark that the difference of this metric earns; `true_error` is that of a report."""
+        better, least = ("lower", 0.005) if metric == "true_error" else (METRICS[metric].better, METRICS[metric].least)
+        return mark(self.difference, (self.low, self.high), self.p_corrected, better, least)
 
 
-def judged(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Judged]:
-    """Correct the p-values by Holm over the metrics of which one direction is better; the others get no mark.
-
-    `judge` False, for files of mostly forced answers, gives no marks.
-    """
+def correct_p_values(comparisons: Mapping[str, Comparison]) -> dict[str, Versus]:
+    """Correct the p-values by Holm over the metrics of which one direction is better; the others are not judged."""
     family = [name for name in comparisons if METRICS[name].better is not None]
     corrected = dict(zip(family, holm([comparisons[name].p_value for name in family]), strict=True))
-    results = {}
-    for name, comparison in comparisons.items():
-        metric, p = METRICS[name], corrected.get(name, float("nan"))
-        ends = (comparison.low, comparison.high)
-        earned = mark(comparison.difference, ends, p, metric.better, metric.least) if judge else ""
-        results[name] = Judged(comparison, p, earned)
-    return results
+    return {name: Versus(**vars(one), p_corrected=corrected.get(name, nan)) for name, one in comparisons.items()}

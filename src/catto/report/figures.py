@@ -98,7 +98,7 @@ def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) ->
 def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
     """The numbers of the score tables, and Confidence@k."""
     for setting, title in tables.SETTING_TITLES.items():
-        groups = numbers.shown(setting, budget)
+        groups = numbers.block(setting, budget)
         kinds: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
             "ece": groups,
             "scatter": groups,
@@ -110,7 +110,7 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
             if contents:
                 tasks = tuple(dict.fromkeys(record.task for record in shown))
                 yield Picture(kind, setting, tables.SETTING_STEMS[setting], title, contents, budget, tasks)
-    sampled = [group for group in numbers.shown("in", budget) if group.selection]
+    sampled = [group for group in numbers.block("in", budget) if group.selection]
     for task in tables.tasks_of(sampled):
         by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
         yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))

@@ -16,7 +16,7 @@ from catto.files import opened, read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
 from catto.metrics.binning import Floats
-from catto.metrics.catalogue import HEADLINE, holm
+from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
@@ -34,7 +34,6 @@ from catto.report.numbers import (
     Results,
     Training,
     Verdict,
-    Versus,
 )
 
 Tick = Callable[[], None]
@@ -178,7 +177,7 @@ def measure_results(
         bins=evaluation.bins,
         resamples=evaluation.resamples,
         cells=tuple(numbers),
-        groups=tuple(correct_p_values(groups)),
+        groups=tuple(correct_groups(groups)),
     )
     return made.model_copy(update={"verdict": decide(made.first_screen, cells, questions, settings, known)})
 
@@ -372,7 +371,7 @@ def _versus(
     return {name: Versus(**vars(found)) for name, found in comparisons.items() if isfinite(found.difference)}
 
 
-def correct_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
     baselines = [group for group in groups if group.method == BASELINE]
     forced = {(one.budget, one.trained_on, one.task) for one in baselines if one.sources.forced}

@@ -7,7 +7,7 @@ is null there and nan in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, f
 from catto.files import replacing
 from catto.measure import Sources
 from catto.methods import Budget
-from catto.metrics.catalogue import METRICS, mark
-from catto.metrics.statistics import Comparison, Interval, NullBand, SeedSummary
+from catto.metrics.catalogue import Versus
+from catto.metrics.statistics import Interval, NullBand, SeedSummary
 from catto.problems import DataError, first_problem
 from catto.recipe import EvaluationSettings
 from catto.records import Record, checked_name
@@ -105,21 +105,6 @@ class Results(Record):
         return EvaluationSettings.model_validate(self.recipe.get("evaluation") or {})
 
 
-@dataclass(frozen=True)
-class Versus(Comparison):
-    """The difference of a metric to DPO's on the same questions.
-
-    p_corrected: by Holm over the comparisons of one table; nan where too many answers of either side were forced.
-    """
-
-    p_corrected: float = nan
-
-    def mark(self, metric: str) -> str:
-        """Return `*` where better than DPO, a dagger where worse, nothing where neither is shown."""
-        better, least = ("lower", 0.005) if metric == "true_error" else (METRICS[metric].better, METRICS[metric].least)
-        return mark(self.difference, (self.low, self.high), self.p_corrected, better, least)
-
-
 # The fields of the statistics that numbers.json does not hold.
 NOT_STORED = {"level": nan, "a": nan, "b": nan, "n": 0}
 
@@ -198,7 +183,7 @@ class GroupNumbers(MeasuredPlace):
         """Whether the ECE lies at or below the upper end of the null band."""
         return self.metrics["ece"].mean <= self.null.high
 
-    def named(self, name: str) -> Spread | None:
+    def number(self, name: str) -> Spread | None:
         """Look a number up by its name; None where the group does not have it."""
         return self.metrics.get(name) or self.others.get(name)
 
@@ -234,14 +219,14 @@ class Numbers(Record):
     groups: tuple[GroupNumbers, ...]
     verdict: Verdict | None = None
 
-    def shown(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
+    def block(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
         """Return the groups of one block."""
         return [group for group in self.groups if group.budget == budget and setting in ("any", group.setting)]
 
     @property
     def first_screen(self) -> list[GroupNumbers]:
         """The groups to show first: in distribution, and trained equally long, where there are."""
-        return self.shown("in", self.budgets[-1]) or self.shown("out", self.budgets[-1])
+        return self.block("in", self.budgets[-1]) or self.block("out", self.budgets[-1])
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:

@@ -29,7 +29,7 @@ from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, 
 from catto.report.render import Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
-__all__ = ["Browser", "Headline", "headline", "inlined", "page", "script_json"]
+__all__ = ["Browser", "Headline", "headline", "inline_svg", "page", "script_json"]
 
 MOST_ROWS = 20_000
 LONGEST = 4_000  # characters of a response on the page; the file has all of it
@@ -89,9 +89,9 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         metrics=METRICS,
         browser=browser,
         names=names,
-        inlined=inlined,
+        inline_svg=inline_svg,
         place_of={group.input: place for place, group in enumerate(numbers.groups)},
-        themed=themed,
+        theme_colour=theme_colour,
     )
 
 
@@ -134,17 +134,17 @@ def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     return rounded
 
 
-def themed(method: str) -> str:
+def theme_colour(method: str) -> str:
     """The colour of a method on the page, as CSS.
 
-    >>> themed("dpo"), themed("dpo+catto")
+    >>> theme_colour("dpo"), theme_colour("dpo+catto")
     ('var(--red)', '#0E9F6E')
     """
     colour = look(method)[0]
     return THEMED.get(colour, colour)
 
 
-def inlined(text: str, name: str) -> Markup:
+def inline_svg(text: str, name: str) -> Markup:
     """Make an SVG part of the page: ids of its own, colours of the theme, coordinates to a tenth of a point.
 
     matplotlib escapes every text in it.
@@ -247,20 +247,20 @@ def headline(numbers: Numbers) -> Headline:
             where += f", {names.BUDGET_TITLES[group.budget].lower()}" if budgeted else ""
             warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
     first = numbers.first_screen
-    lead = _calibrated(first, f" at the {names.BUDGET_TITLES[first[0].budget].lower()}" if numbers.budgets[1:] else "")
+    lead = _calibration(first, f" at the {names.BUDGET_TITLES[first[0].budget].lower()}" if numbers.budgets[1:] else "")
     compared = defaultdict(list)  # budgets with the same differences share a sentence
     for budget in numbers.budgets:
-        groups = numbers.shown(first[0].setting, budget)
+        groups = numbers.block(first[0].setting, budget)
         if any(group.versus for group in groups):
             compared[_against_dpo(groups)].append(names.BUDGET_TITLES[budget])
     points = (
         f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
         for text, titles in compared.items()
     )
-    return Headline(*_answered(numbers.verdict, lead), tuple(warnings), lead, tuple(points))
+    return Headline(*_answer(numbers.verdict, lead), tuple(warnings), lead, tuple(points))
 
 
-def _answered(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
+def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
     """Return the question of the page and its answer: the methods whose confidence is best, without breaking ties."""
     if verdict is None:
         return "Is the stated confidence honest?", calibrated
@@ -275,7 +275,7 @@ def _answered(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
     if len(leaders) == judged:
         return question, f"{verdict.n:,} questions cannot tell the {judged} methods apart: {found}."
     named = [method_title(name) for name in leaders]
-    who = _listed(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
+    who = _join(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
     if exact:
         claim = f"{who} {'states' if len(leaders) == 1 else 'share'} the most honest confidence"
     else:
@@ -285,7 +285,7 @@ def _answered(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
     return question, f"{claim}: {found}{baseline}."
 
 
-def _calibrated(groups: Sequence[GroupNumbers], of_budget: str) -> str:
+def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
     """Say which methods have an ECE within the null band; a method with forced answers is not judged."""
     forced = {group.method for group in groups if group.sources.forced}
     judged = [group for group in groups if group.method not in forced]
@@ -296,7 +296,7 @@ def _calibrated(groups: Sequence[GroupNumbers], of_budget: str) -> str:
     within.update(group.method for group in judged if group.within_null)
     always = [name for name in sorted(within, key=method_order) if within[name] == tasks]
     sometimes, others = sum(0 < count < tasks for count in within.values()), len(within) - len(always)
-    who = f"{_listed(map(method_title, always))} {'is' if len(always) == 1 else 'are'}" if always else "No method is"
+    who = f"{_join(map(method_title, always))} {'is' if len(always) == 1 else 'are'}" if always else "No method is"
     where = {1: "", 2: " on both tasks"}.get(tasks, f" on all {tasks} tasks")
     rest = ""
     if sometimes:
@@ -317,12 +317,12 @@ def _against_dpo(groups: Sequence[GroupNumbers]) -> str:
             counts = sorted(Counter(marked).items(), key=lambda pair: method_order(pair[0]))
             shares = [f" ({count} of {tasks} tasks)" if count < tasks else "" for _, count in counts]
             titles = [method_title(name) + share for (name, _), share in zip(counts, shares, strict=True)]
-            parts += [f"{word} for {_listed(titles)}"] if titles else []
+            parts += [f"{word} for {_join(titles)}"] if titles else []
         none = f"no significant difference in {title}"
         clauses.append(f"{title} is significantly {' and '.join(parts)}" if parts else none)
     return "; ".join(clauses)
 
 
-def _listed(items: Iterable[str]) -> str:
+def _join(items: Iterable[str]) -> str:
     *most, last = items
     return f"{', '.join(most)} and {last}" if most else last

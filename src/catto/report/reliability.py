@@ -34,25 +34,10 @@ class Panel:
     null: NullBand | None = None
     sources: Sources | None = None
 
-    @property
-    def ece(self) -> float:
-        """`sum_m (n_m / N) |acc_m - conf_m|`."""
-        return float(self.bins.weight @ np.abs(self.bins.gap))
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers."""
-        return float(self.bins.correct_sum.sum()) / self.bins.rows
-
-    @property
-    def confidence(self) -> float:
-        """Mean confidence."""
-        return float(self.bins.confidence_sum.sum()) / self.bins.rows
-
     def note(self) -> str:
         """The lines under the title: the share of forced answers if too high, ECE, its null band, N and the bins."""
-        digits = supported_decimals(self.bins.rows)
-        lines = [f"ECE {100 * self.ece:.{digits}f}"]
+        digits, ece = supported_decimals(self.bins.rows), float(self.bins.weight @ np.abs(self.bins.gap))
+        lines = [f"ECE {100 * ece:.{digits}f}"]
         if self.sources is not None and self.sources.forced:
             lines.insert(0, f"{100 * self.sources.share('fallback'):.0f} % forced")
         if self.null is not None:
@@ -108,8 +93,9 @@ def draw_shares(axes: Axes, panel: Panel) -> None:
     """Draw how often each confidence occurs, with lines at mean confidence and accuracy."""
     bins, digits = panel.bins, supported_decimals(panel.bins.rows)
     axes.bar(bins.edges[:-1], bins.weight, np.diff(bins.edges), align="edge", color=BLUE, edgecolor=INK, linewidth=0.6)
-    lines = (("Confidence", panel.confidence, RED, "-"), ("Accuracy", panel.accuracy, INK, (0, (3, 2))))
-    for name, value, colour, style in lines:
+    lines = (("Confidence", bins.confidence_sum, RED, "-"), ("Accuracy", bins.correct_sum, INK, (0, (3, 2))))
+    for name, sums, colour, style in lines:
+        value = float(sums.sum()) / bins.rows
         axes.axvline(value, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * value:.{digits}f} %")
     axes.set_xlabel("Confidence")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)

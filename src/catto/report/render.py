@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from catto.methods import Budget
-from catto.report.numbers import GroupNumbers, Versus
+from catto.metrics.catalogue import Versus
+from catto.report.numbers import GroupNumbers
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -114,7 +115,7 @@ class Column:
         """Both headings."""
         return f"{self.top} {self.name}".strip()
 
-    def filled(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
+    def fill(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
         """Return the column with k or the seed put into its texts, and with other changes."""
         changed = replace(self, k=k, **changes)
         texts = {key: getattr(changed, key).format(k=k, seed=seed) for key in ("name", "metric", "top")}

@@ -65,11 +65,6 @@ def method_title(method: str) -> str:
     return methods.method(method).title if methods.known(method) else method
 
 
-def method_group(method: str) -> str:
-    """Return the block of rows that a method belongs to: SFT, DPO or Other."""
-    return methods.method(method).group if methods.known(method) else "Other"
-
-
 def row_order(row: Row) -> tuple[object, ...]:
     """Return the sort key of a row."""
     return *method_order(row[0]), row[1] != "paper"
@@ -148,7 +143,8 @@ def _lines(rows: Iterable[Row], columns: Iterable[Column], entry: Callable[[Row,
     for method, budget in sorted(set(rows), key=row_order):
         title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
         entries = tuple(entry((method, budget), column) for column in columns)
-        lines.append(Line(method, title, method_group(method), entries))
+        block = methods.method(method).group if methods.known(method) else "Other"
+        lines.append(Line(method, title, block, entries))
     return tuple(lines)
 
 
@@ -163,9 +159,9 @@ def summary(numbers: Numbers) -> Table:
     spec, groups, verdict = specs()["summary"], numbers.first_screen, numbers.verdict
     n, k = min(group.n for group in groups), max(_sizes(groups), default=0)
     columns = [
-        column.filled(k, decimals=supported_decimals(n) + (0 if column.scale == 100 else 2))
+        column.fill(k, decimals=supported_decimals(n) + (0 if column.scale == 100 else 2))
         for column in spec.columns
-        if (k or not column.rule) and (column.metric != "true_error" or all(g.named("true_error") for g in groups))
+        if (k or not column.rule) and (column.metric != "true_error" or all(g.number("true_error") for g in groups))
     ]
 
     def entry(row: Row, column: Column) -> Entry:
@@ -210,8 +206,8 @@ def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     """Build the tables of these kinds for every budget."""
     tables = []
     for spec, budget in product((spec for spec in specs().values() if spec.kind in kinds), numbers.budgets):
-        groups = numbers.shown(spec.settings[0], budget)
-        groups = [one for one in groups if (one.selection if spec.needs == "selection" else one.named(spec.needs))]
+        groups = numbers.block(spec.settings[0], budget)
+        groups = [one for one in groups if (one.selection if spec.needs == "selection" else one.number(spec.needs))]
         parts: dict[tuple[object, ...], list[GroupNumbers]] = {}
         for group in groups:
             apart = (group.setting, task_order(group.task), group.trained_on) if spec.each else ()
@@ -228,7 +224,7 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
         name, title = f"{name}-{groups[0].stem}", f"{title}: {setting_title(groups[0])}"
         repeated.sort(key=lambda pair: pair[1])
     columns = tuple(
-        column.filled(k, task=task, top=column.top if spec.each else task_title(task))
+        column.fill(k, task=task, top=column.top if spec.each else task_title(task))
         for task in tasks_of(groups)
         for column, k in repeated
     )
@@ -256,7 +252,7 @@ def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
     """Print a group's number with what this kind of table shows of it."""
     if group is None:
         return Entry()
-    spread = group.selection.get(column.k, {}).get(column.rule) if column.rule else group.named(column.metric)
+    spread = group.selection.get(column.k, {}).get(column.rule) if column.rule else group.number(column.metric)
     if spread is None:
         return Entry(text="none" if column.metric == "risk_threshold" else "-")
     value, std, scale = spread.mean, spread.std, column.scale
@@ -341,10 +337,10 @@ def training_tables(results: Results) -> list[Table]:
     for task in tasks:
         mine = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
         seeds = sorted({cell.seed for cell, _ in mine})
-        columns = [rates.columns[0].filled(seed=seed, task=task) for seed in seeds]
+        columns = [rates.columns[0].fill(seed=seed, task=task) for seed in seeds]
         spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
         tables.append(_training_table(spec, mine, columns))
-    columns = [column.filled(top=task_title(task), task=task) for task in tasks for column in effort.columns]
+    columns = [column.fill(top=task_title(task), task=task) for task in tasks for column in effort.columns]
     effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
     return [*tables, _training_table(effort, trained, columns)]
 
