@@ -22,7 +22,7 @@ from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
 from catto.metrics.temperature import rescaled
-from catto.problems import DataError
+from catto.problems import DataError, locating
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import (
@@ -230,13 +230,11 @@ def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval
         return {}, {}
     path = folder / cell.candidates
     predictions = list(read_records(path, Prediction))
-    try:
+    with locating(path):
         # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
         scalable = any(one.logsumexp is not None for one in predictions)
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
         given = candidates(predictions, tau)
-    except ValueError as error:
-        raise DataError(path, None, str(error)) from None
     samples = given.label.shape[1]
     rules = {
         2**power: {one.rule: Interval(one.accuracy, one.low, one.high, LEVEL) for one in select(given, 2**power)}
@@ -264,10 +262,8 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
     if cell.tau is not None and known(cell.method) and method(cell.method).stage == "scaling":
-        try:
+        with locating(path):
             predictions = rescaled(predictions, cell.tau)
-        except ValueError as error:
-            raise DataError(path, None, str(error)) from None
     validation = answers_of(cell, predictions, path, unparsed)
     fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
     if fitted.threshold is None:
