@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from catto.cli import console, measure
-from catto.cli.console import examples, finite, number, say, span, warn, writable_file
+from catto.cli.console import examples, number, real_option, say, span, warn, writable_file
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers
@@ -105,13 +105,9 @@ def apply(
 @app.command("threshold", epilog=examples(THRESHOLD))
 def threshold(
     file: Annotated[Path, typer.Argument(help="Final answers, as `catto select --rule ... --out` writes them.")],
-    target_risk: Annotated[
-        float, typer.Option(min=0.0001, max=0.9999, callback=finite, help="Largest share of wrong answers.")
-    ],
+    target_risk: Annotated[float, real_option(min=0.0001, max=0.9999, help="Largest share of wrong answers.")],
     out: Annotated[Path, typer.Option(help="Where the threshold goes: a .json file.")],
-    confidence_level: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, callback=finite, help="How surely it must hold.")
-    ] = 0.95,
+    confidence_level: Annotated[float, real_option(min=0.5, max=0.9999, help="How surely it must hold.")] = 0.95,
 ) -> None:
     """Find the lowest confidence above which at most this share of the answers is wrong, for `catto serve`.
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -120,6 +121,10 @@ def finite(value: float | None) -> float | None:
     if value is not None and not isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
+
+
+# An option with a number that is not whole.
+real_option = partial(typer.Option, callback=finite)
 
 
 def check_name(option: str, name: str, known: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from catto.cli import console
-from catto.cli.console import examples, finite, number, refuse, say, span
+from catto.cli.console import examples, number, real_option, refuse, say, span
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
@@ -87,21 +87,17 @@ def measure(
             min=1, max=MOST_RESAMPLES, help="Bootstrap resamples.", show_default="1000; 200 above 200,000 rows"
         ),
     ] = None,
-    level: Annotated[
-        float, typer.Option(min=0.01, max=0.9999, callback=finite, help="Level of the intervals and bands.")
-    ] = 0.95,
+    level: Annotated[float, real_option(min=0.01, max=0.9999, help="Level of the intervals and bands.")] = 0.95,
     method: Annotated[Literal["percentile", "bca"], typer.Option(help="Kind of bootstrap interval.")] = "percentile",
     seed: SeedOption = 0,
     by: Annotated[str | None, typer.Option(help="Column: measure each of its values apart.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another file, paired with this one by question id.")] = None,
     target_risk: Annotated[
         float | None,
-        typer.Option(
-            min=0.0001, max=0.9999, callback=finite, help="Find the confidence above which at most this share is wrong."
-        ),
+        real_option(min=0.0001, max=0.9999, help="Find the confidence above which at most this share is wrong."),
     ] = None,
     confidence_level: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, callback=finite, help="How surely --target-risk must hold.")
+        float, real_option(min=0.5, max=0.9999, help="How surely --target-risk must hold.")
     ] = 0.95,
     brier_split: Annotated[
         bool, typer.Option("--brier-split", help="Split the Brier score: reliability, resolution, uncertainty.")

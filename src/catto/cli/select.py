@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from catto.cli import console
-from catto.cli.console import examples, finite, number, refuse, say, span
+from catto.cli.console import examples, number, real_option, refuse, say, span
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -25,20 +25,18 @@ EXAMPLES = examples(
 
 TauOption = Annotated[
     float | None,
-    typer.Option(
+    real_option(
         min=0.01,
         max=100.0,
-        callback=finite,
         help="Rank by the label's confidence at this temperature.",
         show_default="as the file states it",
     ),
 ]
 StopOption = Annotated[
     float | None,
-    typer.Option(
+    real_option(
         min=0.0,
         max=1.0,
-        callback=finite,
         help="With --adaptive: the most confident stops at this confidence.",
         show_default="chosen on this file, which should be of validation questions",
     ),

@@ -25,16 +25,7 @@ from catto.metrics.temperature import rescaled
 from catto.problems import DataError, locating
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
-from catto.report.numbers import (
-    Cell,
-    CellNumbers,
-    GroupNumbers,
-    Numbers,
-    Place,
-    Results,
-    Training,
-    Verdict,
-)
+from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
 
 Tick = Callable[[], None]
 Questions = Mapping[str, Mapping[str, Question]]

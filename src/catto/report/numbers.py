@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
 from catto.files import replacing
 from catto.measure import Sources
@@ -53,16 +54,11 @@ class Training(Record):
 class Place(Record):
     """One method on one task."""
 
-    task: str
-    trained_on: str
-    method: str
+    # Tables and figures are files named for these.
+    task: Annotated[str, AfterValidator(partial(checked_name, what="task"))]
+    trained_on: Annotated[str, AfterValidator(partial(checked_name, what="trained_on"))]
+    method: Annotated[str, AfterValidator(partial(checked_name, what="method", plus=True))]
     budget: Budget | None  # None: the method is the same in both
-
-    @field_validator("task", "trained_on", "method")
-    @classmethod
-    def _named(cls, value: str, info: Any) -> str:
-        """Tables and figures are files named for these."""
-        return checked_name(value, info.field_name, plus=info.field_name == "method")
 
     @property
     def setting(self) -> Literal["in", "out"]:
