@@ -177,7 +177,7 @@ def sealed(folder: Path, leave: frozenset[str] = frozenset()) -> dict[str, Seal]
     `damage` then finds what has changed.
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: Seal(path.stat().st_size, _sha256(path)) for name, path in files.items() if name not in leave}
+    return {name: Seal(path.stat().st_size, sha256(path)) for name, path in files.items() if name not in leave}
 
 
 def damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | None:
@@ -191,14 +191,15 @@ def damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | Non
             return f"{name} is missing"
         if (size := path.stat().st_size) != seal.size:
             return f"{name} has {size:,} bytes, expected {seal.size:,}"
-        if contents and _sha256(path) != seal.sha256:
+        if contents and sha256(path) != seal.sha256:
             return f"{name} has other bytes than were written"
     return None
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal digits."""
+    with opened(path, plain=True) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 @contextmanager

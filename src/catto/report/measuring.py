@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from catto.files import opened, read_records
+from catto.files import read_records, sha256
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order
 from catto.metrics.binning import Floats
@@ -142,10 +141,7 @@ def measure_results(
     for one in cells:
         cell = one.cell
         files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
-        for name in files:
-            if name is not None and name not in digests:
-                with opened(folder / name, plain=True) as file:
-                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
+        digests |= {name: sha256(folder / name)[:16] for name in files if name is not None and name not in digests}
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
         key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
