@@ -21,7 +21,7 @@ pytest.importorskip("fastapi", reason=REASONS["serve"])
 
 from catto.serve.gateway import Limits
 from command import run
-from gateway_world import always, ask, gateway, stating, until
+from gateway_world import always, ask, gateway, stating, threshold, until
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 from test_gateway import body, free_port, get, metric, post, serving
 
@@ -290,3 +290,17 @@ def test_an_upstream_without_one_model_is_refused(
         upstream.models = models
         done = run(capsys, "serve", "--upstream", upstream.url, "--task", "mmlu")
     assert (done.code, said in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(("models", "warned"), [(("other",), True), (("m", "other"), False), ((), False)])
+def test_a_threshold_of_another_model_is_warned_of(
+    models: tuple[str, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("catto.serve.gateway.run", lambda *_: None)
+    place = tmp_path / "t.json"
+    place.write_text(threshold(0.5).model_copy(update={"models": models}).model_dump_json())
+    with OpenAIServer(always("B")) as upstream:
+        options = ("--upstream", upstream.url, "--model", "m", "--task", "mmlu", "--threshold", place)
+        done = run(capsys, "serve", *options)
+    assert done.code == 0
+    assert ("fitted on answers of other, this is m" in done.err) == warned

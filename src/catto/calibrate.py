@@ -27,7 +27,7 @@ from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences
 from catto.metrics.binning import Floats, Ints
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.metrics.ranking import threshold_for_risk
-from catto.metrics.selection import RULES, candidates, samples_by_question, stopped
+from catto.metrics.selection import candidates, samples_by_question, stopped
 from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
@@ -224,35 +224,25 @@ def final_answers(
     rows = [row[: protocol.k] for row in samples_by_question(predictions)]
     if len(rows[0]) < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
-    taken_of = [one for row in rows for one in row]
-    given = candidates(taken_of if fitted is None else fitted.ranked(taken_of))
-    taken = np.full(len(rows), protocol.k)
-    if protocol.stop is None:
-        choice = RULES[protocol.rule](given)
-    else:
-        choice, taken = stopped(given, protocol.rule, protocol.stop)
-    confidence = choice.confidence
+    samples = [one for row in rows for one in row]
+    given = candidates(samples if fitted is None else fitted.ranked(samples))
+    (places, confidence), taken = stopped(given, protocol.rule, protocol.stop)
     if fitted is not None and fitted.protocol is not None:
         confidence = fitted.calibrator.apply(confidence)
     answers = []
-    for row, place, stated, count in zip(rows, choice.place.tolist(), confidence.tolist(), taken.tolist(), strict=True):
+    for row, place, stated, count in zip(rows, places.tolist(), confidence.tolist(), taken.tolist(), strict=True):
         one, used = row[place], row[:count]
         tokens = [other.tokens for other in used if other.tokens is not None]
-        answers.append(
-            FinalAnswer(
-                question=one.question,
-                sample=one.sample,
-                label=one.label,
-                gold=one.gold,
-                correct=one.label is not None and one.label == one.gold,
-                confidence=stated if one.label is not None else 0.0,
-                confidence_raw=one.confidence,
-                source=one.source,
-                samples=count,
-                votes=sum(other.label == one.label for other in used if other.label is not None),
-                tokens=sum(tokens) if len(tokens) == count else None,
-            )
+        answer = FinalAnswer(
+            **one.model_dump(include={"question", "sample", "label", "gold", "source"}),
+            correct=one.label is not None and one.label == one.gold,
+            confidence=stated if one.label is not None else 0.0,
+            confidence_raw=one.confidence,
+            samples=count,
+            votes=sum(other.label == one.label for other in used if other.label is not None),
+            tokens=sum(tokens) if len(tokens) == count else None,
         )
+        answers.append(answer)
     return answers
 
 

@@ -13,7 +13,7 @@ from catto.cli.console import check_name, examples, finite, needs, refuse, refus
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
-    from catto.calibrate import Fitted, RiskThreshold
+    from catto.calibrate import RiskThreshold
     from catto.engines.server import ServerEngine
     from catto.records import Protocol
 
@@ -80,23 +80,28 @@ def serve(
     """
     for package in ("fastapi", "uvicorn"):
         needs(package, "serve", "catto serve")
+    from catto.calibrate import open_fitted, open_threshold
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run
 
     labels = _labels(task)
     if log is not None:
         writable_file("--log", log)
-    fitted, limit = _calibrated(calibrator, threshold)
+    fitted = None if calibrator is None else open_fitted(calibrator)
+    limit = None if threshold is None else open_threshold(threshold)
+    if limit is not None and limit.calibrator != (fitted.digest if fitted else None):
+        refuse(f"{threshold}: fitted with {'another calibrator' if fitted else 'a calibrator'}: give that one")
     key = os.environ.get("CATTO_API_KEY", "").strip() or None
     if key is None and host not in LOCAL:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
-    given = {"k": k, "rule": rule, "temperature": temperature, "stop": stop}
-    protocol = _protocol(limit, given)
+    protocol = _protocol(limit, {"k": k, "rule": rule, "temperature": temperature, "stop": stop})
     engine, continues = _engine(upstream, model, deadline)
     if not continues:
         protocol = protocol.model_copy(update={"fallback": "none"})
     if limit is not None and limit.protocol != protocol:
         warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
+    if limit is not None and limit.models and engine.model not in limit.models:
+        warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
     answerer = Answerer(engine, engine.client(), continues, fitted, limit, abstention)
     say(f"Serving {engine.model} of {engine.place} at http://{host}:{port}/v1")
@@ -114,17 +119,6 @@ def _labels(task: str) -> tuple[str, ...]:
         return source.labels
     check_name("--task", source, TASKS)
     return TASKS[source].labels
-
-
-def _calibrated(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
-    """Read both files, which must belong to each other."""
-    from catto.calibrate import open_fitted, open_threshold
-
-    fitted = None if calibrator is None else open_fitted(calibrator)
-    limit = None if threshold is None else open_threshold(threshold)
-    if limit is not None and limit.calibrator != (fitted.digest if fitted else None):
-        refuse(f"{threshold}: fitted with {'another calibrator' if fitted else 'a calibrator'}: give that one")
-    return fitted, limit
 
 
 def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
@@ -150,9 +144,8 @@ def _engine(upstream: str, model: str | None, deadline: float) -> tuple[ServerEn
     with refusing(place="--upstream: "):
         check_server(upstream)
     with refusing(ServerError):
-        engine = ServerEngine(
-            upstream, model or "", timeout=deadline, deadline=deadline, max_retries=2, top_logprobs=20
-        )
+        limits: Any = {"timeout": deadline, "deadline": deadline, "max_retries": 2, "top_logprobs": 20}
+        engine = ServerEngine(upstream, model or "", **limits)
         engine.model = model or engine.only_model()
         abilities = engine.probe()
     if not abilities.logprobs:

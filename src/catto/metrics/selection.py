@@ -253,10 +253,15 @@ def further(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
     return np.asarray(np.minimum(needed.max(axis=1), left), dtype=np.intp)
 
 
-def stopped(given: Candidates, rule: str, stop: float = 1.0) -> tuple[Choice, Ints]:
-    """Choose one of up to k samples, taken one after another until `further` is 0; and how many were taken: (Q,)."""
+def stopped(given: Candidates, rule: str, stop: float | None = 1.0) -> tuple[Choice, Ints]:
+    """Choose one of up to k samples, taken one after another until `further` is 0; and how many were taken: (Q,).
+
+    stop None: all k are taken.
+    """
     k = given.label.shape[1]
     choice, taken = RULES[rule](given), np.full(len(given.questions), k)
+    if stop is None:
+        return choice, taken
     for count in range(k - 1, 0, -1):
         part = given.at(np.arange(count))
         settled, early = further(part, rule, k, stop) == 0, RULES[rule](part)

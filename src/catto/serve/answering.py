@@ -113,7 +113,8 @@ class Answerer:
         replies = [await self.engine.ask(self.client, request)]
         case = Case(question, chat, replies[0])
         answer = read_reply(question, replies[0])
-        wanted = answer is NO_ANSWER or self.fitted is not None  # nothing but a calibrator reads the other labels
+        # Only a calibrator of labels reads the other labels.
+        wanted = answer is NO_ANSWER or (self.fitted is not None and self.fitted.on == "labels")
         if wanted and self.continues and (text := left_open(self.engine, case, answer)):
             replies.append(await self.engine.continuation(self.client, chat, text))
             answer = continued(case, best_next(replies[1]))
