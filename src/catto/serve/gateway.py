@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -35,7 +35,7 @@ from catto.engines.server import FaultError
 from catto.metrics.errors import brier, ece
 from catto.metrics.selection import RULES
 from catto.problems import shortened
-from catto.records import Message, Option, Protocol, Question
+from catto.records import Message, Option, Protocol, Question, Record
 from catto.serve.answering import Answered, Answerer, Asked
 
 LOG = logging.getLogger("catto.serve")
@@ -68,18 +68,7 @@ class Limits:
     key: str | None = None
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Turn(_Closed):
-    """A message whose content is text."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class Wishes(_Closed):
+class Wishes(Record, strict=True):
     """The `catto` object of a request; `options` are its labels with their texts."""
 
     k: int | None = Field(default=None, ge=1)
@@ -88,11 +77,11 @@ class Wishes(_Closed):
     options: dict[Annotated[str, Field(min_length=1)], str] | None = Field(default=None, min_length=2, max_length=64)
 
 
-class ChatRequest(_Closed):
+class ChatRequest(Record, strict=True):
     """A chat completion as far as the gateway serves it; other fields are refused by name."""
 
     model: str
-    messages: list[Turn] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -104,17 +93,15 @@ class ChatRequest(_Closed):
     catto: Wishes = Wishes()
 
 
-class Feedback(_Closed):
+class Feedback(Record, strict=True):
     """Whether the answer of that id was right."""
 
     id: str
     correct: bool
 
 
-class LogRow(BaseModel):
+class LogRow(Record, extra="allow"):
     """An answer in the log, with what `LOGGED` names; `correct` once there is feedback."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str
     confidence: float = Field(ge=0, le=1)
@@ -154,13 +141,13 @@ class Watch:
             self._keep(row)
             _append(self.waiting, row)
 
-    def feedback(self, name: str, correct: bool) -> None:
-        """Complete an answer, or refuse an id that does not wait for feedback."""
+    def feedback(self, name: str, correct: bool) -> bool:
+        """Complete an answer; False where none of this id waits for feedback."""
         row = self.pending.pop(name, None)
-        if row is None:
-            raise HTTPException(404, "no answer of this id waits for feedback")
-        self.graded.append(row.model_copy(update={"correct": correct}))
-        _append(self.log, self.graded[-1])
+        if row is not None:
+            self.graded.append(row.model_copy(update={"correct": correct}))
+            _append(self.log, self.graded[-1])
+        return row is not None
 
     def replied(self, status: int, seconds: float) -> None:
         """Count a request."""
@@ -391,13 +378,13 @@ class Gateway:
         texts = wishes.options or dict.fromkeys(self.labels, "")
         options = tuple(Option(label=label, text=text) for label, text in texts.items())
         question = Question(id=name, task="served", split="test", fields={}, options=options, gold=options[0].label)
-        turns = tuple(Message(role=turn.role, content=turn.content) for turn in body.messages)
         seed = secrets.randbits(31) if body.seed is None else body.seed
-        return Asked(question, turns, protocol, most, seed, wishes.return_candidates)
+        return Asked(question, tuple(body.messages), protocol, most, seed, wishes.return_candidates)
 
     async def feedback(self, body: Feedback) -> dict[str, Any]:
         """Take whether an answer was right."""
-        self.watch.feedback(body.id, body.correct)
+        if not self.watch.feedback(body.id, body.correct):
+            raise HTTPException(404, "no answer of this id waits for feedback")
         return {"id": body.id, "object": "catto.feedback"}
 
     async def models(self) -> dict[str, Any]:
