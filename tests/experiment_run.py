@@ -22,7 +22,7 @@ class Events:
     def started(self, stage: Stage, number: int, total: int) -> None:
         self._say(f"started {stage.name}")
 
-    def progress(self, finished: int, total: int, note: str) -> None:
+    def progress(self, stage: Stage, finished: int, total: int, note: str) -> None:
         if finished % max(1, total // 8) == 0:  # the teacher alone tells hundreds
             self._say(f"progress {finished}/{total}")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from catto.cli.display import Bar, Left, RunDisplay, bars, duration, progress
+from catto.experiment.attempts import Attempt
 from catto.experiment.graph import Graph
-from catto.experiment.stages import Stage, StageSettings, ordered
+from catto.experiment.stages import Stage, StageSettings, content, ordered
 from catto.methods import METHODS
 from catto.recipe_file import load, shipped
 from command import run
@@ -169,7 +170,8 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
 def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
     goal = Graph(load(str(recipe))).questions("witnesses")
-    (out / "stages" / f"{goal.folder}.part").mkdir(parents=True)
+    with Attempt(out, goal, content(out, goal)):
+        pass
     stages = run(capsys, "plan", recipe, "--out", out, "--json").json
     assert [stage["name"] for stage in stages if stage["standing"] == "begun"] == ["questions witnesses"]
 
@@ -279,7 +281,7 @@ def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
         lines.started(questions, 1, 2)
         for second in range(26):
             now[0] = 100.0 + second
-            lines.progress(second, 26, "loss 0.5")
+            lines.progress(questions, second, 26, "loss 0.5")
         lines.ended(questions, "done", 26.0)
     assert stream.getvalue().splitlines() == [
         "[1/2] questions witnesses",
@@ -297,7 +299,7 @@ def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
         lines.started(questions, 1, 2)
         for second in range(3601):
             now[0] = float(second)
-            lines.progress(second, 3600, "")
+            lines.progress(questions, second, 3600, "")
     told = [int(line.split(": ")[1].split("/")[0]) for line in stream.getvalue().splitlines()[1:]]
     assert told[:20] == list(range(10, 210, 10))
     later = list(itertools.pairwise(told))[20:]
@@ -333,7 +335,7 @@ def test_a_terminal_shows_bars_and_keeps_failures(tmp_path: Path, monkeypatch: p
         display = RunDisplay(shown, Left(tmp_path, [teacher]))
         display.started(questions, 1, 2)
         for now[0], finished in ((1.0, 10), (2.0, 20), (3.0, 30)):
-            display.progress(finished, 90, "loss 0.5")
+            display.progress(questions, finished, 90, "loss 0.5")
         shown.refresh()
         display.ended(questions, "failed", 4.0)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
@@ -362,7 +364,7 @@ def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
     assert left.text() == ""
     left.ended(dpo[0], "done", 60.0)
     assert left.text() == "about 3 min left"
-    assert left.text(dpo[1], 30.0) == "about 2 min left"
+    assert left.text({dpo[1].key: 30.0}) == "about 2 min left"
     for stage in dpo[1:]:
         left.ended(stage, "failed", 1.0)
     assert left.text() == ""

@@ -17,7 +17,7 @@ from experiment_world import RECIPE, finished, write_recipe
 from forked import Forked
 
 # Times, or files that hold nothing but what was drawn or printed from times.
-TIMED = {"log.txt", "done.json", "seconds.json", ".lock"}
+TIMED = {"log.txt", "done.json", "attempt.json", "seconds.json", ".lock"}
 OF_TIMES = ("training.", "report.html", "inputs.json")
 
 

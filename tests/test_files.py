@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from catto.experiment.stages import Stage, StageSettings, done, finish, part
+from catto.experiment.attempts import Attempt
+from catto.experiment.stages import Stage, StageSettings, content, done
 from catto.files import (
     MAX_LINE_BYTES,
     Seal,
@@ -142,9 +143,11 @@ def test_all_of_a_built_folder_is_on_the_disk_before_its_rename(tmp_path: Path, 
 def test_a_finished_stage_is_sealed_before_its_rename_which_is_on_the_disk(tmp_path: Path, calls: list[str]) -> None:
     """done.json whole, then the stage's folder renamed: a kill or a power cut between the two leaves it unfinished."""
     stage = Stage("questions", "questions a", StageSettings())
-    part(tmp_path, stage).mkdir(parents=True)
-    finish(tmp_path, stage, {})
-    assert calls == ["file", "rename", "folder", "rename", "folder"]
+    with Attempt(tmp_path, stage, content(tmp_path, stage)) as attempt:
+        calls.clear()
+        attempt.publish({})
+    # done.json; the folder of the link by which the attempt has won; the stage.
+    assert calls == ["file", "rename", "folder", "folder", "rename", "folder"]
     assert done(tmp_path, stage)
 
 

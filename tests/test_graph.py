@@ -11,7 +11,7 @@ import yaml
 
 from catto.experiment.graph import Graph
 from catto.experiment.results import run_chosen
-from catto.experiment.stages import Stage, Work, ordered, part, place
+from catto.experiment.stages import Stage, Work, ordered, place
 from catto.files import read_json, write_records
 from catto.recipe import Recipe
 from catto.recipe_file import load
@@ -245,8 +245,8 @@ def test_the_lowest_ece_of_the_seed_or_of_the_mean_over_seeds_is_chosen(
         if role.startswith("validation"):
             row = prediction(confidence[role.removeprefix("validation ")])
             write_records(place(tmp_path, need) / "predictions.jsonl", [row])
-    run_chosen(Work(stage, tmp_path, lambda *_: None))
-    told = read_json(part(tmp_path, stage) / "choice.json")
+    run_chosen(Work(stage, tmp_path, tmp_path / "out", lambda *_: None))
+    told = read_json(tmp_path / "out" / "choice.json")
     number = [5e-6, 5e-7].index(rate)
     assert (told["learning_rate"], told["model"]) == (rate, f"model {number} seed 0")
     assert told["validation_ece"] == pytest.approx({"5e-06": 0.5 if choice == "mean" else 0.1, "5e-07": 0.3})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from catto.cli import main
+from catto.experiment.attempts import Attempt, take_over
 from catto.experiment.graph import Graph
 from catto.experiment.stages import (
     DONE,
@@ -18,12 +19,10 @@ from catto.experiment.stages import (
     Stage,
     StageSettings,
     check,
+    content,
     done,
-    finish,
     ordered,
-    part,
     place,
-    take_over,
     write,
 )
 from catto.files import sealed
@@ -181,6 +180,13 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
     assert {one["standing"] for one in json.loads(output[output.index("[\n") :])} == {"done"}
 
 
+def publish(root: Path, stage: Stage, name: str, value: object) -> None:
+    """Make a stage of one file."""
+    with Attempt(root, stage, content(root, stage)) as attempt:
+        write(attempt.out / name, value)
+        assert attempt.publish({})
+
+
 def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_with_it(tmp_path: Path) -> None:
     """A choice holds a name alone; what reads it depends on the model of that name."""
     train = Stage("train", "sft", StageSettings())
@@ -188,8 +194,8 @@ def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_wit
     text = Stage("generated", "generated test sft", StageSettings(), {"model": choice})
 
     def made(stage: Stage, name: str, value: str) -> None:
-        write(part(tmp_path, stage) / name, {"model": value})
-        finish(tmp_path, stage, {})
+        shutil.rmtree(place(tmp_path, stage), ignore_errors=True)
+        publish(tmp_path, stage, name, {"model": value})
 
     made(train, "weights.json", "one")
     made(choice, "choice.json", "model 0 seed 0")
@@ -204,10 +210,9 @@ def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_wit
 def test_a_stage_is_made_of_its_twins_files_only_where_those_are_whole(tmp_path: Path) -> None:
     """A flipped bit leaves the size as it was: the bytes are compared."""
     twin, stage = Stage("questions", "questions a", StageSettings()), Stage("questions", "questions b", StageSettings())
-    write(part(tmp_path, twin) / "train.json", 1)
-    finish(tmp_path, twin, {"seconds": 1.0, "versions": {}})
+    publish(tmp_path, twin, "train.json", 1)
     with changed(place(tmp_path, twin) / "train.json", b"3"):
-        assert not take_over(tmp_path, stage, place(tmp_path, twin))
+        assert not take_over(tmp_path, stage, content(tmp_path, stage), place(tmp_path, twin))
         assert not place(tmp_path, stage).exists()
-    assert take_over(tmp_path, stage, place(tmp_path, twin))
+    assert take_over(tmp_path, stage, content(tmp_path, stage), place(tmp_path, twin))
     assert done(tmp_path, stage)

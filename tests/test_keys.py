@@ -51,6 +51,9 @@ OTHER: dict[str, Any] = {
     "tasks.snli.files": {"train": "other"},
     "tasks.snli.fields": {"question": "other"},
     "tasks.snli.reliabilities": [0.5],
+    "resources.train.memory": "1GB",
+    "resources.predict.memory": "1GB",
+    "resources.report.memory": "1GB",
 }
 # The kinds of stages that a setting of a block enters first; what depends on these has another key through them.
 BLOCKS: dict[str, set[str]] = {
@@ -66,6 +69,7 @@ BLOCKS: dict[str, set[str]] = {
     "keep": {"train"},
     "prefix_sharing": {"train"},
     "small_pairs": {"train"},
+    "resources": set(),
 }
 # Settings that enter elsewhere than the rest of their block; empty: no stage depends on it.
 EXCEPTIONS: dict[str, set[str]] = {

@@ -22,7 +22,7 @@ from catto.engines import Generation, Key, Request
 from catto.engines.replies import RefusalCap, count_reasons, one_line
 from catto.engines.server import ServerEngine, ServerError
 from catto.experiment.graph import Graph
-from catto.experiment.runner import refused_stages, retry
+from catto.experiment.runner import forget_refused, refused_stages
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
 from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, read_records
@@ -657,7 +657,7 @@ class Silent:
     """A display that shows nothing."""
 
     def started(self, stage: Stage, number: int, total: int) -> None: ...
-    def progress(self, finished: int, total: int, note: str) -> None: ...
+    def progress(self, stage: Stage, finished: int, total: int, note: str) -> None: ...
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None: ...
 
 
@@ -692,7 +692,8 @@ def test_a_retried_teacher_makes_again_what_was_made_without_its_new_responses(t
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>", model="m"))) as server:
         recipe, stage = world(server.url)
         rows = Graph(recipe).teacher("witnesses")
-        assert not retry(tmp_path, [rows], Silent()).failed
+        forget_refused(tmp_path, [rows])
+        assert not run_stages(tmp_path, [rows], Silent()).failed
         assert len(server.seen) == 2
     assert done(tmp_path, stage)
     assert done(tmp_path, rows)
@@ -707,7 +708,8 @@ def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> Non
         rows = Graph(recipe).teacher("witnesses")
         run_stages(tmp_path, [rows], Silent())
         before = (place(tmp_path, rows) / "done.json").stat()
-        outcome = retry(tmp_path, [rows], Silent())
+        forget_refused(tmp_path, [rows])
+        outcome = run_stages(tmp_path, [rows], Silent())
         assert [one.name for one in outcome.finished] == [stage.name]
         assert len(server.seen) == 12 + 2
     after = (place(tmp_path, rows) / "done.json").stat()

@@ -45,7 +45,7 @@ def made_work(root: Path, method: str, **blocks: Any) -> Work:
     blocks = {"rcft": {"rows": 6, "epochs": 1, "checkpoint_steps": 2, "batch_size": 2}, **blocks}
     recipe = Recipe.model_validate({**RECIPE, **own, **blocks})
     stage = Graph(recipe).trained("witnesses", 0, method, "matched", 1e-3)
-    work = Work(stage, root, lambda *_: None)
+    work = Work(stage, root, root / "out", lambda *_: None)
     work.out.mkdir(parents=True)
     files = {
         "teacher": {"preferences.jsonl": pair_rows(), "sft.jsonl": sft_rows()},

@@ -107,6 +107,17 @@ def building(folder: Path) -> Iterator[Path]:
         sync_folder(folder.parent)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, which must be free; copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:
+        with source.open("rb") as file, target.open("xb") as copy:
+            shutil.copyfileobj(file, copy)
+
+
 def _beside(path: Path) -> str:
     """A hidden name for the unfinished file, short enough for every file system; `.*.part` is cleared away."""
     return f".{path.name[:100]}.{os.getpid()}.part"

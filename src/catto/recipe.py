@@ -252,6 +252,29 @@ class EvaluationSettings(Settings):
     k: Annotated[tuple[Samples, ...], AfterValidator(lambda sizes: tuple(sorted(set(sizes))))] = (4, 8)  # Confidence@k
 
 
+class Resources(Settings):
+    """What a stage gets of a cluster's node."""
+
+    cpus: float = Field(default=1, gt=0)
+    gpus: float | None = Field(default=None, ge=0)  # None: one for each process if the cluster has any
+    memory: str | None = Field(default=None, pattern=r"^\d+(\.\d+)? ?[KMGT]B$")  # 40GB; None: none is reserved
+
+    @property
+    def bytes(self) -> int:
+        """The memory as a number."""
+        if self.memory is None:
+            return 0
+        return int(float(self.memory[:-2]) * 1e3 ** " KMGT".index(self.memory[-2]))
+
+
+class ClusterResources(Settings):
+    """What stages get on a cluster: those that train, those that generate with a model, all others."""
+
+    train: Resources = Resources()
+    predict: Resources = Resources()
+    report: Resources = Resources(gpus=0)
+
+
 class Recipe(Settings):
     """One experiment: tasks, model, methods, budgets, seeds, teacher, training, evaluation."""
 
@@ -274,6 +297,7 @@ class Recipe(Settings):
     outcome: OutcomeSettings = OutcomeSettings()
     launch: LaunchSettings = LaunchSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    resources: ClusterResources = ClusterResources()
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
@@ -118,34 +118,33 @@ def _print_line(shown: Progress, line: str) -> None:
 
 
 class RunDisplay:
-    """What `catto run` shows: a bar for the stages and one for the running stage, or lines. Failures stay visible."""
+    """What `catto run` shows: a bar for the stages and one for each running stage, or lines. Failures stay visible."""
 
     def __init__(self, shown: Progress, left: Left) -> None:
         self._shown, self._left = shown, left
         self._stages = shown.add_task("stages", total=None, note="", left="")
-        self._stage: Stage | None = None
-        self._bar: Bar | None = None
+        self._bars: dict[str, Bar] = {}  # key of a running stage -> its bar
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage starts."""
         name = f"[{number}/{total}] {stage.name}"
-        self._shown.update(self._stages, total=total, completed=number - 1, left=self._left.text())
-        self._stage, self._bar = stage, Bar(self._shown, name if self._shown.disable else stage.name)
+        self._shown.update(self._stages, total=total, left=self._left.text())
+        self._bars[stage.key] = Bar(self._shown, name if self._shown.disable else stage.name)
         _print_line(self._shown, name)
 
-    def progress(self, finished: int, total: int, note: str) -> None:
-        """Show how far the running stage is."""
-        if self._bar is not None:
-            self._bar.update(finished, total, note)
-            spent = self._shown.get_time() - self._bar.began
-            self._shown.update(self._stages, left=self._left.text(self._stage, spent))
+    def progress(self, stage: Stage, finished: int, total: int, note: str) -> None:
+        """Show how far a running stage is."""
+        if stage.key in self._bars:
+            self._bars[stage.key].update(finished, total, note)
+            now = self._shown.get_time()
+            spent = {key: now - bar.began for key, bar in self._bars.items()}
+            self._shown.update(self._stages, left=self._left.text(spent))
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Count a stage and show how it ended; blocked stages are counted at the end of the run."""
         self._left.ended(stage, outcome, seconds)
-        if self._bar is not None:
-            self._shown.remove_task(self._bar.id)
-            self._bar = None
+        if stage.key in self._bars:
+            self._shown.remove_task(self._bars.pop(stage.key).id)
         left, line = self._left.text(), f"{stage.name}: {outcome} in {duration(seconds)}"
         self._shown.update(self._stages, advance=1, left=left, refresh=True)
         if outcome == "failed" and not self._shown.disable:
@@ -174,16 +173,18 @@ class Left:
         for sort in _sorts(stage) if outcome == "done" else ():
             self._known[sort].append(seconds)
 
-    def text(self, running: Stage | None = None, spent: float = 0.0) -> str:
-        """Return `about 3 min left`; `more than` where no stage of a kind has finished yet; empty if that is little."""
+    def text(self, spent: Mapping[str, float] | None = None) -> str:
+        """Return `about 3 min left`; `more than` where no stage of a kind has finished yet; empty if that is little.
+
+        spent: key of a running stage -> the seconds since it started.
+        """
         total, unknown = 0.0, False
         for stage in self._missing.values():
             known = next((self._known[sort] for sort in _sorts(stage) if sort in self._known), None)
             if known is None:
                 unknown = True
             else:
-                already = spent if running is not None and running.key == stage.key else 0.0
-                total += max(0.0, fmean(known) - already)
+                total += max(0.0, fmean(known) - (spent or {}).get(stage.key, 0.0))
         if not self._missing or (unknown and total < LITTLE):
             return ""
         return f"{'more than' if unknown else 'about'} {duration(total)} left"

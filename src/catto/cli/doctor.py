@@ -17,7 +17,7 @@ __all__ = ["diagnosis", "doctor"]
 
 EXAMPLES = examples("catto doctor", "catto doctor --json", "catto doctor --selftest")
 
-EXTRAS = ("train", "serve", "vllm")
+EXTRAS = ("train", "serve", "ray", "vllm")
 # Only whether they are set is ever printed.
 VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
 

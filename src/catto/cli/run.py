@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -16,12 +17,16 @@ from catto.cli import console
 from catto.problems import listed
 
 if TYPE_CHECKING:
+    from catto.experiment.runner import Display, Outcome
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
+
+    Cluster: TypeAlias = Callable[[Path, Recipe, Stage, Display], Outcome]
 
 RUN_EXAMPLES = console.examples(
     "catto run quickstart",
     "catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1",
+    "catto run mine.yaml --on ray --address auto",
 )
 STAGE_EXAMPLES = console.examples("catto stage runs/quickstart 5f2c81d09ab34e67")
 VERIFY_EXAMPLES = console.examples("catto verify runs/quickstart", "catto run quickstart --repair")
@@ -75,11 +80,12 @@ def go(
     goals: Sequence[Stage],
     retry_refused: bool = False,
     repair: bool = False,
+    cluster: Cluster | None = None,
 ) -> None:
-    """Run what is missing; exit with code 1 if a stage failed, with 130 if the user interrupted it."""
+    """Run what is missing, here or on a cluster; exit with code 1 if a stage failed, with 130 if it was interrupted."""
     from catto.cli.display import Left, RunDisplay, bars
     from catto.experiment.graph import check_places, freeze
-    from catto.experiment.runner import refused_stages, retry, run, set_damaged_aside
+    from catto.experiment.runner import forget_refused, refused_stages, run, set_damaged_aside
     from catto.experiment.stages import done, ordered
 
     check_places(source, recipe)
@@ -92,7 +98,9 @@ def go(
     try:
         with bars() as shown:
             display = RunDisplay(shown, Left(root, goals))
-            outcome = (retry if retry_refused else run)(root, goals, display)
+            if retry_refused:
+                forget_refused(root, goals)
+            outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals[0], display)
     except KeyboardInterrupt:
         console.warn("interrupted; the same command resumes from here")
         sys.exit(130)
@@ -129,15 +137,31 @@ def run(
     seeds: SeedOption = None,
     retry_refused: RetryOption = False,
     repair: RepairOption = False,
+    on: Annotated[
+        Literal["here", "ray"], typer.Option(help="One stage after the other here, or on a Ray cluster.")
+    ] = "here",
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT.", show_default="one started here"),
+    ] = None,
 ) -> None:
     """Run the missing stages of a recipe and report; a run that was interrupted or killed resumes where it was."""
     from catto.experiment.graph import Graph
     from catto.experiment.stages import place
 
     read = read_recipe(recipe, sets, seeds)
+    if address is not None and on != "ray":
+        console.refuse("--address: needs --on ray")
     root, goal = folder(read, out), Graph(read).report()
-    go(recipe, read, root, [goal], retry_refused, repair)
+    go(recipe, read, root, [goal], retry_refused, repair, _ray(address) if on == "ray" else None)
     _show_results(place(root, goal), root / "report.html")
+
+
+def _ray(address: str | None) -> Cluster:
+    console.needs("ray", "ray", "--on ray")
+    from catto.experiment.ray_runner import run as run_on_ray
+
+    return partial(run_on_ray, address=address)
 
 
 def _show_results(report: Path, page: Path) -> None:
@@ -175,11 +199,11 @@ def stage(
     """
     from catto.cli.display import Bar, bars
     from catto.experiment.graph import find_stage
-    from catto.experiment.runner import run_stage
-    from catto.experiment.stages import LOG, done, part
+    from catto.experiment.runner import missing_needs, run_stage
+    from catto.experiment.stages import done
 
     wanted = find_stage(folder, key)
-    if missing := [need.name for need in wanted.needs.values() if not done(folder, need)]:
+    if missing := missing_needs(folder, wanted):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
     if done(folder, wanted):
         console.say(f"{wanted.name}: done already")
@@ -189,14 +213,14 @@ def stage(
     _silence()
     try:
         with bars() as shown:
-            problem = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
+            ending = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
     except KeyboardInterrupt:
         console.warn("interrupted; the same command resumes from here")
         sys.exit(130)
-    if problem is not None:
-        console.warn(f"{wanted.name}: {problem}; its log: {part(folder, wanted) / LOG}")
+    if ending.outcome == "failed":
+        console.warn(f"{wanted.name}: {ending.problem}; its log: {ending.log}")
         sys.exit(1)
-    console.say(f"{wanted.name}: done")
+    console.say(f"{wanted.name}: {ending.outcome}")
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------
@@ -208,13 +232,12 @@ def verify(folder: Annotated[Path, typer.Argument(help="An experiment's folder, 
     Exit with code 1 if a stage is damaged; `catto run --repair` runs such stages again.
     """
     from catto.cli.display import progress
-    from catto.experiment.stages import account, check
+    from catto.experiment.stages import account, check, finished
     from catto.problems import DataError
 
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
-    unfinished = (".part", ".damaged")
-    stages = [path for path in sorted((folder / "stages").iterdir()) if path.is_dir() and path.suffix not in unfinished]
+    stages = finished(folder)
     damaged, files, size = [], 0, 0
     with progress("verifying", len(stages)) as step:
         for stage in stages:

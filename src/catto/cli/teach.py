@@ -36,8 +36,9 @@ def teach(
 ) -> None:
     """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes."""
     from catto import teacher
+    from catto.experiment.attempts import folders
     from catto.experiment.graph import Graph, check_places, open_recipe
-    from catto.experiment.stages import done, part, place
+    from catto.experiment.stages import done, place
     from catto.experiment.steps import questions_of, read_questions
 
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
@@ -50,7 +51,8 @@ def teach(
     if dry_run:
         for name in tasks:
             stage = graph.responses(name)
-            asked, stored = stage.needs["questions"], place(root, stage) if done(root, stage) else part(root, stage)
+            asked, begun = stage.needs["questions"], folders(root, stage)
+            stored = place(root, stage) if done(root, stage) else begun[-1] if begun else None
             with refusing(place=f"{name}: "):
                 if done(root, asked):
                     questions = read_questions(place(root, asked) / "train.jsonl")

@@ -1,4 +1,4 @@
-"""Run what is missing of a graph, here and one stage after the other; all stages of a run share one process."""
+"""Run stages: what is missing of a graph, here and one after the other; or a single one, for whoever orders them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import NamedTuple, Protocol, TextIO
 
 from catto import files
-from catto.experiment import stages, steps
-from catto.experiment.stages import DONE, LOG, Stage, Work, ordered, part, place
+from catto.experiment import attempts, stages, steps
+from catto.experiment.attempts import locked
+from catto.experiment.stages import LOG, Stage, Work, ordered, place
 from catto.problems import DataError
 from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
@@ -46,6 +48,9 @@ DAMAGED = ".damaged"
 # These load a model of their own: the last one that was generated with is released first.
 LOADING = {"responses", "train"}
 Progress = Callable[[int, int, str], None]
+# Seconds after which an NFS client looks again (acdirmax), and some.
+LATE = 75.0
+logger = logging.getLogger(__name__)
 
 
 class Display(Protocol):
@@ -54,11 +59,19 @@ class Display(Protocol):
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage began."""
 
-    def progress(self, finished: int, total: int, note: str) -> None:
-        """Show how far the running stage is."""
+    def progress(self, stage: Stage, finished: int, total: int, note: str) -> None:
+        """Show how far a running stage is."""
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Show that a stage ended: done, unchanged, failed or blocked."""
+
+
+class Ending(NamedTuple):
+    """How a stage ended: done, unchanged (its files are those of a finished one) or failed, why, and its log."""
+
+    outcome: str
+    problem: str = ""
+    log: Path = Path()
 
 
 @dataclass
@@ -68,6 +81,22 @@ class Outcome:
     finished: list[Stage] = field(default_factory=list)
     failed: dict[str, Path] = field(default_factory=dict)  # stage name and problem -> its log
     blocked: list[Stage] = field(default_factory=list)
+    stopped: set[str] = field(default_factory=set)  # keys of the failed and the blocked
+
+    def add(self, stage: Stage, ending: Ending) -> None:
+        """Count a stage that ran."""
+        if ending.outcome == "failed":
+            self.failed[f"{stage.name}: {ending.problem}"] = ending.log
+            self.stopped.add(stage.key)
+        else:
+            self.finished.append(stage)
+
+    def blocks(self, stage: Stage) -> bool:
+        """Whether a stage cannot run, since it needs one that failed; count it if so."""
+        if blocked := any(need.key in self.stopped for need in stage.needs.values()):
+            self.blocked.append(stage)
+            self.stopped.add(stage.key)
+        return blocked
 
 
 def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
@@ -77,60 +106,95 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     only its bytes do.
     """
     outcome, number = Outcome(), 0
-    stopped: set[str] = set()
     checked: set[Path] = set()
     with locked(root):
-        missing, known = sum(standing != "done" for _, standing in plan(root, goals)), stages.finished(root)
+        missing, left = sum(standing != "done" for _, standing in plan(root, goals)), attempts.begun(root)
         for stage in ordered(list(goals)):
-            if any(need.key in stopped for need in stage.needs.values()):
-                stopped.add(stage.key)
-                outcome.blocked.append(stage)
+            if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
             elif not stages.done(root, stage):
-                number += 1
+                number, began = number + 1, time.monotonic()
                 display.started(stage, number, max(missing, number))
-                began, twin = time.monotonic(), known.get(stages.content(root, stage))
-                if twin is not None and stages.take_over(root, stage, twin):
-                    ending = "unchanged"
-                else:
-                    problem = run_stage(root, stage, display.progress, checked)
-                    ending = "done" if problem is None else "failed"
-                    if problem is not None:
-                        stopped.add(stage.key)
-                        outcome.failed[f"{stage.name}: {problem}"] = part(root, stage) / LOG
-                if ending != "failed":
-                    outcome.finished.append(stage)
-                display.ended(stage, ending, time.monotonic() - began)
+                ending = run_stage(root, stage, partial(display.progress, stage), checked)
+                outcome.add(stage, ending)
+                display.ended(stage, ending.outcome, time.monotonic() - began)
+            elif stage.folder in left:  # of a run that was killed while it deleted them
+                attempts.settled(root, stage, stages.content(root, stage))
     steps.release()
     return outcome
 
 
-def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) -> str | None:
-    """Run a stage and finish it; return the problem of a failed one, whose log has the traceback.
+def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) -> Ending:
+    """Run a stage whose needs are done, in an attempt of its own; the log of a failed one has the traceback.
 
     checked: folders whose bytes were compared with what was written; each is compared once a run.
     """
-    work: Work = Work(stage, root, progress)
-    work.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    if stage.kind in LOADING:
-        steps.release()
+    content = stages.content(root, stage)
+    if attempts.settled(root, stage, content):
+        return Ending("done")
+    twin = attempts.twin(root, content)
+    if twin is not None and attempts.take_over(root, stage, content, twin):
+        return Ending("unchanged")
     try:
-        with _logging_to(work.out / LOG):
-            for folder in dict.fromkeys(path for need in stage.needs.values() for path in stages.sources(root, need)):
-                if folder not in checked:
-                    stages.check(folder, contents=True)
-                    checked.add(folder)
-            module, _, function = RUN[stage.kind].partition(".")
-            getattr(importlib.import_module(f"catto.experiment.{module}"), function)(work)
+        attempt = attempts.Attempt(root, stage, content)
+    except OSError as error:
+        if attempts.settled(root, stage, content):  # by another attempt, which deletes what has begun
+            return Ending("done")
+        return Ending("failed", f"cannot begin: {error}", root)
+    try:
+        with attempt:
+            began = time.monotonic()
+
+            def report(finished: int, total: int, note: str) -> None:
+                attempt.progress(finished, total, note)
+                progress(finished, total, note)
+
+            with _logging_to(attempt.out / LOG):
+                _work(Work(stage, root, attempt.out, report), checked)
+            details = {"seconds": time.monotonic() - began, "versions": files.library_versions(), "threads": _threads()}
+            attempt.publish(details)
     except Exception as error:
-        with contextlib.suppress(OSError), (work.out / LOG).open("a", encoding="utf-8") as file:  # the disk may be full
+        if attempts.settled(root, stage, content):  # by another attempt, which deleted the files of this one
+            return Ending("done")
+        log = attempt.out / LOG
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
         # Libraries report a full disk in words of their own, such as a position in an archive.
         full = " (the disk is full)" if shutil.disk_usage(root).free < ROOM else ""
-        return f"{type(error).__name__}: {error}{full}"
-    stages.finish(root, stage, {"seconds": time.monotonic() - began, "versions": files.library_versions()})
-    return None
+        return Ending("failed", f"{type(error).__name__}: {error}{full}", log)
+    return Ending("done")
+
+
+def missing_needs(root: Path, stage: Stage) -> list[str]:
+    """Return the names of needs that are not done.
+
+    A network file system may show what another machine has just finished up to a minute later, so this waits for it.
+    """
+    deadline = time.monotonic() + LATE
+    while missing := [need.name for need in stage.needs.values() if not stages.done(root, need)]:
+        if time.monotonic() > deadline:
+            break
+        logger.warning("%s waits up to %.0f s for %s", stage.name, deadline - time.monotonic(), missing[0])
+        time.sleep(min(5.0, LATE))
+    return missing
+
+
+def _work(work: Work, checked: set[Path]) -> None:
+    """Check what a stage reads, and call its function."""
+    if work.stage.kind in LOADING:
+        steps.release()
+    for folder in dict.fromkeys(path for need in work.stage.needs.values() for path in stages.sources(work.root, need)):
+        if folder not in checked:
+            stages.check(folder, contents=True)
+            checked.add(folder)
+    module, _, function = RUN[work.stage.kind].partition(".")
+    getattr(importlib.import_module(f"catto.experiment.{module}"), function)(work)
+
+
+def _threads() -> int | None:
+    """Return how many threads torch computes with, on which the last bits depend; None without torch."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else int(torch.get_num_threads())
 
 
 @contextlib.contextmanager
@@ -170,19 +234,14 @@ class _Printed(io.TextIOBase):
         (self.log or sys.stderr).flush()
 
 
-def locked(root: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock the experiment's folder; a second run in it is refused at once."""
-    return files.locked(root / ".lock", "another run is working in this folder; wait for it, or give another --out")
-
-
 def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
     """Return every stage with its state: done, begun or to do. What needs a stage that is not done is not done."""
     standing: dict[str, str] = {}
-    all_stages = ordered(list(goals))
+    all_stages, begun = ordered(list(goals)), attempts.begun(root)
     for stage in all_stages:
         ready = all(standing[need.key] == "done" for need in stage.needs.values())
-        begun = "begun" if part(root, stage).exists() else "to do"
-        standing[stage.key] = "done" if ready and stages.done(root, stage) else begun
+        other = "begun" if stage.folder in begun else "to do"
+        standing[stage.key] = "done" if ready and stages.done(root, stage) else other
     return [(stage, standing[stage.key]) for stage in all_stages]
 
 
@@ -216,23 +275,18 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
     """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
     refused = []
     for stage in ordered(list(goals)):
-        folder = place(root, stage)
-        if requests := refusals(folder if folder.exists() else part(root, stage)):
+        folder = attempts.newest(root, stage)
+        if folder is not None and (requests := refusals(folder)):
             refused.append((stage, requests))
     return refused
 
 
-def retry(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
-    """Ask refused requests again, then run what is missing of the goals.
+def forget_refused(root: Path, goals: Sequence[Stage]) -> None:
+    """Let the next run ask refused requests again.
 
     A stage with refused requests becomes an unfinished one without refusals, so it asks for what is missing. If a
     response came, the stages that were made without it are stale and run again too.
     """
     with locked(root):
         for stage, _ in refused_stages(root, goals):
-            finished, begun = place(root, stage), part(root, stage)
-            if finished.exists():
-                finished.rename(begun)
-                (begun / DONE).unlink()
-            forget_refusals(begun)
-    return run(root, goals, display)
+            forget_refusals(attempts.reopen(root, stage))

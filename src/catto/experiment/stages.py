@@ -3,9 +3,9 @@
 The key of a stage is a hash of its kind, its settings and the keys of what it needs, and of nothing else: two recipes
 that agree on a stage share it, and a changed setting reruns exactly what depends on it.
 
-A stage works in `<folder>.part`, where a killed run resumes, and is renamed to `<folder>` when it is finished. Its
-`done.json` then records size and hash of every file, for two reasons. Damage is noticed: sizes whenever the stage is
-looked at, bytes before another stage reads them. And a stage depends on what its needs hold, not on when they were made
+Attempts at a stage work in folders of their own (`catto.experiment.attempts`), and one of them becomes `<folder>`. Its
+`done.json` records size and hash of every file, for two reasons. Damage is noticed: sizes whenever the stage is looked
+at, bytes before another stage reads them. And a stage depends on what its needs hold, not on when they were made
 (`content`): needs that were made again with the same result change nothing; another result makes the stage stale, so
 that it runs again.
 """
@@ -13,9 +13,7 @@ that it runs again.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -25,7 +23,7 @@ from typing import Any, ClassVar, Generic
 from pydantic import BaseModel
 from typing_extensions import TypeVar
 
-from catto.files import Seal, damage, read_json, replacing, sealed, sync_folder
+from catto.files import Seal, damage, read_json, replacing, sealed
 from catto.methods import Budget, Method
 from catto.problems import DataError
 from catto.recipe import (
@@ -44,12 +42,16 @@ from catto.teacher.pairing import Kind
 # Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
 VERSION = 3
 # Files about how a stage ran are not sealed; the others are what it made.
-DONE, LOG = "done.json", "log.txt"
-UNSEALED = frozenset({DONE, LOG, ".lock", "seconds.json", "job.json"})
+DONE, LOG, ATTEMPT = "done.json", "log.txt", "attempt.json"
+UNSEALED = frozenset({DONE, LOG, ATTEMPT, ".lock", "seconds.json", "job.json"})
+# What done.json says of how the stage ran.
+DETAILS = ("seconds", "versions", "threads")
 REPAIR = "--repair runs the stage again"
-# Settings at the top of the recipe that the stages before the report hold, or that decide which of these there are.
+_UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|damaged)$")
+# Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
+# that no result depends on.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
-IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome", "launch"}
+IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome", "launch", "resources"}
 
 # ---- what determines a stage ----------------------------------------------------------------------------------------
 
@@ -300,11 +302,6 @@ def place(root: Path, stage: Stage) -> Path:
     return root / "stages" / stage.folder
 
 
-def part(root: Path, stage: Stage) -> Path:
-    """Return the folder of a stage while it works."""
-    return root / "stages" / f"{stage.folder}.part"
-
-
 def chosen(root: Path, stage: Stage, role: str = "model") -> Stage:
     """Return the training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
     return stage.needs[read_json(place(root, stage) / "choice.json")[role]] if stage.kind == "chosen" else stage
@@ -329,21 +326,20 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Work(Generic[S]):
-    """What the function of a stage gets: the stage, the experiment's root, and how to report progress."""
+    """What the function of a stage gets.
+
+    root: the experiment's folder. out: where the stage writes, and where it resumes from.
+    """
 
     stage: Stage[S]
     root: Path
+    out: Path
     progress: Callable[[int, int, str], None]
 
     @property
     def settings(self) -> S:
         """The stage's settings."""
         return self.stage.settings
-
-    @property
-    def out(self) -> Path:
-        """Where the stage writes, and where it resumes from."""
-        return part(self.root, self.stage)
 
     def input(self, role: str) -> Path:
         """Return the folder of what it needs."""
@@ -377,18 +373,12 @@ def content(root: Path, stage: Stage) -> str:
     return content_hash([VERSION, stage.kind, stage.name, stage.settings.counted(), inputs])
 
 
-def finish(root: Path, stage: Stage, details: Mapping[str, Any]) -> None:
-    """Record what the working folder holds and rename it to the finished one; a stale one is replaced."""
-    folder, final = part(root, stage), place(root, stage)
-    for left in folder.rglob(".*.part"):  # what a killed run was writing
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+def record(stage: Stage, folder: Path, content: str, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the done.json of a stage whose files are in a folder."""
     needs = {role: need.key for role, need in stage.needs.items()}
-    record = {**details, "name": stage.name, "key": stage.key, "needs": needs, "content": content(root, stage)}
-    record["files"] = {name: list(seal) for name, seal in sealed(folder, UNSEALED).items()}
-    write(folder / DONE, {**record, "checksum": content_hash(record)})
-    shutil.rmtree(final, ignore_errors=True)
-    folder.rename(final)
-    sync_folder(final.parent)
+    about = {**details, "name": stage.name, "key": stage.key, "needs": needs, "content": content}
+    about["files"] = {name: list(seal) for name, seal in sealed(folder, UNSEALED).items()}
+    return {**about, "checksum": content_hash(about)}
 
 
 def account(folder: Path) -> dict[str, Any]:
@@ -429,26 +419,6 @@ def done(root: Path, stage: Stage) -> bool:
     return bool(account(folder)["content"] == content(root, stage))
 
 
-def finished(root: Path) -> dict[str, Path]:
-    """Return content -> folder of every finished stage, whatever its recipe."""
-    folders = [path.parent for path in sorted((root / "stages").glob(f"*/{DONE}")) if path.parent.suffix != ".part"]
-    return {account(folder)["content"]: folder for folder in folders}
-
-
-def take_over(root: Path, stage: Stage, twin: Path) -> bool:
-    """Make the stage from the files of a finished one with the same content, if those are whole."""
-    try:
-        check(twin, contents=True)
-    except DataError:
-        return False
-    record, folder = account(twin), part(root, stage)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in record["files"]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(twin / name, folder / name)  # finished files are never written to
-        except OSError:  # a file system without links
-            shutil.copyfile(twin / name, folder / name)
-    finish(root, stage, {name: record[name] for name in ("seconds", "versions")} | {"taken_over": twin.name})
-    return True
+def finished(root: Path) -> list[Path]:
+    """Return the folders of finished stages, of whatever recipe."""
+    return [path for path in sorted((root / "stages").iterdir()) if path.is_dir() and not _UNFINISHED.search(path.name)]

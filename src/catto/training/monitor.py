@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluating
+from catto.files import link, replacing
 from catto.metrics import errors
 from catto.training import model_forward
 from catto.training.batches import build
@@ -49,6 +51,25 @@ def newest_complete(output_dir: str | Path) -> Path | None:
         if isinstance(state, dict) and any((path / name).exists() for name in _MODELS):
             return path
     return None
+
+
+def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
+    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `place`.
+
+    Complete checkpoints are never written to again. One that is deleted meanwhile raises an OSError.
+    """
+    newest = newest_complete(checkpoints)
+    if newest is None:
+        return
+    state = json.loads((newest / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"] or newest).name
+    for name in {newest.name, best}:
+        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link(Path(a), Path(b)))
+    if newest_complete(checkpoints) != newest:
+        raise FileNotFoundError(newest)
+    if state["best_model_checkpoint"] is not None:
+        with replacing(target / newest.name / "trainer_state.json") as file:
+            json.dump({**state, "best_model_checkpoint": str(place / best)}, file)
 
 
 def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:

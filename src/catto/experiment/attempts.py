@@ -1,0 +1,409 @@
+"""Attempts at a stage. Several may overlap, on one machine or on many; exactly one of them becomes the stage.
+
+Attempts know of each other only by files on the file system that they share. No file is locked.
+
+1.  An attempt has a fencing token, `<number>-<content>-<random>`, and a folder of its own, `<stage>.part-<token>`. The
+    content is what determines the stage (`stages.content`), so work on other inputs is never continued.
+2.  It starts from a copy of the newest earlier attempt: of a training the newest whole checkpoint, of other stages the
+    journal. Files that nobody changes are linked, the others copied. The copy is made in `<folder>.half` and renamed,
+    so every `.part-` folder is a whole copy, and what a paused attempt still writes goes into its own folder.
+3.  `attempt.json` in the folder is its heartbeat: a counter that moves every BEAT seconds, with the progress. The
+    attempt is dead if the file says that it has ended, if its process was on this machine and is gone, or if the
+    counter did not move for STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An
+    NFS client may show attributes that are 60 s old (acregmax), so STALE is that, some beats and a margin.
+4.  To publish, an attempt writes `done.json` and then links its attempt.json to `won/<stage>-<content>`. There can be
+    one such link, so one attempt wins. It renames its folder to `<stage>` and deletes the folders of the others. Where
+    the winner did not come to its rename, whoever finds the link completes it. A link whose winner is gone (the stage
+    was deleted, set aside or reopened) is void, and the next attempt that publishes removes it.
+5.  An attempt discards a dead one by renaming it to `.half` first. Should the dead one wake up, it can no longer win:
+    what it would link is not there, and nothing creates that file again. If it won just before the rename, the attempt
+    that discards it finds the link and completes it.
+6.  An attempt whose attempt.json is gone has lost: it stops at its next report of progress and deletes what it wrote.
+
+A run as a whole says in `running.json`, with the same heartbeat, that it works in a folder, so that a second one is
+refused. That saves work; no result depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from catto import files
+from catto.experiment import stages
+from catto.experiment.stages import DONE, Stage, place
+from catto.problems import DataError
+
+BEAT, STALE = 5.0, 90.0
+ATTEMPT, RUNNING = stages.ATTEMPT, "running.json"
+PART, HALF = ".part-", ".half"
+LOST = "another attempt has taken the stage over"
+logger = logging.getLogger(__name__)
+
+
+class LostError(Exception):
+    """Another attempt has become the stage, or takes this one for dead."""
+
+
+# ---- heartbeats -----------------------------------------------------------------------------------------------------
+
+
+class Heart(threading.Thread):
+    """Moves a counter in a file for as long as this process lives and works."""
+
+    def __init__(self, path: Path, token: str, watch: Callable[[], None] = lambda: None) -> None:
+        super().__init__(daemon=True)
+        self.path, self.token, self.watch = path, token, watch
+        self.beats, self.lost, self.ended = 0, False, False
+        self.progress: tuple[int, int, str] | None = None
+        self._stopped = threading.Event()
+
+    def text(self) -> str:
+        """Return what the file holds."""
+        ours = {"token": self.token, "host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
+        return json.dumps({**ours, "beats": self.beats, "progress": self.progress, "ended": self.ended})
+
+    def run(self) -> None:
+        """Beat until stopped."""
+        while not self._stopped.wait(BEAT):
+            self.beat()
+            self.watch()
+
+    def beat(self) -> None:
+        """Write the next count; a file that was taken away is not created again."""
+        self.beats += 1
+        if self.lost or heartbeat(self.path)[1].get("token", self.token) != self.token:
+            self.lost = True
+            return
+        try:
+            with self.path.open("r+", encoding="utf-8") as file:
+                file.write(self.text())
+                file.truncate()
+        except FileNotFoundError:
+            self.lost = True
+        except OSError as error:  # a full disk stops the work itself, where it writes
+            logger.warning("%s: %s", self.path, error)
+
+    def stop(self) -> None:
+        """Stop, so that the file stays as it is."""
+        self._stopped.set()
+        self.join()
+
+
+def _host() -> str:
+    """Name the machine and, on Linux, the container whose process numbers these are."""
+    with contextlib.suppress(OSError):
+        return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
+    return platform.node()
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process of this machine started; None where it is gone. A number alone may be another's by now."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        return ""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
+
+
+def heartbeat(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text of a heartbeat and what it says; nothing where it is gone or being written."""
+    text = ""
+    with contextlib.suppress(OSError, ValueError):
+        text = path.read_text(encoding="utf-8")
+        return text, dict(json.loads(text))
+    return text, {}
+
+
+class Watch:
+    """What one observer has seen of heartbeats."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[str, float]] = {}
+
+    def alive(self, path: Path) -> bool | None:
+        """Whether the writer of a heartbeat lives; None while that is not known."""
+        now = time.monotonic()  # before the file is read: the observer too may be paused in between
+        text, record = heartbeat(path)
+        if record.get("ended"):
+            return False
+        if record.get("host") == _host():
+            return _started(int(record["pid"])) == str(record["started"])
+        before, since = self._seen.get(path, (text, now))
+        if text != before or path not in self._seen:
+            self._seen[path] = text, now
+        if text and text != before:
+            return True
+        return False if now - since > STALE else None
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Work in an experiment's folder as its only run; a second one is refused.
+
+    A run on the same machine is known to live or not at once; the heartbeat of one on another machine is watched.
+    """
+    path, watch = root / RUNNING, Watch()
+    heart = Heart(path, secrets.token_hex(8))
+    with files.writing(path, path):
+        root.mkdir(parents=True, exist_ok=True)
+    while not _claimed(path, heart.text()):
+        host, pid = (str(heartbeat(path)[1].get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
+        alive = watch.alive(path)
+        if alive:
+            who = f"another run (process {pid} on {host})"
+            raise DataError(root, None, f"{who} is working in this folder; wait for it, or give another --out")
+        if alive is None:
+            time.sleep(min(1.0, BEAT))
+        else:
+            path.unlink(missing_ok=True)
+    heart.start()
+    try:
+        yield
+    finally:
+        heart.stop()
+        if not heart.lost:
+            path.unlink(missing_ok=True)
+
+
+def _claimed(path: Path, text: str) -> bool:
+    """Create a file with this text; False if there is one."""
+    with files.writing(path, path), contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        return True
+    return False
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def folders(root: Path, stage: Stage, content: str = "*") -> list[Path]:
+    """Return the folders of the attempts at a stage, the newest last."""
+    found = (root / "stages").glob(f"{stage.folder}{PART}*-{content[:8]}-*")
+    return sorted(path for path in found if path.suffix != HALF)
+
+
+def begun(root: Path) -> set[str]:
+    """Return the folders of all stages at which there are attempts."""
+    found = (root / "stages").iterdir() if (root / "stages").exists() else ()
+    return {path.name.partition(PART)[0] for path in found if PART in path.name}
+
+
+def _token(folder: Path) -> str:
+    return folder.name.removesuffix(HALF).rpartition(PART)[2]
+
+
+def _new(root: Path, stage: Stage, content: str) -> Path:
+    """Name the folder of a new attempt."""
+    number = max((int(_token(folder).partition("-")[0]) for folder in folders(root, stage)), default=0) + 1
+    return root / "stages" / f"{stage.folder}{PART}{number:04d}-{content[:8]}-{secrets.token_hex(3)}"
+
+
+def _half(folder: Path) -> Path:
+    return folder.with_name(folder.name + HALF)
+
+
+def pointer(root: Path, stage: Stage, content: str) -> Path:
+    """Return the place of the link that only one attempt can make."""
+    return root / "won" / f"{stage.folder}-{content[:8]}"
+
+
+def twin(root: Path, content: str) -> Path | None:
+    """Return the folder of a finished stage, of any recipe, with this content."""
+    for path in (root / "won").glob(f"*-{content[:8]}"):
+        folder = root / "stages" / path.name.rpartition("-")[0]
+        with contextlib.suppress(DataError):  # a damaged one is no help
+            if _current(folder, content):
+                return folder
+    return None
+
+
+def settled(root: Path, stage: Stage, content: str) -> bool:
+    """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts."""
+    won = heartbeat(pointer(root, stage, content))[1].get("token")
+    winner = root / "stages" / f"{stage.folder}{PART}{won}"
+    for folder in (winner, _half(winner)) if won else ():
+        if (folder / DONE).exists():
+            _move_in(folder, place(root, stage), content)
+    if not _current(place(root, stage), content):
+        return False
+    for folder in (root / "stages").glob(f"{stage.folder}{PART}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _current(final: Path, content: str) -> bool:
+    return final.exists() and bool(stages.account(final)["content"] == content)
+
+
+def _move_in(folder: Path, final: Path, content: str) -> None:
+    """Rename an attempt that has won; a stale stage makes way. Whoever comes second changes nothing."""
+    aside = _half(folder.with_name(f"{final.name}{PART}stale-{secrets.token_hex(3)}"))
+    if final.exists() and not _current(final, content):
+        with contextlib.suppress(FileNotFoundError):
+            final.rename(aside)
+    try:
+        folder.rename(final)
+    except OSError:  # it was renamed meanwhile, and is what was moved aside
+        with contextlib.suppress(OSError):
+            aside.rename(final)
+    files.sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _discard(root: Path, stage: Stage, folder: Path) -> None:
+    """Delete the folder of a dead attempt, or complete it if it has won."""
+    with contextlib.suppress(OSError):  # another attempt discards it, or it wakes up and is renamed
+        folder.rename(_half(folder))
+        if heartbeat(pointer(root, stage, _token(folder).split("-")[1]))[1].get("token") == _token(folder):
+            settled(root, stage, stages.account(_half(folder))["content"])
+        shutil.rmtree(_half(folder), ignore_errors=True)
+
+
+# ---- an attempt -----------------------------------------------------------------------------------------------------
+
+
+class Attempt:
+    """One attempt at a stage, from its folder to its result; leaving it without `publish` keeps the folder."""
+
+    def __init__(self, root: Path, stage: Stage, content: str, source: Path | None = None) -> None:
+        """Begin from the newest earlier attempt, or from the whole files of a finished stage (`source`)."""
+        self.root, self.stage, self.content = root, stage, content
+        self.out = _new(root, stage, content)
+        self._watch = Watch()
+        self.heart = Heart(self.out / ATTEMPT, _token(self.out), self._prune)
+        half = _half(self.out)
+        for old in (None,) if source is not None else (*folders(root, stage, content)[::-1], None):
+            half.mkdir(parents=True)
+            try:
+                if source is not None:
+                    _take(source, half)
+                elif old is not None:
+                    _inherit(old, half, self.out)
+                break
+            except (FileNotFoundError, shutil.Error):  # the earlier attempt is alive after all, and moves on
+                if old is None:
+                    raise
+                shutil.rmtree(half, ignore_errors=True)
+        (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
+        half.rename(self.out)
+        self._prune()
+        self.heart.start()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.heart.stop()
+        self.heart.ended = True
+        self.heart.beat()
+
+    def progress(self, finished: int, total: int, note: str) -> None:
+        """Put the progress into the heartbeat; raise LostError if this attempt has lost."""
+        self.heart.progress = finished, total, note
+        if self.heart.lost:
+            raise LostError(LOST)
+
+    def _prune(self) -> None:
+        """Discard dead attempts: their checkpoints take space, and what is in them was copied or is of other inputs."""
+        for folder in folders(self.root, self.stage):
+            if folder != self.out and self._watch.alive(folder / ATTEMPT) is False:
+                _discard(self.root, self.stage, folder)
+
+    def publish(self, details: Mapping[str, Any]) -> bool:
+        """Make this attempt the stage; False if another one is, LostError if another one will be."""
+        for left in self.out.rglob(".*.part"):  # what a killed run was writing
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if stages.content(self.root, self.stage) != self.content:
+            raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
+        stages.write(self.out / DONE, stages.record(self.stage, self.out, self.content, details))
+        self.heart.stop()  # what is linked no longer changes
+        won = self._won()
+        if not settled(self.root, self.stage, self.content):
+            raise LostError(LOST)
+        return won
+
+    def _won(self) -> bool:
+        place = pointer(self.root, self.stage, self.content)
+        place.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                files.link(self.out / ATTEMPT, place)
+                files.sync_folder(place.parent)
+                return True
+            except FileExistsError:
+                if heartbeat(place)[1].get("token") == self.heart.token:  # NFS repeats a link whose answer was lost
+                    return True
+                if settled(self.root, self.stage, self.content):
+                    return False
+                place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
+            except FileNotFoundError:  # discarded by another attempt
+                return False
+
+
+def _inherit(earlier: Path, half: Path, out: Path) -> None:
+    """Copy an earlier attempt to `half`, which will be `out`; raise OSError if it changes meanwhile."""
+    if (earlier / "checkpoints").exists():
+        from catto.training.monitor import copy_newest
+
+        copy_newest(earlier / "checkpoints", half / "checkpoints", out / "checkpoints")
+    ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT)
+    shutil.copytree(earlier, half, ignore=ignored, copy_function=_copy, dirs_exist_ok=True)
+    if (half / "training.json").exists():  # the checkpoints are being deleted
+        shutil.rmtree(half / "checkpoints", ignore_errors=True)
+
+
+def _copy(source: str, target: str) -> None:
+    """Link weights, which are large and never written to again; copy what may be."""
+    (files.link if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
+
+
+def _take(finished: Path, half: Path) -> None:
+    """Link the files of a finished stage, which are never written to."""
+    for name in stages.account(finished)["files"]:
+        (half / name).parent.mkdir(parents=True, exist_ok=True)
+        files.link(finished / name, half / name)
+
+
+def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
+    """Make the stage from the files of a finished one with the same content, if those are whole."""
+    try:
+        stages.check(finished, contents=True)
+    except DataError:
+        return False
+    record = stages.account(finished)
+    details = {name: record[name] for name in stages.DETAILS if name in record}
+    with Attempt(root, stage, content, finished) as attempt:
+        attempt.publish({**details, "taken_over": finished.name})
+    return True
+
+
+def newest(root: Path, stage: Stage) -> Path | None:
+    """Return the folder of a stage, finished or begun; None where there is none."""
+    return next((path for path in (place(root, stage), *folders(root, stage)[::-1]) if path.exists()), None)
+
+
+def reopen(root: Path, stage: Stage) -> Path:
+    """Make a finished stage an attempt again; return the folder of the newest attempt."""
+    final = place(root, stage)
+    if final.exists():
+        final.rename(_new(root, stage, stages.account(final)["content"]))
+    folder = folders(root, stage)[-1]
+    (folder / DONE).unlink(missing_ok=True)
+    return folder

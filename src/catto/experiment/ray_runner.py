@@ -1,0 +1,191 @@
+"""Run the matrix on a Ray cluster: one task a stage, and the files on a shared file system stay the truth.
+
+A task gets the recipe, the key of its stage and references to the tasks of what it needs, for which Ray lets it wait.
+Its worker finds the stage by the key and runs it as the local runner does, so a task that Ray starts again after a lost
+node or worker is another attempt, which resumes. Only how a stage ended travels back; progress is read from the
+heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from catto.experiment import attempts, runner, stages, steps
+from catto.experiment.graph import Graph
+from catto.experiment.runner import Display, Ending, Outcome
+from catto.experiment.stages import Stage
+from catto.problems import DataError
+from catto.recipe import Recipe
+
+# How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
+RETRIES = 10
+# Seconds between two looks at what is running.
+LOOK = 1.0
+# Nothing but keys and endings is in the object store; Ray takes no less than this.
+OBJECT_STORE = 80 * 2**20
+# Kinds of stages that use a model; the others are light.
+MODELS = {"train": "train", "generated": "predict", "predicted": "predict", "sampled": "predict"}
+
+
+def run(root: Path, recipe: Recipe, goal: Stage, display: Display, address: str | None = None) -> Outcome:
+    """Run a goal and what it needs on a cluster, as `runner.run` does here.
+
+    address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
+    """
+    with attempts.locked(root):
+        missing = [stage for stage, standing in runner.plan(root, [goal]) if standing != "done"]
+        with _connected(address):
+            options = cluster_options(recipe, missing, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            tasks: dict[str, Any] = {}
+            for stage in missing:
+                needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
+                given = {"name": stage.name, "max_retries": RETRIES, **options[_sort(recipe, stage)]}
+                task = ray.remote(_run_stage).options(**given)
+                tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
+            try:
+                return _follow(root, missing, tasks, display)
+            except BaseException:
+                for task in tasks.values():
+                    ray.cancel(task, force=True)
+                raise
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[None]:
+    """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
+    started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
+    where = started if address is None else {"address": address}
+    try:
+        ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, ValueError, ImportError) as error:
+        raise DataError("--address", None, f"{address}: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
+    """Show the stages until all have ended."""
+    outcome, running = Outcome(), _Running(root, missing, display)
+    pending = {stage.key: stage for stage in missing}
+    while pending:
+        ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=LOOK)
+        running.look(pending)
+        for stage in [stage for stage in missing if stage.key in pending and tasks[stage.key] in set(ready)]:
+            del pending[stage.key]
+            if outcome.blocks(stage):
+                display.ended(stage, "blocked", 0.0)
+                continue
+            try:
+                ending = ray.get(tasks[stage.key])
+            except ray.exceptions.RayError as error:
+                ending = Ending("failed", str(getattr(error, "cause", None) or error).splitlines()[0], root)
+            running.start(stage)
+            outcome.add(stage, ending)
+            display.ended(stage, ending.outcome, running.seconds(stage))
+    return outcome
+
+
+class _Running:
+    """What the heartbeats of the attempts show."""
+
+    def __init__(self, root: Path, missing: Sequence[Stage], display: Display) -> None:
+        self.root, self.total, self.display = root, len(missing), display
+        self.watch = attempts.Watch()
+        self.began: dict[str, float] = {}
+
+    def start(self, stage: Stage) -> None:
+        """Show that a stage has started, once."""
+        if stage.key not in self.began:
+            self.began[stage.key] = time.monotonic()
+            self.display.started(stage, len(self.began), self.total)
+
+    def seconds(self, stage: Stage) -> float:
+        """Return how long a stage ran, by its own account if it has finished."""
+        return runner.seconds_of(self.root, stage) or time.monotonic() - self.began[stage.key]
+
+    def look(self, pending: Mapping[str, Stage]) -> None:
+        """Show the progress of the stages whose attempts are alive."""
+        begun = attempts.begun(self.root)
+        for stage in pending.values():
+            for folder in attempts.folders(self.root, stage) if stage.folder in begun else ():
+                if self.watch.alive(folder / stages.ATTEMPT):
+                    self.start(stage)
+                    if progress := attempts.heartbeat(folder / stages.ATTEMPT)[1].get("progress"):
+                        self.display.progress(stage, *progress)
+
+
+# ---- resources ------------------------------------------------------------------------------------------------------
+
+
+def _sort(recipe: Recipe, stage: Stage) -> str:
+    """Return which block of the recipe's resources a stage has."""
+    if stage.kind == "responses" and recipe.teacher.source == "transformers":
+        return "predict"
+    return MODELS.get(stage.kind, "report")
+
+
+def cluster_options(
+    recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return Ray's options for each sort of stage; raise DataError where no node has what one asks for.
+
+    Ray itself would wait for such a node for ever.
+    """
+    options = {}
+    for name in sorted({_sort(recipe, stage) for stage in missing}):
+        block = getattr(recipe.resources, name)
+        gpus = block.gpus
+        if gpus is None:  # one for each process, where the cluster has any
+            processes = recipe.launch.processes if name == "train" else 1
+            gpus = processes * any(node.get("GPU", 0) >= 1 for node in nodes)
+        asked = {"CPU": block.cpus, "GPU": gpus, "memory": float(block.bytes)}
+        if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
+            most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
+            lacking = {kind: count for kind, count in asked.items() if most[kind] < count}
+            told = "; ".join(
+                f"{_amount(kind, count)}, but no node has more than {_amount(kind, most[kind])}"
+                for kind, count in lacking.items()
+            )
+            together = " and ".join(_amount(kind, count) for kind, count in asked.items() if count)
+            raise DataError(f"resources.{name}", None, told or f"no node has all of {together}")
+        options[name] = {"num_cpus": block.cpus, "num_gpus": gpus} | ({"memory": block.bytes} if block.bytes else {})
+    return options
+
+
+def _amount(kind: str, count: float) -> str:
+    return f"{count / 1e9:g} GB of memory" if kind == "memory" else f"{count:g} {kind}{'s' * (count != 1)}"
+
+
+# ---- in a worker ----------------------------------------------------------------------------------------------------
+
+_graphs: dict[str, dict[str, Stage]] = {}  # recipe -> its stages by key; a worker runs many of the same recipe
+
+
+def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -> Ending:
+    """Run the stage of a key in a worker; paths in the recipe are seen from the folder `here`."""
+    if any(need.outcome in ("failed", "blocked") for need in needs):
+        return Ending("blocked")
+    os.chdir(here)
+    text = recipe.model_dump_json()
+    if text not in _graphs:
+        _graphs[text] = {stage.key: stage for stage in stages.ordered([Graph(recipe).report()])}
+    stage = _graphs[text].get(key)
+    if stage is None:
+        raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
+    if missing := runner.missing_needs(Path(root), stage):
+        raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
+    try:
+        return runner.run_stage(Path(root), stage, lambda *_: None, set())
+    finally:
+        steps.release()

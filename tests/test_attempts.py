@@ -1,0 +1,334 @@
+"""Attempts at a stage overlap, pause and die at every step: one whole result, and nothing is left of the others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from catto.experiment import attempts, runner, stages
+from catto.experiment.attempts import Attempt, LostError, Watch, folders, locked
+from catto.experiment.graph import Graph
+from catto.experiment.stages import Stage, StageSettings, place
+from catto.problems import DataError
+from catto.recipe_file import load
+from experiment_world import write_recipe
+from forked import Forked
+
+STAGE = Stage("questions", "questions a", StageSettings())
+NAMES = ("one.json", "two.json")
+BEAT = attempts.BEAT
+
+
+@pytest.fixture(autouse=True)
+def _seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat beats by itself: the tests say when."""
+    monkeypatch.setattr(attempts, "BEAT", 3600.0)
+
+
+def run_once(root: Path, author: str) -> str:
+    """Run the stage as every runner does, its function writing files of this author; how it ended."""
+
+    def work(work: stages.Work, checked: set[Path]) -> None:
+        for name in NAMES:
+            stages.write(work.out / name, author)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "_work", work)
+        return runner.run_stage(root, STAGE, lambda *_: None, set()).outcome
+
+
+def assert_one_whole_result(root: Path) -> str:
+    """Return its author."""
+    final = place(root, STAGE)
+    assert stages.done(root, STAGE)
+    stages.check(final, contents=True)
+    (author,) = {json.loads((final / name).read_text()) for name in NAMES}
+    assert [path.name for path in (root / "stages").iterdir()] == [STAGE.folder]
+    return str(author)
+
+
+class Step:
+    """Calls `then` before call number `at` of the file-system operations that the protocol is made of."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        self.at, self.then, self.counted, self.reached = at, then, 0, False
+
+    def operation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **options: Any) -> Any:
+            self.counted += 1
+            if self.counted == self.at and not self.reached:
+                self.reached = True
+                self.then()
+            return original(*arguments, **options)
+
+        return called
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patched:
+            for owner, names in (
+                (Path, ("rename", "replace", "unlink", "mkdir")),
+                (os, ("link",)),
+                (shutil, ("rmtree",)),
+            ):
+                for name in names:
+                    patched.setattr(owner, name, self.operation(getattr(owner, name)))
+            yield
+
+
+def nothing(root: Path) -> None:
+    """No stage is there."""
+
+
+def stale(root: Path) -> None:
+    """There is a stage that was made of other inputs, with the link by which it won."""
+    run_once(root, "stale")
+    path = place(root, STAGE) / stages.DONE
+    told = json.loads(path.read_text()) | {"content": "0" * 16}
+    told.pop("checksum")
+    stages.write(path, {**told, "checksum": stages.content_hash(told)})
+
+
+def deleted(root: Path) -> None:
+    """The stage was deleted; the link by which it had won is there."""
+    run_once(root, "deleted")
+    shutil.rmtree(place(root, STAGE))
+
+
+BEFORE = [nothing, stale, deleted]
+
+
+def paused(root: Path, at: int, meanwhile: Callable[[], None]) -> bool:
+    """Run the stage, paused before step `at` until `meanwhile` is over; False if it has fewer steps."""
+    step = Step(at, meanwhile)
+    with step.watching():
+        assert run_once(root, "first") == "done"
+    return step.reached
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("dead", [False, True], ids=["paused", "taken for dead"])
+def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
+    tmp_path: Path, before: Callable[[Path], None], dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is paused before a step; the second runs from beginning to end; the first wakes up and goes on."""
+    authors = []
+    for at in itertools.count(1):
+        root = tmp_path / str(at)
+        before(root)
+
+        def second(root: Path = root) -> None:
+            with monkeypatch.context() as patched:
+                if dead:
+                    patched.setattr(Watch, "alive", lambda *_: False)
+                assert run_once(root, "second") == "done"
+
+        if not paused(root, at, second):
+            break
+        authors.append(assert_one_whole_result(root))
+    assert at > 12
+    assert set(authors) == {"first", "second"}  # the first wins once it has made its link
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_an_attempt_that_is_killed_at_any_step(
+    tmp_path: Path, before: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing after the step happens. The next attempt ends with one whole result, also if it is paused at any step."""
+    for at in itertools.count(1):
+        root = tmp_path / str(at)
+        before(root)
+        step = Step(at, stop)
+        with step.watching(), suppress(Killed), monkeypatch.context() as patched:
+            patched.setattr(Attempt, "__exit__", lambda *_: None)  # a killed process leaves no word
+            run_once(root, "first")
+        if not step.reached:
+            break
+        with monkeypatch.context() as patched:
+            patched.setattr(attempts, "_started", lambda _: "later")  # its process is gone
+            assert run_once(root, "second") == "done"
+        assert_one_whole_result(root)
+
+
+def stop() -> None:
+    raise Killed
+
+
+# ---- what an attempt starts from --------------------------------------------------------------------------------
+
+
+def begin(root: Path, content: str = "") -> Attempt:
+    return Attempt(root, STAGE, content or stages.content(root, STAGE))
+
+
+def test_an_attempt_starts_from_a_copy_of_the_newest_one_of_the_same_content(tmp_path: Path) -> None:
+    with begin(tmp_path) as older:
+        (older.out / "a.part.jsonl").write_text("old\n")
+    with begin(tmp_path) as first, begin(tmp_path, "0" * 16) as other:
+        assert (first.out / "a.part.jsonl").read_text() == "old\n"
+        assert list(other.out.iterdir()) == [other.out / stages.ATTEMPT]
+        journal = (first.out / "a.part.jsonl").open("a")
+        journal.write("new\n")
+        journal.flush()
+        (first.out / ".half-written.12.part").write_text("x")
+        (first.out / stages.DONE).write_text("{}")
+        assert not older.out.exists()  # it had ended, and what it held was copied
+        with begin(tmp_path) as second, journal:
+            journal.write("late\n")  # by an attempt that is alive after all
+            journal.flush()
+            assert (second.out / "a.part.jsonl").read_text() == "old\nnew\n"
+            assert sorted(path.name for path in second.out.iterdir()) == ["a.part.jsonl", stages.ATTEMPT]
+            assert first.out.exists()
+
+
+def test_a_copy_that_was_not_completed_is_nobodys_start(tmp_path: Path) -> None:
+    with begin(tmp_path) as first:
+        (first.out / "a.part.jsonl").write_text("whole\n")
+    half = first.out.with_name(f"{first.out.name[:-6]}ffffff.half")
+    half.mkdir()
+    (half / "a.part.jsonl").write_text("who")
+    with begin(tmp_path) as second:
+        assert (second.out / "a.part.jsonl").read_text() == "whole\n"
+
+
+def test_an_attempt_that_lost_its_folder_stops_at_its_next_report(tmp_path: Path) -> None:
+    with begin(tmp_path) as attempt:
+        attempt.progress(1, 2, "")
+        assert json.loads((attempt.out / stages.ATTEMPT).read_text())["progress"] is None
+        attempt.heart.beat()
+        assert json.loads((attempt.out / stages.ATTEMPT).read_text())["progress"] == [1, 2, ""]
+        shutil.rmtree(attempt.out)
+        attempt.heart.beat()
+        assert not attempt.out.exists()
+        with pytest.raises(LostError):
+            attempt.progress(2, 2, "")
+
+
+# ---- who is alive -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [100.0]
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def elsewhere(path: Path, **record: Any) -> None:
+    """Write the heartbeat of a process on another machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"token": "t", "host": "elsewhere", "pid": 7, "started": "1", **record}))
+
+
+def test_a_heartbeat_elsewhere_is_dead_when_it_stood_still_on_the_observers_clock(
+    tmp_path: Path, now: list[float]
+) -> None:
+    path, watch = tmp_path / "attempt.json", Watch()
+    elsewhere(path, beats=1)
+    os.utime(path, (0, 0))  # dates do not count: clocks of machines differ
+    assert watch.alive(path) is None
+    now[0] += attempts.STALE
+    assert watch.alive(path) is None
+    elsewhere(path, beats=2)
+    assert watch.alive(path) is True
+    now[0] += attempts.STALE + 1
+    assert watch.alive(path) is False
+    elsewhere(path, beats=2, ended=True)
+    assert Watch().alive(path) is False
+
+
+def test_an_observer_is_more_patient_than_nfs_caches() -> None:
+    """A client may show what was true 60 s ago (acregmax), and the last beat was up to one interval before that."""
+    assert attempts.STALE > 60 + 3 * BEAT
+
+
+def test_a_heartbeat_here_is_as_alive_as_its_process(tmp_path: Path) -> None:
+    sleeper = Forked(time.sleep, 600)
+    path, mine = tmp_path / "attempt.json", {"host": attempts._host(), "pid": sleeper.process.pid}
+    elsewhere(path, **mine, started=attempts._started(sleeper.process.pid or 0))
+    assert Watch().alive(path) is True
+    elsewhere(path, **mine, started="1")  # the number was another process's
+    assert Watch().alive(path) is False
+    elsewhere(path, **mine, started=attempts._started(sleeper.process.pid or 0))
+    os.kill(sleeper.process.pid or 0, signal.SIGKILL)
+    while attempts._started(sleeper.process.pid or 0) is not None:
+        time.sleep(0.01)
+    assert Watch().alive(path) is False  # not yet waited for, it is a zombie
+    sleeper.wait()
+    assert Watch().alive(path) is False
+
+
+def test_a_run_on_another_machine_is_refused_while_its_heart_beats_and_replaced_afterwards(
+    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / attempts.RUNNING
+    beats = itertools.count()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] < 120:
+            elsewhere(path, beats=next(beats) // 5)
+
+    monkeypatch.setattr(attempts.time, "sleep", sleep)
+    elsewhere(path, beats=0)
+    refused = r"another run \(process 7 on elsewhere\) is working in this folder"
+    with pytest.raises(DataError, match=refused), locked(tmp_path):
+        pass
+    now[0] = 200.0
+    with locked(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert now[0] > 200 + attempts.STALE
+    assert not path.exists()
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+
+
+def run_here(root: Path, stage: Stage) -> None:
+    """Run a stage and print its progress."""
+    ending = runner.run_stage(root, stage, lambda finished, *_: say(f"at {finished}"), set())
+    say(ending.outcome)
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # what a stage prints goes into its log
+
+
+def test_a_worker_that_is_stopped_and_wakes_up_late_changes_nothing(tmp_path: Path) -> None:
+    """The journal of a stopped process stays open; what it appends after the other has finished goes nowhere."""
+    recipe = load(str(write_recipe(tmp_path, tasks={"witnesses": {"train": 300}})))
+    responses = Graph(recipe).responses("witnesses")
+    root, alone = tmp_path / "run", tmp_path / "alone"
+    for folder in (root, alone):
+        assert runner.run_stage(folder, responses.needs["questions"], lambda *_: None, set()).outcome == "done"
+    assert runner.run_stage(alone, responses, lambda *_: None, set()).outcome == "done"
+    worker = Forked(run_here, root, responses)
+    lines = worker.lines()
+    while not next(lines).startswith("at 1"):
+        pass
+    os.kill(worker.process.pid or 0, signal.SIGSTOP)
+    (late,) = folders(root, responses)
+    assert (late / "generations.part.jsonl").stat().st_size > 0
+    assert runner.run_stage(root, responses, lambda *_: None, set()).outcome == "done"
+    whole = {path.name: path.read_bytes() for path in place(root, responses).glob("*.jsonl")}
+    os.kill(worker.process.pid or 0, signal.SIGCONT)
+    assert list(lines)[-1] == "done"
+    assert worker.wait() == 0
+    assert whole == {path.name: path.read_bytes() for path in place(root, responses).glob("*.jsonl")}
+    assert whole.keys() == {path.name for path in place(alone, responses).glob("*.jsonl")}
+    stages.check(place(root, responses), contents=True)
+    assert not list((root / "stages").glob("*.part*"))
