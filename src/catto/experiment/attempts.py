@@ -5,8 +5,8 @@ Attempts know of each other only by files on the file system that they share. No
 1.  An attempt has a fencing token, `<number>-<content>-<random>`, and a folder of its own, `<stage>.part-<token>`. The
     content is what determines the stage (`stages.content`), so work on other inputs is never continued.
 2.  It starts from a copy of the newest earlier attempt: of a training the newest whole checkpoint, of other stages the
-    journal. Files that nobody changes are linked, the others copied. The copy is made in `<folder>.half` and renamed,
-    so every `.part-` folder is a whole copy, and what a paused attempt still writes goes into its own folder.
+    journal. Files that are never changed are linked, others copied. The copy is made in `<folder>.half` and renamed, so
+    every `.part-` folder is a whole copy, and what a paused attempt still writes goes into its own folder.
 3.  `attempt.json` in the folder is its heartbeat: a counter that moves every BEAT seconds, with the progress. The
     attempt is dead if the file says that it has ended, if its process was on this machine and is gone, or if the
     counter did not move for STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An
