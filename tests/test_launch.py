@@ -109,12 +109,12 @@ def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
 
     caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError):
-        run_train(Work(together.stage, together.root, kill))
+        run_train(Work(together.stage, together.root, together.out, kill))
     assert "--nproc_per_node=2 -m catto.experiment.launch" in caplog.text
     assert not (together.out / "training.json").exists()
     assert seen[:5] == [1, 2, 3, 4, 5]  # rank 0 alone reports
     again: list[int] = []
-    run_train(Work(together.stage, together.root, lambda step, total, note: again.append(step)))
+    run_train(Work(together.stage, together.root, together.out, lambda step, total, note: again.append(step)))
     assert again[0] in (4, 7)  # behind a checkpoint
     assert again == list(range(again[0], 13))
     _assert_same_training(alone, together)
