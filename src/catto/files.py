@@ -63,25 +63,14 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 @contextmanager
 def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file whole or not at all: beside, flush, fsync, rename, fsync of the folder.
+    """Write a file whole or not at all.
 
     What cannot be written (disk full, no permission, a folder or a device in its place) is one DataError.
     """
     if path.exists() and not path.is_file():
         raise DataError(path, None, "cannot be written: it is there and is not a regular file")
-    beside = path.with_name(_beside(path))
-    with writing(path, beside):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            with suppress(OSError):  # the first error is the one to report
-                beside.unlink(missing_ok=True)
-        sync_folder(path.parent)
+    with _beside(path) as beside, beside.open("wb") as file:
+        yield file
 
 
 @contextmanager
@@ -90,21 +79,33 @@ def building(folder: Path) -> Iterator[Path]:
 
     What was at its place, a part of an older attempt, is deleted at the last moment.
     """
-    beside = folder.with_name(_beside(folder))
-    with writing(folder, beside):
+    with _beside(folder) as beside:
+        beside.mkdir()
+        yield beside
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Yield a place beside `path`; what is written there is flushed, renamed to `path`, and its folder flushed.
+
+    The hidden name is short enough for every file system; `.*.part` is cleared away.
+    """
+    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}.part")
+    with writing(path, beside):
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
             yield beside
-            for file in sorted(beside.rglob("*")):
-                _sync(file)
-            sync_folder(beside)
-            if folder.exists():
-                shutil.rmtree(folder)
-            beside.rename(folder)
+            for written in (*sorted(beside.rglob("*")), beside):
+                _sync(written)
+            if path.is_dir():
+                shutil.rmtree(path)
+            beside.replace(path)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
-        sync_folder(folder.parent)
+            with suppress(OSError):  # the first error is the one to report
+                beside.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
 
 def link(source: Path, target: Path) -> None:
@@ -116,11 +117,6 @@ def link(source: Path, target: Path) -> None:
     except OSError:
         with source.open("rb") as file, target.open("xb") as copy:
             shutil.copyfileobj(file, copy)
-
-
-def _beside(path: Path) -> str:
-    """A hidden name for the unfinished file, short enough for every file system; `.*.part` is cleared away."""
-    return f".{path.name[:100]}.{os.getpid()}.part"
 
 
 @contextmanager

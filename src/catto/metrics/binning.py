@@ -256,7 +256,9 @@ def mean_metric(score: Callable[[Floats, Bools], Floats | Bools]) -> RowMetric:
     def on_counts(c: Floats) -> CountMetric:
         of_wrong = np.asarray(score(c, np.zeros(len(c), dtype=np.bool_)), dtype=np.float64)
         gain = score(c, np.ones(len(c), dtype=np.bool_)) - of_wrong
-        return lambda rows: (rows.count @ of_wrong + rows.right @ gain) / rows.rows
+        # Accuracy and mean confidence need one of the two sums.
+        sums = [(name, weight) for name, weight in (("count", of_wrong), ("right", gain)) if weight.any()]
+        return lambda rows: np.asarray(sum(getattr(rows, name) @ weight for name, weight in sums) / rows.rows)
 
     return _registered(metric, score, on_counts)
 
