@@ -8,7 +8,7 @@ resumes with the same tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -100,9 +100,10 @@ class Engine(Protocol):
     tokenizer: Any = None
     positions: int | None = None  # most tokens of prompt and response together, where there is a limit
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield one generation for every request whose key is not in `done`, in any order, as they arrive.
 
+        Requests may be read more than once.
         A server may refuse single requests: it yields a refusal in place of the generation.
         """
         ...

@@ -19,7 +19,7 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -151,7 +151,7 @@ class ServerEngine(Engine):
     def model(self, served: str) -> None:
         self._served = served
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
 
         A request that cannot be answered, but does not speak against the others, yields a `Refusal`. A fault of the

@@ -7,7 +7,7 @@ configuration stay as they were. Equal prompts of a batch run once; logits and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -82,7 +82,7 @@ class TransformersEngine(Engine):
         tokenizer = _pretrained(transformers.AutoTokenizer, adapter if adapter and own_tokenizer else base)
         return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(adapter or base))
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
         The batches follow from the full list of requests: one that is partly done is computed whole, so that a killed

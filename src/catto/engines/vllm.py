@@ -9,7 +9,7 @@ No reasoning parser is used, so that token ids, text and log-probabilities line 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class VLLMEngine(Engine):
         self.name = f"vllm {vllm.__version__} {config.dtype}".replace("torch.", "")
         self.batch_size = batch_size
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, in the order of the requests."""
         todo = [request for request in requests if request.key not in done]
         prompts = [{"prompt_token_ids": list(prompt_ids(self.tokenizer, request.messages))} for request in todo]

@@ -5,7 +5,7 @@ Here is also the engine that stages generate and score with.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class StoredEngine(Engine):
 
         return AutoTokenizer.from_pretrained(self.work.model())
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Generate with the model itself."""
         return engine_of(self.work, self.evaluation).generate(requests, done)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ from catto.files import locked, manifest_path, read_manifest, read_records
 from catto.journal import Journal, journal_path, read_refusals
 from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
-from catto.records import Key, Manifest, Message, Question, Record, Refusal, Response, content_hash
+from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield, join_questions
 from catto.teacher.sources import Source, StoredResponses, open_source
 
@@ -71,18 +72,18 @@ def ask(
             forget_refusals(out)
         journal = _journal(training, source, settings, out)
         if not journal.finished():
-            source, requests = source or open_source(settings, training), Requests(training, settings)
+            source, total = source or open_source(settings, training), len(journal.keys)
             with journal:
                 cap = RefusalCap(settings.max_refused, journal.places.keys() - journal.refused.keys(), journal.refused)
-                for outcome in source.generate(requests, set(journal.places)):
+                for outcome in source.generate(Requests(training, settings), set(journal.places)):
                     (outcome,) = journal.append(outcome)
                     cap.count(outcome)
                     if progress is not None:
-                        progress(len(journal.places), len(requests))
+                        progress(len(journal.places), total)
                 answered = len(journal.places) - len(journal.refused)
                 RefusalCap.check_some(answered, journal.refused.values())
                 drawn = not isinstance(source, StoredResponses)  # whether each has the temperature drawn for it
-                if drawn and (missing := len(requests) - len(journal.places)):
+                if drawn and (missing := total - len(journal.places)):
                     raise RuntimeError(f"{source.name}: {missing} requests were never answered")
                 counts = {"generations": answered, "refused": len(journal.refused)}
                 notes: dict[str, Any] = {"source": source.name, "drawn": drawn}
@@ -254,32 +255,26 @@ def draw(settings: TeacherSettings, question: str, sample: int) -> tuple[float, 
     return round(low + (high - low) * int(digest[:13], 16) / 16**13, 4), int(digest[13:21], 16) >> 1
 
 
-class Requests(Sequence[Request]):
-    """The requests of a run, question by question, made when they are read: a million of them take no memory."""
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a run, question by question, made whenever they are read: a million of them take no memory."""
 
-    def __init__(self, training: Sequence[Question], settings: TeacherSettings) -> None:
-        self.training, self.settings = training, settings
-        self._prompt: tuple[str, tuple[Message, ...]] = ("", ())  # of the question last read: its samples share it
+    training: Sequence[Question]
+    settings: TeacherSettings
 
-    def __len__(self) -> int:
-        return len(self.training) * self.settings.n
-
-    def __getitem__(self, place: int | slice) -> Request | list[Request]:  # type: ignore[override]
-        if isinstance(place, slice):
-            return [self[index] for index in range(len(self))[place]]  # type: ignore[misc]
-        number, sample = divmod(range(len(self))[place], self.settings.n)
-        question = self.training[number]
-        if self._prompt[0] != question.id:
-            self._prompt = question.id, messages(question, reasoning=self.settings.reasoning)
-        temperature, seed = draw(self.settings, question.id, sample)
-        return Request(
-            question=question.id,
-            sample=sample,
-            messages=self._prompt[1],
-            temperature=temperature,
-            seed=seed,
-            max_tokens=self.settings.max_tokens,
-        )
+    def __iter__(self) -> Iterator[Request]:
+        for question in self.training:
+            prompt = messages(question, reasoning=self.settings.reasoning)
+            for sample in range(self.settings.n):
+                temperature, seed = draw(self.settings, question.id, sample)
+                yield Request(
+                    question=question.id,
+                    sample=sample,
+                    messages=prompt,
+                    temperature=temperature,
+                    seed=seed,
+                    max_tokens=self.settings.max_tokens,
+                )
 
 
 def _journal(

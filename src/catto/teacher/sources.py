@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ class Source(Protocol):
     name: str
     model: str
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield one outcome for every request whose key is not in `done`, in any order, as they arrive."""
         ...
 
@@ -65,7 +65,7 @@ class BuiltInTeacher:
         self.name = self.model = name
         self._write, self._questions = write, {question.id: question for question in questions}
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield one response per request, in order."""
         for request in requests:
             if request.key not in done:
@@ -114,7 +114,7 @@ class StoredResponses:
             raise DataError(place, None, f"none of its {unknown} rows answers a question asked here")
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": unknown}
 
-    def generate(self, requests: Sequence[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the stored responses that are asked for."""
         for request in requests:
             if request.key not in done and request.key in self._stored:
