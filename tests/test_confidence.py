@@ -16,7 +16,7 @@ from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
 from catto.labels import decoded, opening
 from catto.metrics.temperature import confidence_at
-from catto.predict.label_reader import Closed, close, closed_ids
+from catto.predict.label_reader import close, closed_ids
 from catto.predict.predictor import evaluate, evaluate_model, generate, is_correct
 from catto.problems import DataError
 from catto.prompts import completion, parse, parse_answer
@@ -129,29 +129,29 @@ def test_counting_fallbacks_as_wrong() -> None:
 
 OPEN = "\n<answer>\n"
 CLOSING = [
-    ("", Closed(0, "<answer>\n")),
-    ("<think>\nso", Closed(10, "\n</think>" + OPEN)),
-    ("<think>\nso\n\n", Closed(10, "\n</think>" + OPEN)),
-    ("<think>\nso\n</thi", Closed(10, "\n</think>" + OPEN)),
-    ("<think>\nso\n</think>", Closed(19, OPEN)),
-    ("<think>\nso\n</think>\n<answ", Closed(19, OPEN)),
-    ("<think>\nso\n</think>\n<answer>\nA or B\n</answer>", Closed(19, OPEN)),
-    ("<think>\nI write <answer>B", Closed(15, "\n</think>" + OPEN)),
-    ("just words", Closed(10, OPEN)),
-    ("<Answer>none", Closed(0, "<answer>\n")),
-    ("a <b", Closed(4, OPEN)),
+    ("", (0, "<answer>\n")),
+    ("<think>\nso", (10, "\n</think>" + OPEN)),
+    ("<think>\nso\n\n", (10, "\n</think>" + OPEN)),
+    ("<think>\nso\n</thi", (10, "\n</think>" + OPEN)),
+    ("<think>\nso\n</think>", (19, OPEN)),
+    ("<think>\nso\n</think>\n<answ", (19, OPEN)),
+    ("<think>\nso\n</think>\n<answer>\nA or B\n</answer>", (19, OPEN)),
+    ("<think>\nI write <answer>B", (15, "\n</think>" + OPEN)),
+    ("just words", (10, OPEN)),
+    ("<Answer>none", (0, "<answer>\n")),
+    ("a <b", (4, OPEN)),
 ]
 
 
 @pytest.mark.parametrize(("text", "closed"), CLOSING)
-def test_closing_a_response_by_hand(text: str, closed: Closed) -> None:
+def test_closing_a_response_by_hand(text: str, closed: tuple[int, str]) -> None:
     assert close(text) == closed
 
 
 def test_closing_gives_the_canonical_form() -> None:
     text = completion("the right", None)
     cuts = [text[:end] for end in range(len("<think>\nthe right"), len(text) + 1)]
-    assert {cut[: close(cut).keep] + close(cut).ending for cut in cuts} == {text}
+    assert {cut[: close(cut)[0]] + close(cut)[1] for cut in cuts} == {text}
 
 
 def test_closed_tokens_fit_the_room() -> None:

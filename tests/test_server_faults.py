@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from catto.engines import check_server
+from catto.engines import server_address
 from catto.engines.replies import wished_wait
 from catto.engines.server import ServerEngine, ServerError, back_off
 from catto.records import Message, Refusal
@@ -337,7 +337,7 @@ def test_what_is_thrown_back_of_the_prompt_is_not_kept() -> None:
 
 def test_the_refusal_of_an_address_shows_no_login() -> None:
     with pytest.raises(ValueError, match="expected an address such as") as refusal:
-        check_server(f"http://me:{SENTINEL}@localhost:99999/v1")
+        server_address(f"http://me:{SENTINEL}@localhost:99999/v1")
     assert SENTINEL not in str(refusal.value)
 
 
@@ -376,7 +376,7 @@ def test_a_login_in_the_address_is_used_and_never_shown(
     ],
 )
 def test_what_is_no_address_is_refused_at_once_without_being_shown(url: str) -> None:
-    with pytest.raises(ValueError, match=r"^base_url: expected http:// or https://") as caught:
+    with pytest.raises(ValueError, match=r"^expected an address such as http://") as caught:
         ServerEngine(url, "m")
     assert "pw-77" not in "".join(traceback.format_exception(caught.value))
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from catto.answers import TORN_CLOSING, Span, find_label, find_stated
 from catto.records import Message, Option, Question, content_hash
@@ -211,19 +211,11 @@ def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
     return parse(text, question.labels, [option.text for option in question.options], cut=cut)
 
 
-class ChatTokenizer(Hashable, Protocol):
-    """The part of a Transformers tokenizer that renders prompts."""
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> object:
-        """Render a conversation by the tokenizer's own template."""
-        ...
-
-
 # Qwen3 with enable_thinking=False ends the prompt with an empty think block, its successors with an open `<think>`.
 _THINK_START = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
-def prompt_text(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
+def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
     """Render the prompt up to the start of the assistant's turn. Encode it with add_special_tokens=False.
 
     `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
@@ -249,12 +241,12 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
     return (Message(role="user", content=f"{system.content}\n\n{user.content}"), *rest)
 
 
-def _template_of(tokenizer: ChatTokenizer) -> str:
+def _template_of(tokenizer: Any) -> str:
     return str(getattr(tokenizer, "chat_template", None))
 
 
 @lru_cache(maxsize=16)
-def _has_system_role(tokenizer: ChatTokenizer, template: str) -> bool:
+def _has_system_role(tokenizer: Any, template: str) -> bool:
     """Whether the template neither refuses a system message nor drops its text; rendered once per template."""
     from jinja2 import TemplateError
 
@@ -265,7 +257,7 @@ def _has_system_role(tokenizer: ChatTokenizer, template: str) -> bool:
         return False
 
 
-def _rendered(chat: Sequence[Message], tokenizer: ChatTokenizer) -> str:
+def _rendered(chat: Sequence[Message], tokenizer: Any) -> str:
     turns = [message.model_dump() for message in chat]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 

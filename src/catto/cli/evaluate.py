@@ -113,13 +113,13 @@ def _loader(
     name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
 ) -> Callable[[], Engine]:
     """Refuse an engine that cannot be loaded; return a function that loads it, once the questions are known."""
-    from catto.engines import check_model, check_server, open_engine
+    from catto.engines import check_model, open_engine, server_address
 
     if (base_url is None) == (name == "server"):
         refuse("--engine server needs --base-url, and no other engine takes it")
     if base_url is not None:
         with refusing(place="--base-url: "):
-            check_server(base_url)
+            server_address(base_url)
         from catto.engines.server import ServerEngine
 
         served = partial(ServerEngine, base_url, model, concurrency=batch_size, top_logprobs=20)

@@ -137,12 +137,12 @@ def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
 
 def _engine(upstream: str, model: str | None, deadline: float) -> tuple[ServerEngine, bool]:
     """The upstream, probed, and whether it continues messages; one that gives no log-probabilities is refused."""
-    from catto.engines import check_server
+    from catto.engines import server_address
     from catto.engines.replies import ServerError
     from catto.engines.server import ServerEngine
 
     with refusing(place="--upstream: "):
-        check_server(upstream)
+        server_address(upstream)
     with refusing(ServerError):
         limits: Any = {"timeout": deadline, "deadline": deadline, "max_retries": 2, "top_logprobs": 20}
         engine = ServerEngine(upstream, model or "", **limits)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import Field
 
@@ -163,19 +164,20 @@ def check_model(place: str | Path) -> None:
         raise DataError(place, None, "no such folder, and not a hub id, which is owner/name")
 
 
-def check_server(url: str) -> None:
-    """Raise ValueError for what cannot be the address of a server.
+def server_address(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The address of a server without user and password, and those; ValueError, which shows neither, for no address.
 
-    >>> check_server("http://localhost:8000/v1")
+    >>> server_address("http://me:secret@localhost:8000/v1")
+    ('http://localhost:8000/v1', ('me', 'secret'))
     """
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url)
-        complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        complete = False
-    if not complete:
-        shown = "another" if "@" in url else repr(url)  # a login is never printed
-        raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if complete and not (parts.query or parts.fragment):
+            login = (unquote(parts.username or ""), unquote(parts.password or "")) if "@" in parts.netloc else None
+            return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), login
+    shown = "another" if "@" in url or "?" in url else repr(url)
+    raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
 
 
 def open_engine(name: Literal["transformers", "vllm"], model: str, **options: Any) -> Engine:

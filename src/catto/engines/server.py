@@ -19,17 +19,18 @@ import ssl
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from pydantic import ValidationError
 
 from catto import __version__
-from catto.engines import Context, Engine, Generation, Key, Request, Scores, model_name
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, model_name, server_address
 from catto.engines.replies import (
     ENOUGH,
     ModelList,
@@ -132,15 +133,20 @@ class ServerEngine(Engine):
         self.name = f"server httpx2-{httpx.__version__}"
         self.model, self.batch_size = model, concurrency
         self.more_tops = MOST_TOPS  # candidates after a begun answer; `probe` finds out whether there are more
-        self.base_url, login = split_login(base_url)
+        self.base_url, login = server_address(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
         self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
         self.api_key_env = api_key_env
         self.timeout, self.deadline = timeout, deadline
-        self.max_retries, self.retries = max_retries, 0
+        self.max_retries, self._counts = max_retries, Counter[str]()  # shared by the twins
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
         self._warned = self._reached = False
         self._in_a_row = 0  # requests that ran out of retries with no reply between them
+
+    @property
+    def retries(self) -> int:
+        """How many requests were sent again."""
+        return self._counts["retries"]
 
     @property
     def model(self) -> str:
@@ -238,31 +244,23 @@ class ServerEngine(Engine):
 
     def next_tokens(self, begun: Sequence[tuple[tuple[Message, ...], str]]) -> list[dict[str, float] | Refusal]:
         """Best next tokens after each (chat, begun answer), text -> log-probability; empty where there are none."""
-        twin = self._continuing()
         requests = [_begun(str(place), chat, text) for place, (chat, text) in enumerate(begun)]
-        outcomes = {int(outcome.question): outcome for outcome in twin.generate(requests)}
-        self.retries += twin.retries
+        outcomes = {int(outcome.question): outcome for outcome in self._continuing().generate(requests)}
         ordered = [outcomes[place] for place in range(len(begun))]
         return [reply if isinstance(reply, Refusal) else best_next(reply) for reply in ordered]
 
     async def continuation(self, client: httpx.AsyncClient, chat: tuple[Message, ...], text: str) -> Generation:
         """One more token of a begun answer, by a client of the caller; FaultError as `ask` raises it."""
-        twin = self._continuing()
-        try:
-            return await twin.ask(client, _begun("", chat, text))
-        finally:
-            self.retries += twin.retries
+        return await self._continuing().ask(client, _begun("", chat, text))
 
     def _continuing(self) -> ServerEngine:
         return self._twin(self.more_tops, self.max_retries, CONTINUE)
 
     def _twin(self, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
-        """The same server with other settings and counters of its own."""
+        """The same server with other settings."""
         twin = copy.copy(self)
         twin.top_logprobs, twin.max_retries = top_logprobs, max_retries
         twin.extra_body = {**self.extra_body, **extra_body}
-        twin.retries = twin._in_a_row = 0
-        twin._warned = twin._reached = False
         return twin
 
     def client(self) -> httpx.AsyncClient:
@@ -307,7 +305,7 @@ class ServerEngine(Engine):
                     unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
                     if not fault.again or tries > self.max_retries or unreached:
                         break
-                    self.retries += 1
+                    self._counts["retries"] += 1
                     await asyncio.sleep(back_off(tries) if fault.wait is None else fault.wait)
         except TimeoutError:
             if fault is None or not fault.of_all:
@@ -477,22 +475,6 @@ def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
         with contextlib.suppress(RuntimeError, CancelledError):  # the loop is closed already
             cancel.result()()
         thread.join()
-
-
-def split_login(base_url: str) -> tuple[str, tuple[str, str] | None]:
-    """The address without user and password, and those; what is no HTTP address is a ValueError that shows nothing.
-
-    Example:
-        >>> split_login("http://me:secret@localhost:8000/v1")
-        ('http://localhost:8000/v1', ('me', 'secret'))
-    """
-    with contextlib.suppress(ValueError):
-        url = urlsplit(base_url)
-        _ = url.port  # raises where it is no number
-        if url.scheme in ("http", "https") and url.hostname and not (url.query or url.fragment):
-            login = (unquote(url.username or ""), unquote(url.password or "")) if "@" in url.netloc else None
-            return urlunsplit(url._replace(netloc=url.netloc.rpartition("@")[2])), login
-    raise ValueError("base_url: expected http:// or https://, a host and a path, such as http://localhost:8000/v1")
 
 
 def back_off(retry: int) -> float:

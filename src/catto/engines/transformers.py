@@ -49,38 +49,28 @@ class TransformersEngine(Engine):
         self._kept: dict[Key | None, tuple[Row, Tensor]] = {}  # of requests with `keep_states`: until the next call
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        adapter: str | Path | None = None,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        batch_size: int = 16,
-    ) -> Self:
+    def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, batch_size: int = 16) -> Self:
         """Load a checkpoint folder, a LoRA adapter's folder or a hub id; bf16 on an accelerator, fp32 on the CPU.
 
         An adapter stays unmerged: merged into bf16 weights, a small update would be rounded away.
         """
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        place = torch.device(device) if device is not None else accelerator or torch.device("cpu")
-        base: str | Path = path
-        if adapter is None and (Path(path) / "adapter_config.json").exists():
-            from peft import PeftConfig
-
-            adapter, base = path, PeftConfig.from_pretrained(str(path)).base_model_name_or_path or ""
-            if not base:
-                config = Path(path) / "adapter_config.json"
-                raise DataError(config, None, "base_model_name_or_path: expected the base model")
+        place = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         wide = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
-        if adapter is not None:
-            from peft import PeftModel
+        adapter = Path(path) / "adapter_config.json"
+        if adapter.exists():
+            from peft import PeftConfig, PeftModel
 
-            model = PeftModel.from_pretrained(model, str(adapter))
-        own_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").exists()
-        tokenizer = _pretrained(transformers.AutoTokenizer, adapter if adapter and own_tokenizer else base)
-        return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(adapter or base))
+            base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+            if not base:
+                raise DataError(adapter, None, "base_model_name_or_path: expected the base model")
+            model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
+            model = PeftModel.from_pretrained(model, str(path))
+        else:
+            base = path
+            model = _pretrained(transformers.AutoModelForCausalLM, path, dtype=wide)
+        own = (Path(path) / "tokenizer_config.json").exists()
+        tokenizer = _pretrained(transformers.AutoTokenizer, path if own else base)
+        return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(path))
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.

@@ -37,10 +37,7 @@ class VLLMEngine(Engine):
     """
 
     def __init__(self, model: str, *, batch_size: int = 256, **options: Any) -> None:
-        try:
-            import vllm
-        except ModuleNotFoundError as error:
-            raise ImportError(f"this engine needs {error.name}: pip install 'catto[vllm]'", name=error.name) from None
+        import vllm
 
         self._params = vllm.SamplingParams
         self._llm = vllm.LLM(model=model, **{**ENGINE, **options})

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from catto import answers, prompts
-from catto.engines import check_model, check_server, is_hub_id
+from catto.engines import check_model, is_hub_id, server_address
 from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
@@ -387,7 +387,7 @@ def check_places(source: str, recipe: Recipe) -> None:
             raise DataError(responses, None, "no such file or folder, and not a hub id, which is owner/name")
         where = "teacher.base_url"
         if teacher.source == "server":
-            check_server(teacher.base_url or "")
+            server_address(teacher.base_url or "")
         where = "launch"
         launch.check(recipe)
     except ValueError as error:

@@ -63,20 +63,13 @@ def _answer(
     return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, logsumexp)
 
 
-class Closed(NamedTuple):
-    """How much of a text is kept (characters), and what is put after it."""
-
-    keep: int
-    ending: str
-
-
-def close(text: str) -> Closed:
+def close(text: str) -> tuple[int, str]:
     r"""Keep a response up to its last `<answer>`, close an open think block, open the answer in the canonical form.
 
     A tag that was cut off at the end is dropped, and so is the white space before the cut.
 
     >>> close("<think>\nso\n</thi")
-    Closed(keep=10, ending='\n</think>\n<answer>\n')
+    (10, '\n</think>\n<answer>\n')
     """
     tags, last = find_tags(text), text.rfind("<")
     end = next((tag.start for tag in reversed(tags) if tag.name == "answer"), len(text))
@@ -86,13 +79,7 @@ def close(text: str) -> Closed:
     kept = text[:end].rstrip()
     thinks = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
     ending = ("\n</think>\n" if thinks[-1:] == ["think"] else "\n") + completion(None, None)
-    return Closed(len(kept), ending if kept else ending.lstrip("\n"))
-
-
-def begun_answer(text: str) -> str:
-    """Return a response closed by `close`: it ends where a label comes next."""
-    keep, ending = close(text)
-    return text[:keep] + ending
+    return len(kept), ending if kept else ending.lstrip("\n")
 
 
 def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: int | None = None) -> Opening | None:
@@ -250,12 +237,14 @@ def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> str
     It is the response closed, where there is no answer, or up to its label, where other labels are not among the
     candidates and the server gives more of them than it gave.
     """
+    text = case.generation.text
     if answer is NO_ANSWER:
-        return begun_answer(case.generation.text)
+        keep, ending = close(text)
+        return text[:keep] + ending
     if isinstance(answer, Refusal) or answer.label_logprobs is not None or engine.more_tops <= engine.top_logprobs:
         return ""
     written = _written(case.question, case.generation)
-    return case.generation.text[: written.begin] if isinstance(written, _Written) else ""
+    return text[: written.begin] if isinstance(written, _Written) else ""
 
 
 def continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refusal:
