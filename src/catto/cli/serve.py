@@ -22,50 +22,34 @@ EXAMPLES = examples(
     "catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json",
     "catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95",
 )
+MOST = "most confident"
+DEFAULT = "the threshold's, else "
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
     upstream: Annotated[str, typer.Option(help="The model's server: its address, ending in /v1.")],
     task: Annotated[
-        str,
-        typer.Option(
-            help="Task, or a YAML file of one, whose labels are read where a request gives none.",
-            autocompletion=console.tasks,
-        ),
+        str, typer.Option(help="Task with the labels, or a YAML file of one.", autocompletion=console.tasks)
     ],
     calibrator: Annotated[Path | None, typer.Option(help="What `catto calibrate fit` wrote.")] = None,
-    threshold: Annotated[
-        Path | None, typer.Option(help="What `catto calibrate threshold` wrote: below it the gateway abstains.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The upstream's name for its model.", show_default="its only one")
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_SAMPLES, help="Samples per request.", show_default="the threshold's, else 1"),
-    ] = None,
-    rule: Annotated[
-        str | None, typer.Option(help="How one is chosen.", show_default="the threshold's, else most confident")
-    ] = None,
+    threshold: Annotated[Path | None, typer.Option(help="Abstain below: what `calibrate threshold` wrote.")] = None,
+    model: Annotated[str | None, typer.Option(help="The upstream's model.", show_default="its only one")] = None,
+    k: Annotated[int | None, typer.Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
+    rule: Annotated[str | None, typer.Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=2.0, callback=finite, help="Of the samples.", show_default="the threshold's, else 0"),
+        float | None, typer.Option(min=0, max=2, callback=finite, help="Of sampling.", show_default=DEFAULT + "0")
     ] = None,
     stop: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            callback=finite,
-            help="Take no more samples than needed: a vote stops when it is settled, the most confident here.",
-        ),
+        typer.Option(min=0, max=1, callback=finite, help="Sample up to this confidence, or a settled vote."),
     ] = None,
     max_k: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
     queue: Annotated[int, typer.Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
     deadline: Annotated[
-        float, typer.Option(min=1.0, max=1e6, callback=finite, help="Seconds for an answer, with queue and retries.")
+        float,
+        typer.Option(min=1, max=1_000_000, callback=finite, help="Seconds for an answer, with queue and retries."),
     ] = 120.0,
     abstention: Annotated[str, typer.Option(help="What is answered below the threshold.")] = "I do not know.",
     log: Annotated[Path | None, typer.Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
@@ -95,7 +79,7 @@ def serve(
     if key is None and host not in LOCAL:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
     protocol = _protocol(limit, {"k": k, "rule": rule, "temperature": temperature, "stop": stop})
-    engine, continues = _engine(upstream, model, deadline)
+    engine, continues = _engine(upstream, model, deadline, concurrency)
     if not continues:
         protocol = protocol.model_copy(update={"fallback": "none"})
     if limit is not None and limit.protocol != protocol:
@@ -126,7 +110,7 @@ def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
     from catto.metrics.selection import RULES
     from catto.records import Protocol
 
-    plain = {"rule": "most confident", "k": 1, "temperature": 0.0, "fallback": "answer"}
+    plain = {"rule": MOST, "k": 1, "temperature": 0.0, "fallback": "answer"}
     base = plain if limit is None else {**limit.protocol.model_dump(), "fallback": "answer"}
     made = Protocol.model_validate({**base, **{name: value for name, value in given.items() if value is not None}})
     check_name("--rule", made.rule, RULES)
@@ -135,7 +119,7 @@ def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
     return made
 
 
-def _engine(upstream: str, model: str | None, deadline: float) -> tuple[ServerEngine, bool]:
+def _engine(upstream: str, model: str | None, deadline: float, concurrency: int) -> tuple[ServerEngine, bool]:
     """The upstream, probed, and whether it continues messages; one that gives no log-probabilities is refused."""
     from catto.engines import server_address
     from catto.engines.replies import ServerError
@@ -144,8 +128,8 @@ def _engine(upstream: str, model: str | None, deadline: float) -> tuple[ServerEn
     with refusing(place="--upstream: "):
         server_address(upstream)
     with refusing(ServerError):
-        limits: Any = {"timeout": deadline, "deadline": deadline, "max_retries": 2, "top_logprobs": 20}
-        engine = ServerEngine(upstream, model or "", **limits)
+        limits: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
+        engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **limits)
         engine.model = model or engine.only_model()
         abilities = engine.probe()
     if not abilities.logprobs:
