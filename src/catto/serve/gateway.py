@@ -118,7 +118,7 @@ class Watch:
         self.log = log
         self.waiting = log and log.with_name(log.name.removesuffix(".jsonl") + ".pending.jsonl")
         self.counts: Counter[str] = Counter()
-        self.pending: OrderedDict[str, LogRow] = OrderedDict()
+        self.pending: OrderedDict[str, str] = OrderedDict()  # as JSON, which takes a fifth of a row's memory
         self.graded: deque[LogRow] = deque(maxlen=ROLLING)
         for row in _rows(self.waiting):
             self._keep(row)
@@ -127,7 +127,7 @@ class Watch:
             self.graded.append(row)
 
     def _keep(self, row: LogRow) -> None:
-        self.pending[row.id] = row
+        self.pending[row.id] = row.model_dump_json(exclude_none=True)
         if len(self.pending) > MOST_PENDING:
             self.pending.popitem(last=False)
 
@@ -143,11 +143,11 @@ class Watch:
 
     def feedback(self, name: str, correct: bool) -> bool:
         """Complete an answer; False where none of this id waits for feedback."""
-        row = self.pending.pop(name, None)
-        if row is not None:
-            self.graded.append(row.model_copy(update={"correct": correct}))
+        waiting = self.pending.pop(name, None)
+        if waiting is not None:
+            self.graded.append(LogRow.model_validate_json(waiting).model_copy(update={"correct": correct}))
             _append(self.log, self.graded[-1])
-        return row is not None
+        return waiting is not None
 
     def replied(self, status: int, seconds: float) -> None:
         """Count a request."""
