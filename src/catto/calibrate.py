@@ -78,6 +78,15 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     return LabelTable(filled, np.array(places["label"]), gold)
 
 
+class FitNotes(Record):
+    """What the manifest of a calibrator notes: what it reads, the file and the questions it was fitted on."""
+
+    on: On = "confidence"
+    fitted_on: str | None = None
+    questions: tuple[str, ...] | None = None
+    protocol: Protocol | None = None
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A calibrator, what it reads, and the digests of the questions it was fitted on (None: not known).
@@ -151,12 +160,11 @@ def fit_file(
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
     protocol = _final_notes(path).get("protocol") if manifest_path(path).exists() else None
-    fitted = Fitted(calibrator, on, known, protocol and Protocol.model_validate(protocol), len(answers))
-    notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": protocol}
+    noted = FitNotes(on=on, fitted_on=path.name, questions=known, protocol=protocol)
     save(calibrator, out)
-    counts = {"rows": len(answers)}
-    files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
-    return fitted, answers
+    made: dict[str, Any] = {"counts": {"rows": len(answers)}, "versions": library_versions()}
+    files.write_manifest(out, Manifest(kind="calibrator", **made, notes=noted.model_dump()))
+    return Fitted(calibrator, on, known, noted.protocol, len(answers)), answers
 
 
 def _check_other_file(path: Path, out: Path, what: str) -> None:
@@ -172,16 +180,9 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
             raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
-    notes = manifest.notes
-    noted, questions = notes.get("on", "confidence"), notes.get("questions")
-    if noted not in ("confidence", "labels"):
-        raise DataError(place, None, f"notes.on: expected confidence or labels, got {noted!r}")
-    if questions is not None and not (isinstance(questions, list) and all(isinstance(one, str) for one in questions)):
-        raise DataError(place, None, "notes.questions: expected a list of texts")
-    with locating(place, field="notes.protocol: "):
-        protocol = Protocol.model_validate(notes["protocol"]) if notes.get("protocol") is not None else None
-    known = None if questions is None else tuple(questions)
-    return Fitted(calibrator, on or noted, known, protocol, manifest.counts.get("rows"))
+    with locating(place, value=manifest.notes, field="notes."):
+        noted = FitNotes.model_validate(manifest.notes)
+    return Fitted(calibrator, on or noted.on, noted.questions, noted.protocol, manifest.counts.get("rows"))
 
 
 def _digests(questions: Iterable[str]) -> tuple[str, ...]:
