@@ -104,7 +104,7 @@ def plans(draw: st.DrawFn) -> tuple[list[Job], int]:
     for number in range(draw(st.integers(0, 14))):
         needs = draw(st.sets(st.sampled_from([job.key for job in jobs]), max_size=3)) if jobs else set()
         seconds = draw(st.sampled_from([0.0, 1.0, 2.5, 7.0]))
-        jobs.append(Job(f"j{number}", tuple(sorted(needs)), seconds, draw(st.integers(0, gpus))))
+        jobs.append(Job(f"j{number}", tuple(sorted(needs)), seconds, draw(st.integers(0, 2 * gpus)) / 2))
     return jobs, gpus
 
 
@@ -115,7 +115,7 @@ def test_a_schedule_obeys_needs_and_gpus_and_leaves_none_idle(plan: tuple[list[J
     ends = {key: start + named[key].seconds for key, start in schedule.starts.items()}
     assert schedule.starts.keys() == named.keys()
 
-    def held(moment: float) -> int:
+    def held(moment: float) -> float:
         return sum(job.gpus for job in jobs if schedule.starts[job.key] <= moment < ends[job.key])
 
     for job in jobs:
@@ -199,6 +199,7 @@ def test_finished_stages_tell_how_long_the_others_take(tmp_path: Path, capsys: C
         (["--schedule", "1", "--seconds", "tran=3"], "did you mean train?"),
         (["--schedule", "1", "--seconds", "train=fast"], "--seconds: expected KIND=SECONDS, got train=fast"),
         (["--schedule", "1", "--seconds", "train=-1"], "--seconds: expected KIND=SECONDS, got train=-1"),
+        (["--schedule", "8,1", "--set", "resources.train.gpus=2"], "seed 0 lr 0.002 needs 2 GPUs at once, more than 1"),
         (["--schedule", "1", "--memory"], "give one of --memory, --schedule and --export"),
         (["--schedule", "1", "--set", "model={path: my/model}"], "state --seconds 'train sft=...'"),
     ],
@@ -304,6 +305,32 @@ def test_slurm_arrays_wait_for_what_they_need(tmp_path: Path, capsys: Capture, m
     assert all(call[:3] == [str(tmp_path / NAME), "stage", str(root)] for call in calls(tmp_path))
     named = {script.stem.partition("-")[2] for script in scripts if script.name != "submit.sh"}
     assert named == {stage.kind for stage in missing.values()}
+
+
+def test_resources_of_the_recipe_reach_slurm(tmp_path: Path, capsys: Capture) -> None:
+    blocks = {"train": {"gpus": 2, "cpus": 4, "memory": "40GB"}, "predict": {"gpus": 0.5}, "report": {"cpus": 2}}
+    recipe = write_recipe(tmp_path, **SMALLEST, resources=blocks)
+    assert run(capsys, "plan", recipe, "--out", tmp_path / "out", "--export", "slurm").code == 0
+    asked = {}
+    for script in (tmp_path / "out" / "slurm").glob("[0-9]*.sh"):
+        options = re.findall(r"#SBATCH --(cpus-per-task|gres|mem)=(.*)", script.read_text())
+        asked[script.stem.partition("-")[2]] = " ".join(value for _, value in options)
+    assert asked["train"] == "4 gpu:2 38146M"  # 40e9 bytes in units of 2^20
+    assert asked["generated"] == asked["sampled"] == "1 gpu:1"
+    assert asked["questions"] == asked["report"] == "2"
+    jobs = (
+        "plan",
+        recipe,
+        "--out",
+        tmp_path / "out",
+        "--json",
+        "--seconds",
+        "train=3600",
+        "--seconds",
+        "generated=3600",
+    )
+    (schedule,) = run(capsys, *jobs, "--schedule", "2").json["schedules"]
+    assert schedule["gpu_hours"] == pytest.approx(2 * 2 + 2 * 0.5, abs=0.1)  # two trainings, two generations
 
 
 def test_a_large_array_is_cut_and_arrays_hold_one_kind(

@@ -18,7 +18,6 @@ from catto.cli.run import OutOption, RecipeArgument, SeedOption, SetOption, fold
 if TYPE_CHECKING:
     from catto.experiment.cost import Costs, Duration
     from catto.experiment.stages import Stage
-    from catto.recipe import Recipe
 
 EXAMPLES = console.examples(
     "catto plan quickstart",
@@ -94,7 +93,7 @@ def plan(
             durations = costs.durations(missing, taken, known)
         _show_schedule(costs, missing, durations, schedule, as_json)
     elif export is not None:
-        _write(chosen, root, missing, export)
+        _write(costs, root, missing, export)
     elif as_json:
         names = ("kind", "name", "key", "folder")
         console.print_json(
@@ -170,9 +169,10 @@ def _show_schedule(
     jobs, names = [], {stage.key: stage.name for stage in missing}
     for stage in missing:
         needs = tuple(dict.fromkeys(need.key for need in stage.needs.values() if need.key in names))
-        jobs.append(Job(stage.key, needs, durations[stage.key].seconds, costs.gpus(stage)))
-    with console.refusing(place="--schedule: "):
-        schedules = {count: simulate(jobs, count) for count in counts}
+        jobs.append(Job(stage.key, needs, durations[stage.key].seconds, costs.resources(stage).gpus or 0))
+        if jobs[-1].gpus > min(counts):
+            console.refuse(f"--schedule: {stage.name} needs {jobs[-1].gpus:g} GPUs at once, more than {min(counts)}")
+    schedules = {count: simulate(jobs, count) for count in counts}
     sources = Counter(duration.source for duration in durations.values())
     longest = schedules[counts[0]]
     path = [(names[key], durations[key].seconds) for key in longest.critical]
@@ -228,16 +228,17 @@ def _stated(values: Sequence[str], known: Iterable[Stage]) -> dict[str, float]:
     return stated
 
 
-def _write(recipe: Recipe, root: Path, missing: Sequence[Stage], kind: str) -> None:
+def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> None:
     """Write the scripts and the recipe into the experiment's folder, and say how to start them."""
-    from catto.experiment.export import EXPORTS
+    from catto.experiment.export import makefile, slurm
     from catto.experiment.graph import freeze
     from catto.files import replacing
 
-    freeze(root, recipe)
+    freeze(root, costs.recipe)
     if kind == "slurm":  # an earlier plan had other arrays
         shutil.rmtree(root / "slurm", ignore_errors=True)
-    for name, text in EXPORTS[kind](root, missing).items():
+    scripts = slurm(root, missing, costs.resources) if kind == "slurm" else makefile(root, missing)
+    for name, text in scripts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(root / name) as file:
             file.write(text)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage, TextSettings, TrainSettings
 from catto.files import read_json
-from catto.recipe import ModelSettings, Recipe
+from catto.recipe import ModelSettings, Recipe, Resources
 from catto.records import Split
 from catto.tasks import TASKS
 from catto.tasks.witnesses import SIZES
@@ -198,6 +198,17 @@ def parameters(name: str) -> float | None:
     return float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()] if found else None
 
 
+# Kinds of stages that use a model, and the block of the recipe's resources that they have; the others are light.
+MODELS = {"train": "train", "generated": "predict", "predicted": "predict", "sampled": "predict"}
+
+
+def sort_of(recipe: Recipe, stage: Stage) -> str:
+    """Return which block of the recipe's resources a stage has."""
+    if stage.kind == "responses" and recipe.teacher.source == "transformers":
+        return "predict"
+    return MODELS.get(stage.kind, "report")
+
+
 class Duration(NamedTuple):
     """Seconds of a stage, and where they come from: stated, measured or estimated."""
 
@@ -257,7 +268,7 @@ class Costs:
         teacher, evaluation, size = self.recipe.teacher, self.recipe.evaluation, self.parameters
         batch, length = evaluation.batch_size, evaluation.max_tokens
         if stage.kind == "train":
-            return None if size is None else self.tokens(stage) / self.speed
+            return None if size is None else self.tokens(stage) / self.speed / self.recipe.launch.processes
         if stage.kind == "responses" and teacher.source == "server":
             return self.requests(stage) * teacher.max_tokens / (STREAM * teacher.concurrency)
         if stage.kind == "responses" and teacher.source == "transformers":
@@ -267,10 +278,12 @@ class Costs:
         read = None if size is None else self.width * size / (READING * GPU.bandwidth)  # seconds for all weights
         return None if read is None else -(-self.requests(stage) // batch) * length * read
 
-    def gpus(self, stage: Stage) -> int:
-        """Return how many GPUs a stage holds while it runs."""
-        local = self.recipe.teacher.source == "transformers"
-        return int(stage.kind in ("train", "generated", "sampled") or (stage.kind == "responses" and local))
+    def resources(self, stage: Stage) -> Resources:
+        """Return what the recipe gives a stage of a cluster: by default one GPU for each process with a model."""
+        sort = sort_of(self.recipe, stage)
+        block: Resources = getattr(self.recipe.resources, sort)
+        processes = self.recipe.launch.processes if sort == "train" else 1
+        return block if block.gpus is not None else block.model_copy(update={"gpus": processes})
 
     def durations(
         self, missing: Iterable[Stage], taken: Iterable[tuple[Stage, float]], stated: Mapping[str, float]
@@ -344,7 +357,8 @@ class Costs:
         options: dict[str, dict[str, Any]] = {"full": {}, f"LoRA {rank}": {"rank": rank}}
         if self.width == 4:
             options[f"LoRA {rank}, bf16"] = {"rank": rank, "width": 2}
-        options |= {f"FSDP2, {gpus} GPUs": {"gpus": gpus} for gpus in (2, 4, 8)}
+        numbers = sorted({2, 4, 8, max(2, self.recipe.launch.processes)})
+        options |= {f"FSDP2, {gpus} GPUs": {"gpus": gpus} for gpus in numbers}
         layouts = {}
         for name, each in options.items():
             size = max(1, largest.batch_size // each.get("gpus", 1))

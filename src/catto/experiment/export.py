@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
 
 from catto.experiment.stages import Stage
+from catto.recipe import Resources
 
 # Slurm's default limit of an array's size.
 MOST = 1000
@@ -29,54 +31,65 @@ def makefile(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
     return {"Makefile": "\n\n".join([head, f".PHONY: all {' '.join(missing.values())}".rstrip(), *rules]) + "\n"}
 
 
-def slurm(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
+SUBMIT = """#!/usr/bin/env bash
+# Submit every job array after those that it needs.
+set -euo pipefail
+cd "$(dirname "$0")"
+mkdir -p logs
+submit() {{ sbatch --parsable "$@" | cut -d ';' -f 1; }}
+{jobs}
+"""
+ARRAY = """#!/usr/bin/env bash
+#SBATCH --job-name=catto-{kind}
+#SBATCH --array=0-{last}
+#SBATCH --output=logs/%x-%A-%a.txt
+#SBATCH --requeue
+{resources}
+set -euo pipefail
+keys=(
+{keys}
+)
+{command} "${{keys[$SLURM_ARRAY_TASK_ID]}}"
+"""
+
+
+def slurm(root: Path, stages: Sequence[Stage], resources: Callable[[Stage], Resources]) -> dict[str, str]:
     """Return `submit.sh` and one script for each array: the stages of one kind at one depth of the graph.
 
     An array starts when those with its needs have ended, whatever became of each task: a stage without its needs fails
     by itself.
     """
     depth: dict[str, int] = {}
-    arrays: dict[tuple[int, str], list[Stage]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[Stage]] = defaultdict(list)
     for stage in stages:
         depth[stage.key] = max((depth[need.key] + 1 for need in stage.needs.values() if need.key in depth), default=0)
-        arrays[depth[stage.key], stage.kind].append(stage)
-    pieces = [
-        members[i : i + MOST]
-        for _, members in sorted(arrays.items(), key=lambda a: a[0])
-        for i in range(0, len(members), MOST)
-    ]
-    number = {stage.key: place for place, members in enumerate(pieces) for stage in members}
-    scripts, submit = (
-        {},
-        ["#!/usr/bin/env bash", "# Submit every job array after those that it needs.", "set -euo pipefail"],
-    )
-    submit += ['cd "$(dirname "$0")"', "mkdir -p logs", "submit() { sbatch --parsable \"$@\" | cut -d ';' -f 1; }"]
-    for place, members in enumerate(pieces):
-        name = f"{place:02d}-{members[0].kind}.sh"
+        groups[depth[stage.key], stage.kind].append(stage)
+    arrays = [groups[place][i : i + MOST] for place in sorted(groups) for i in range(0, len(groups[place]), MOST)]
+    number = {stage.key: place for place, members in enumerate(arrays) for stage in members}
+    scripts, jobs = {}, []
+    for place, members in enumerate(arrays):
+        kind, name = members[0].kind, f"{place:02d}-{members[0].kind}.sh"
         needs = sorted({number[need.key] for stage in members for need in stage.needs.values() if need.key in number})
         after = f"--dependency=afterany:{':'.join(f'$job{need}' for need in needs)} " if needs else ""
-        submit.append(f"job{place}=$(submit {after}{name})")
-        scripts[f"slurm/{name}"] = "\n".join(
-            [
-                "#!/usr/bin/env bash",
-                f"#SBATCH --job-name=catto-{members[0].kind}",
-                f"#SBATCH --array=0-{len(members) - 1}",
-                "#SBATCH --output=logs/%x-%A-%a.txt",
-                "#SBATCH --requeue",
-                "set -euo pipefail",
-                "keys=(",
-                *(f"  {stage.key}  # {stage.name}" for stage in members),
-                ")",
-                f'{_command(root, "${CATTO:-catto}")} "${{keys[$SLURM_ARRAY_TASK_ID]}}"',
-                "",
-            ]
+        jobs.append(f"job{place}=$(submit {after}{name})")
+        scripts[f"slurm/{name}"] = ARRAY.format(
+            kind=kind,
+            last=len(members) - 1,
+            resources=_directives(resources(members[0])),
+            keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
+            command=_command(root, "${CATTO:-catto}"),
         )
-    return {"slurm/submit.sh": "\n".join([*submit, ""]), **scripts}
+    return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
+
+
+def _directives(asked: Resources) -> str:
+    """Return what a task asks Slurm for; it has no parts of a processor or a GPU."""
+    lines = [f"#SBATCH --cpus-per-task={ceil(asked.cpus)}"]
+    lines += [f"#SBATCH --gres=gpu:{ceil(asked.gpus)}"] if asked.gpus else []
+    lines += [f"#SBATCH --mem={asked.bytes // 2**20}M"] if asked.bytes else []
+    return "\n".join(lines)
 
 
 def _command(root: Path, catto: str) -> str:
     """Return the shell command up to the key, run where the plan was made: paths in a recipe may be relative."""
     return f"cd {shlex.quote(str(Path.cwd()))} && {catto} stage {shlex.quote(str(root.resolve()))}"
-
-
-EXPORTS = {"make": makefile, "slurm": slurm}

@@ -15,7 +15,7 @@ class Job:
     key: str
     needs: tuple[str, ...]  # keys of jobs in the same plan
     seconds: float
-    gpus: int = 0
+    gpus: float = 0.0  # two stages may share one
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Schedule:
     utilisation: float  # of the GPUs, over the makespan
 
 
-def simulate(jobs: Sequence[Job], gpus: int) -> Schedule:
+def simulate(jobs: Sequence[Job], gpus: float) -> Schedule:
     """Start each job as soon as its needs are done and its GPUs are free, the one with most work behind it first.
 
     jobs: what is needed comes first. A job that finds too few free GPUs lets smaller ones pass, as Ray and Slurm do;
@@ -43,21 +43,23 @@ def simulate(jobs: Sequence[Job], gpus: int) -> Schedule:
     after: dict[str, list[str]] = defaultdict(list)
     for job in jobs:
         if job.gpus > gpus:
-            raise ValueError(f"{job.key} needs {job.gpus} GPUs at once, and there are {gpus}")
+            raise ValueError(f"{job.key} needs {job.gpus:g} GPUs at once, and there are {gpus:g}")
         for need in job.needs:
             after[need].append(job.key)
     named, tail = {job.key: job for job in jobs}, dict[str, float]()  # tail: the longest chain that starts with a job
     for job in reversed(jobs):
         tail[job.key] = job.seconds + max((tail[key] for key in after[job.key]), default=0.0)
     waiting = {job.key: len(job.needs) for job in jobs}
-    ready: dict[int, list[tuple[float, str]]] = defaultdict(list)  # by GPUs: jobs that could start, longest tail first
+    ready: dict[float, list[tuple[float, str]]] = defaultdict(
+        list
+    )  # by GPUs: jobs that could start, longest tail first
     running: list[tuple[float, str]] = []
     starts: dict[str, float] = {}
     now, free, new = 0.0, gpus, [job.key for job in jobs if not job.needs]
     while running or len(starts) < len(jobs):
         for key in new:
             heapq.heappush(ready[named[key].gpus], (-tail[key], key))
-        while fitting := [(queue[0], size) for size, queue in ready.items() if queue and size <= free]:
+        while fitting := [(queue[0], size) for size, queue in ready.items() if queue and size <= free + 1e-9]:
             (_, key), size = min(fitting)
             heapq.heappop(ready[size])
             starts[key], free = now, free - size
