@@ -209,6 +209,11 @@ def sort_of(recipe: Recipe, stage: Stage) -> str:
     return MODELS.get(stage.kind, "report")
 
 
+def usual_gpus(recipe: Recipe, sort: str) -> int:
+    """Return how many GPUs a stage uses where its block of the recipe's resources does not say: one for each process."""
+    return {"train": recipe.launch.processes, "predict": 1, "report": 0}[sort]
+
+
 class Duration(NamedTuple):
     """Seconds of a stage, and where they come from: stated, measured or estimated."""
 
@@ -279,11 +284,10 @@ class Costs:
         return None if read is None else -(-self.requests(stage) // batch) * length * read
 
     def resources(self, stage: Stage) -> Resources:
-        """Return what the recipe gives a stage of a cluster: by default one GPU for each process with a model."""
+        """Return what the recipe gives a stage of a cluster with GPUs."""
         sort = sort_of(self.recipe, stage)
         block: Resources = getattr(self.recipe.resources, sort)
-        processes = self.recipe.launch.processes if sort == "train" else 1
-        return block if block.gpus is not None else block.model_copy(update={"gpus": processes})
+        return block if block.gpus is not None else block.model_copy(update={"gpus": usual_gpus(self.recipe, sort)})
 
     def durations(
         self, missing: Iterable[Stage], taken: Iterable[tuple[Stage, float]], stated: Mapping[str, float]

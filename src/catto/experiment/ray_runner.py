@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from catto.experiment import attempts, runner, stages, steps
+from catto.experiment.cost import sort_of, usual_gpus
 from catto.experiment.graph import Graph
 from catto.experiment.runner import Display, Ending, Outcome
 from catto.experiment.stages import Stage
@@ -31,8 +32,6 @@ RETRIES = 10
 LOOK = 1.0
 # Nothing but keys and endings is in the object store; Ray takes no less than this.
 OBJECT_STORE = 80 * 2**20
-# Kinds of stages that use a model; the others are light.
-MODELS = {"train": "train", "generated": "predict", "predicted": "predict", "sampled": "predict"}
 
 
 def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None) -> Outcome:
@@ -47,7 +46,7 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
             tasks: dict[str, Any] = {}
             for stage in missing:
                 needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
-                given = {"name": stage.name, "max_retries": RETRIES, **options[_sort(recipe, stage)]}
+                given = {"name": stage.name, "max_retries": RETRIES, **options[sort_of(recipe, stage)]}
                 task = ray.remote(_run_stage).options(**given)
                 tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
             try:
@@ -128,13 +127,6 @@ class _Running:
 # ---- resources ------------------------------------------------------------------------------------------------------
 
 
-def _sort(recipe: Recipe, stage: Stage) -> str:
-    """Return which block of the recipe's resources a stage has."""
-    if stage.kind == "responses" and recipe.teacher.source == "transformers":
-        return "predict"
-    return MODELS.get(stage.kind, "report")
-
-
 def cluster_options(
     recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
@@ -143,12 +135,11 @@ def cluster_options(
     Ray itself would wait for such a node for ever.
     """
     options = {}
-    for name in sorted({_sort(recipe, stage) for stage in missing}):
+    for name in sorted({sort_of(recipe, stage) for stage in missing}):
         block = getattr(recipe.resources, name)
         gpus = block.gpus
         if gpus is None:  # one for each process, where the cluster has any
-            processes = recipe.launch.processes if name == "train" else 1
-            gpus = processes * any(node.get("GPU", 0) >= 1 for node in nodes)
+            gpus = usual_gpus(recipe, name) * any(node.get("GPU", 0) >= 1 for node in nodes)
         asked = {"CPU": block.cpus, "GPU": gpus, "memory": float(block.bytes)}
         if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
             most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
