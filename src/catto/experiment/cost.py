@@ -210,7 +210,7 @@ def sort_of(recipe: Recipe, stage: Stage) -> str:
 
 
 def usual_gpus(recipe: Recipe, sort: str) -> int:
-    """Return how many GPUs a stage uses where its block of the recipe's resources does not say: one for each process."""
+    """Return how many GPUs a stage has where the recipe does not say: one for each process with a model."""
     return {"train": recipe.launch.processes, "predict": 1, "report": 0}[sort]
 
 
