@@ -115,6 +115,8 @@ def test_plan_counts_what_is_done(finished: Finished, capsys: Capture) -> None:
     assert {stage["standing"] for stage in stages} == {"done"}
     assert {stage["folder"] for stage in stages} == {path.name for path in finished.stages("*")}
     assert all(stage["seconds"] >= 0 for stage in stages)
+    told = run(capsys, "plan", finished.recipe, "--out", finished.root, "--export", "make")
+    assert (told.code, told.err) == (2, "catto: nothing is left to do: every stage is done\n")
     shown = run(capsys, "plan", finished.recipe, "--out", finished.root)
     assert re.search(rf"all +{len(stages)} +0 +0 ", shown.out)
 

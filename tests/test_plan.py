@@ -243,7 +243,9 @@ def exported(
     monkeypatch.chdir(folder / NAME)
     assert run(capsys, "plan", recipe, "--out", root, "--export", kind).code == 0
     assert run(capsys, "stage", root, plan[0].key).code == 0
-    assert run(capsys, "plan", recipe, "--out", root, "--export", kind).code == 0
+    told = run(capsys, "plan", recipe, "--out", root, "--export", kind).out
+    assert told.startswith(f"Wrote {len(plan) - 1} stages: ")
+    assert Path(shlex.split(told)[-1]).is_file()
     missing = {stage.key: stage for stage in plan[1:]}
     assert all(find_stage(root, key).name == stage.name for key, stage in list(missing.items())[::7])
     return root, missing

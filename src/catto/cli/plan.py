@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -86,6 +86,8 @@ def plan(
         (stage, standing, runner.seconds_of(root, stage)) for stage, standing in runner.plan(root, [graph.report()])
     ]
     missing = [stage for stage, standing, _ in stages if standing != "done"]
+    if not missing and (schedule or export):
+        console.refuse("nothing is left to do: every stage is done")
     if schedule is not None:
         taken = [(stage, seconds) for stage, _, seconds in stages if seconds is not None]
         known = _stated(stated or [], [stage for stage, _, _ in stages])
@@ -173,7 +175,7 @@ def _show_schedule(
         if jobs[-1].gpus > min(counts):
             console.refuse(f"--schedule: {stage.name} needs {jobs[-1].gpus:g} GPUs at once, more than {min(counts)}")
     schedules = {count: simulate(jobs, count) for count in counts}
-    sources = Counter(duration.source for duration in durations.values())
+    sources = Counter(known.source for known in durations.values())
     longest = schedules[counts[0]]
     path = [(names[key], durations[key].seconds) for key in longest.critical]
     if as_json:
@@ -235,12 +237,14 @@ def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> Non
     from catto.files import replacing
 
     freeze(root, costs.recipe)
-    if kind == "slurm":  # an earlier plan had other arrays
-        shutil.rmtree(root / "slurm", ignore_errors=True)
+    for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
+        earlier.unlink()
     scripts = slurm(root, missing, costs.resources) if kind == "slurm" else makefile(root, missing)
     for name, text in scripts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(root / name) as file:
             file.write(text)
-    start = f"bash {root}/slurm/submit.sh" if kind == "slurm" else f"make -j 2 -k -f {root}/Makefile"
-    console.say(f"Wrote {len(missing)} stages: {start}")
+    start = (
+        ["bash", f"{root}/slurm/submit.sh"] if kind == "slurm" else ["make", "-j", "2", "-k", "-f", f"{root}/Makefile"]
+    )
+    console.say(f"Wrote {len(missing)} stages: {shlex.join(start)}")
