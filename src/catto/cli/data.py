@@ -76,6 +76,7 @@ def data(
 
     Of a file without --fields a map of its fields is proposed.
     """
+    from catto.prompts import messages
     from catto.tasks.proposal import propose
 
     proposed = None
@@ -86,24 +87,27 @@ def data(
             fields = ",".join(f"{name}={value}" for name, value in shown.items())
             n = min(n, 1)
         source = source_of(task, file, fields, answer, answers, name="TASK")
-        questions, report, reports = _read(source, split, seed, data_dir, n)
+        questions, report, splits = _read(source, split, seed, data_dir, n)
+    asked = [
+        question.model_dump(mode="json") | {"messages": [message.model_dump() for message in messages(question)]}
+        for question in questions
+    ]
     if as_json:
-        counts = {name: {"problem": it} if isinstance(it, str) else _counts(it) for name, it in reports.items()}
         named: dict[str, Any] = {"task": report.task, "licence": report.licence, "source": report.source}
         named |= {} if proposed is None else {"fields": proposed}
-        print_json({**named, "splits": counts, "questions": [_prompted(question) for question in questions]})
+        print_json({**named, "splits": splits, "questions": asked})
         return
     say(f"{report.task}: {report.source}; licence: {report.licence}")
     if proposed is not None:
         say(f"Proposed from its first rows: --fields {shlex.quote(fields or '')}")
     if stats:
-        _show_stats(reports)
+        _show_stats(splits)
         return
-    sizes = [f"{name} {'-' if isinstance(it, str) else f'{it.kept:,}'}" for name, it in reports.items()]
+    sizes = [f"{name} {'-' if 'problem' in one else format(one['questions'], ',')}" for name, one in splits.items()]
     say(f"questions: {', '.join(sizes)}")
-    for question in questions:
-        say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
-        for message in _prompted(question)["messages"]:
+    for question in asked:
+        say(f"\n--- {question['id']} ({question['split']}), gold {question['gold']}")
+        for message in question["messages"]:
             say(f"[{message['role']}]\n{message['content']}")
 
 
@@ -166,13 +170,16 @@ def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Ta
 
 def _read(
     task: Any, shown: Split, seed: int, data_dir: Path | None, n: int
-) -> tuple[list[Question], LoadReport, dict[Split, LoadReport | str]]:
-    """Return the first n questions of a split, its counts, and those of every split; of an absent one, the problem."""
+) -> tuple[list[Question], LoadReport, dict[Split, dict[str, Any]]]:
+    """Return the first n questions of a split, its report, and the counts of every split; of an absent one, why.
+
+    Leaks are rows whose content is also in a held-out split.
+    """
     from catto.problems import DataError
     from catto.records import SPLITS
     from catto.tasks import load
 
-    reports: dict[Split, LoadReport | str] = {}
+    counts: dict[Split, dict[str, Any]] = {}
     for split in SPLITS:
         try:
             loaded = load(task, split, seed=seed, data_dir=data_dir)
@@ -181,52 +188,37 @@ def _read(
         except DataError as error:
             if split == shown:
                 raise
-            reports[split] = str(error)
+            counts[split] = {"problem": str(error)}
             continue
-        reports[split] = loaded.report
+        report = loaded.report
         if split == shown:
-            questions, report = first, loaded.report
-    return questions, report, reports
+            questions, of_shown = first, report
+        counts[split] = {
+            "questions": report.kept,
+            "read": report.read,
+            "gold": dict(sorted(report.gold.items())),
+            "dropped": dict(sorted(report.dropped.items())),
+            "leaks": sum(count for why, count in report.dropped.items() if why.startswith("content_in_")),
+            "unshuffled": report.unshuffled,
+            "files": report.files,
+            "notes": report.notes,
+        }
+    return questions, of_shown, counts
 
 
-def _counts(report: LoadReport) -> dict[str, Any]:
-    return {
-        "questions": report.kept,
-        "read": report.read,
-        "gold": dict(sorted(report.gold.items())),
-        "dropped": dict(sorted(report.dropped.items())),
-        "leaks": _leaks(report),
-        "unshuffled": report.unshuffled,
-        "files": report.files,
-        "notes": report.notes,
-    }
-
-
-def _leaks(report: LoadReport) -> int:
-    """Count the rows whose content is also in a held-out split: training on them would be a leak."""
-    return sum(count for reason, count in report.dropped.items() if reason.startswith("content_in_"))
-
-
-def _prompted(question: Question) -> dict[str, Any]:
-    from catto.prompts import messages
-
-    return {**question.model_dump(mode="json"), "messages": [message.model_dump() for message in messages(question)]}
-
-
-def _show_stats(reports: dict[Split, LoadReport | str]) -> None:
+def _show_stats(splits: dict[Split, dict[str, Any]]) -> None:
     """Print the sizes of the splits; then label balance, what was left out and why, and notes."""
-    sizes = table("", "split", "questions", "rows read", "leaks removed")
-    lines: list[str] = []
-    for split, report in reports.items():
-        if isinstance(report, str):
+    sizes, lines = table("", "split", "questions", "rows read", "leaks removed"), []
+    for split, counts in splits.items():
+        if "problem" in counts:
             sizes.add_row(split, "-", "-", "-")
-            lines.append(f"{split}: {report}")
+            lines.append(f"{split}: {counts['problem']}")
             continue
-        sizes.add_row(split, *(f"{count:,}" for count in (report.kept, report.read, _leaks(report))))
-        total = report.gold.total()
-        gold = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in sorted(report.gold.items()))
-        dropped = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in sorted(report.dropped.items()))
-        details = f"gold labels {gold or '-'}", f"left out {dropped or 'nothing'}", *report.notes
+        sizes.add_row(split, *(f"{counts[name]:,}" for name in ("questions", "read", "leaks")))
+        total = sum(counts["gold"].values())
+        gold = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
+        dropped = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in counts["dropped"].items())
+        details = f"gold labels {gold or '-'}", f"left out {dropped or 'nothing'}", *counts["notes"]
         lines.extend(f"{split}: {line}" for line in details)
     print_table(sizes)
     for line in lines:

@@ -43,18 +43,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def time_left(task: Task) -> str:
-    """Return the estimate in the task's field `left`, or rich's own from the pace of the task."""
-    seconds = task.time_remaining
-    return str(task.fields.get("left", f"{duration(seconds)} left" if seconds else ""))
-
-
 class TimeLeft(ProgressColumn):
-    """The time that a bar has left, in the words of the lines."""
+    """The time that a bar has left, in the words of the lines: the task's own field `left`, or rich's estimate."""
 
     def render(self, task: Task) -> Text:
         """Return the text of one bar."""
-        return Text(time_left(task))
+        seconds = task.time_remaining
+        return Text(task.fields.get("left", f"{duration(seconds)} left" if seconds else ""))
 
 
 @contextmanager
@@ -108,7 +103,8 @@ class Bar:
         """Print the numbers as a line, unless there is a bar or nothing was to do."""
         if self._task.total is None:
             return
-        parts = f"{self._task.completed:.0f}/{self._task.total:.0f}", self._task.fields["note"], time_left(self._task)
+        left = TimeLeft().render(self._task).plain
+        parts = f"{self._task.completed:.0f}/{self._task.total:.0f}", self._task.fields["note"], left
         _print_line(self._shown, f"{self._task.description}: {', '.join(filter(None, parts))}")
 
 

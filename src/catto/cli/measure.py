@@ -16,7 +16,7 @@ from catto.cli.console import examples, number, real_option, refuse, say, span
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.measure import GradedAnswers, Summary
     from catto.metrics.catalogue import Versus
     from catto.metrics.errors import BrierSplit
     from catto.metrics.ranking import Threshold
@@ -124,9 +124,9 @@ def measure(
     """
     from catto.cli.display import progress
     from catto.logs import ColumnNames
-    from catto.measure import MeasureSettings, read_graded, summarise
+    from catto.measure import MeasureSettings, compare_runs, read_graded, summarise
     from catto.metrics import errors
-    from catto.metrics.catalogue import parse_metrics
+    from catto.metrics.catalogue import correct_p_values, parse_metrics
     from catto.metrics.ranking import threshold_for_risk
 
     if figure is not None:
@@ -135,10 +135,15 @@ def measure(
         settings = MeasureSettings(parse_metrics(metrics), bins, resamples, level, method, seed)
     names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised)
     answers = read_graded(file, names, unparsed)
-    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
     if target_risk is not None and answers.run.question is not None:
         refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
-    comparison = {} if other is None else _against(answers, other, settings)
+    comparison = {}
+    if compare is not None:
+        other = read_graded(compare, replace(names, by=None), unparsed)
+        with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+            compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
+        forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
+        comparison = correct_p_values(compared, judge=not forced)
     slices = answers.slices()
     tables = [answers, *slices.values()]
     with progress("measuring", sum(settings.steps(len(part)) for part in tables)) as tick:
@@ -159,19 +164,6 @@ def measure(
         console.print_json(_document(result))
     else:
         _show(result)
-
-
-def _against(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
-    """Compare with the other file, question by question; files of mostly forced answers are not judged."""
-    from catto.cli.display import progress
-    from catto.measure import compare_runs
-    from catto.metrics.catalogue import Versus, correct_p_values
-
-    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-        comparisons = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
-    if any(part.sources is not None and part.sources.forced for part in (answers, other)):
-        return {name: Versus(**vars(one)) for name, one in comparisons.items()}
-    return correct_p_values(comparisons)
 
 
 def _draw(figure: Path, answers: GradedAnswers, slices: dict[str, GradedAnswers], result: Result) -> None:

@@ -156,8 +156,11 @@ class Versus(Comparison):
         return mark(self.difference, (self.low, self.high), self.p_corrected, better, least)
 
 
-def correct_p_values(comparisons: Mapping[str, Comparison]) -> dict[str, Versus]:
-    """Correct the p-values by Holm over the metrics of which one direction is better; the others are not judged."""
-    family = [name for name in comparisons if METRICS[name].better is not None]
+def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:
+    """Correct the p-values by Holm over the metrics of which one direction is better; the others are not judged.
+
+    `judge` False, for files of mostly forced answers: nothing is.
+    """
+    family = [name for name in comparisons if judge and METRICS[name].better is not None]
     corrected = dict(zip(family, holm([comparisons[name].p_value for name in family]), strict=True))
     return {name: Versus(**vars(one), p_corrected=corrected.get(name, nan)) for name, one in comparisons.items()}

@@ -29,7 +29,7 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     """
     answers, questions, browser = read(results, folder)
     numbers = measure_results(results, folder, answers, questions, store.read(out / "numbers.json"), tick)
-    store.write(numbers, out / "numbers.json")
+    _write(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:
         # LaTeX is for a printed page, where the paper's columns are as many as fit.

@@ -81,10 +81,37 @@ class Picture:
         return "-".join(filter(None, (self.kind, self.tag, self.budget)))
 
     def draw(self) -> Figure:
-        """Draw one panel for each entry of `contents`."""
+        """Draw one panel for each entry of `contents`, with one legend below. Axes in per cent end at 100."""
         if self.kind == "reliability":
             return reliability_figure(self.contents)
-        return panels(self.contents, KINDS[self.kind])
+        kind = KINDS[self.kind]
+        columns = min(kind.columns, len(self.contents))
+        rows, width = -(-len(self.contents) // columns), min(5.8, 12.4 / columns)
+        figure = Figure()
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
+        for place, (title, content) in enumerate(self.contents):
+            axes = grid[place]
+            axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=8 if width < 3.5 else 10)
+            axes.set_ylabel("" if place % columns else kind.y)
+            if place + columns >= len(self.contents):  # no panel below
+                axes.set_xlabel(kind.x)
+                axes.tick_params(labelbottom=True)
+            axes.grid(True)
+            kind.draw(axes, content)
+            axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
+            for line in axes.lines:
+                line.sticky_edges.x.extend([0, 100] if kind.x in (ECE, ACCURACY) else [])
+                line.sticky_edges.y.extend([0, 100] if kind.y in (ECE, ACCURACY) else [])
+        for axes in grid[len(self.contents) :]:
+            axes.set_visible(False)
+        figure.set_size_inches(columns * width, rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks())))
+        handles = {
+            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if handles:
+            across = max(1, int(columns * width / 2))
+            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
+        return figure
 
 
 def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
@@ -186,35 +213,6 @@ def look(method: str) -> tuple[str, str]:
         return LOOKS.get(method, (GREY, "o"))
     red, green, blue = (0.55 * part + 0.45 for part in to_rgb(LOOKS[start][0]))
     return to_hex((red, green, blue)), "d"
-
-
-def panels(contents: Sequence[tuple[str, Any]], kind: Kind) -> Figure:
-    """Draw one panel for each title and content with one legend below. Axes in per cent end at 100."""
-    columns = min(kind.columns, len(contents))
-    rows, width = -(-len(contents) // columns), min(5.8, 12.4 / columns)
-    figure = Figure()
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
-    for place, (title, content) in enumerate(contents):
-        axes = grid[place]
-        axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=8 if width < 3.5 else 10)
-        axes.set_ylabel("" if place % columns else kind.y)
-        if place + columns >= len(contents):  # no panel below
-            axes.set_xlabel(kind.x)
-            axes.tick_params(labelbottom=True)
-        axes.grid(True)
-        kind.draw(axes, content)
-        axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
-        for line in axes.lines:
-            line.sticky_edges.x.extend([0, 100] if kind.x in (ECE, ACCURACY) else [])
-            line.sticky_edges.y.extend([0, 100] if kind.y in (ECE, ACCURACY) else [])
-    for axes in grid[len(contents) :]:
-        axes.set_visible(False)
-    figure.set_size_inches(columns * width, rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks())))
-    handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    if handles:
-        across = max(1, int(columns * width / 2))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
-    return figure
 
 
 def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.files import replacing
 from catto.measure import Sources
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
@@ -228,12 +227,6 @@ class Numbers(Record):
     def budgets(self) -> tuple[Budget | None, ...]:
         """The budgets for which there are blocks, in the order of the groups."""
         return tuple(dict.fromkeys(group.budget for group in self.groups))
-
-
-def write(numbers: Numbers, path: Path) -> None:
-    """Write the numbers, whole or not at all."""
-    with replacing(path) as file:
-        file.write(numbers.model_dump_json(indent=1) + "\n")
 
 
 def read(path: Path) -> Numbers | None:

@@ -165,7 +165,23 @@ def summary(numbers: Numbers) -> Table:
     ]
 
     def entry(row: Row, column: Column) -> Entry:
-        made = _over_tasks(spec, column, [group for group in groups if group.method == row[0]])
+        """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it."""
+        mine = [group for group in groups if group.method == row[0]]
+        count, null, digits = len(mine), mine[0].null, column.decimals
+        if column.metric == "chance" and count > 1:
+            return Entry(text=f"in {sum(group.within_null for group in mine)} of {count} tasks")
+        if column.metric == "chance":
+            low, high = 100 * null.low, 100 * null.high
+            return Entry(text=f"{low:.{digits}f} to {high:.{digits}f}", null=(low, high))
+        entries = [_entry(spec, column, group) for group in mine]
+        values = [one.value for one in entries if one.value is not None]
+        if count > 1:
+            mean = sum(values) / count
+            made = Entry(mean, f"{mean:.{digits}f}") if len(values) == count else Entry()
+        else:
+            made = entries[0]
+        # The share of forced answers alone says where numbers describe the fallback.
+        made.forced = "forced" if column.metric == "fallback_rate" and any(one.forced for one in entries) else ""
         if verdict is not None and len(verdict.leaders) < len(verdict.losses):
             made.best = column.metric == verdict.metric and row[0] in verdict.leaders
         return made
@@ -173,27 +189,6 @@ def summary(numbers: Numbers) -> Table:
     lines, budget = _lines(((group.method, None) for group in groups), columns, entry), groups[0].budget
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
     return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), lines, None, spec.kind)
-
-
-def _over_tasks(spec: Spec, column: Column, groups: Sequence[GroupNumbers]) -> Entry:
-    """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it.
-
-    The share of forced answers alone says where numbers describe the fallback.
-    """
-    count, null = len(groups), groups[0].null
-    if column.metric == "chance" and count > 1:
-        return Entry(text=f"in {sum(group.within_null for group in groups)} of {count} tasks")
-    if column.metric == "chance":
-        low, high = 100 * null.low, 100 * null.high
-        return Entry(text=f"{low:.{column.decimals}f} to {high:.{column.decimals}f}", null=(low, high))
-    entries = [_entry(spec, column, group) for group in groups]
-    mean = entries[0]
-    if count > 1:
-        values = [entry.value for entry in entries if entry.value is not None]
-        value = sum(values) / count
-        mean = Entry(value, f"{value:.{column.decimals}f}") if len(values) == count else Entry()
-    forced = column.metric == "fallback_rate" and any(entry.forced for entry in entries)
-    return replace(mean, forced="forced" if forced else "")
 
 
 def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
