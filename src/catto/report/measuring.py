@@ -49,11 +49,6 @@ class Answered(GradedAnswers):
     label: list[str | None]
     model: str
 
-    @property
-    def run(self) -> Answers:
-        """The columns to resample, by question: the seeds of a method share their questions."""
-        return self.by_question
-
 
 def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:
     """Yield the cell's predictions, each checked to be of its task and the only one of its question."""
@@ -176,7 +171,7 @@ def measure_cell(
     one: Answered, folder: Path, questions: Questions, settings: MeasureSettings, unparsed: Unparsed, key: str
 ) -> CellNumbers:
     """Measure one method on one task at one seed."""
-    resampled, sources = measure_runs([one.run], settings), Sources.of(one.read_as or ())
+    resampled, sources = measure_runs([one.by_question], settings), Sources.of(one.read_as or ())
     metrics = {name: metric.interval for name, metric in resampled.items()}
     gap, null = metrics.pop(GAP), resampled["ece"].null
     assert null is not None  # as of every calibration metric
@@ -306,7 +301,8 @@ def measure_group(
 ) -> GroupNumbers:
     """Measure one method on one task over its seeds, and against DPO."""
     settings = replace(settings, metrics=(*COMPARED, GAP))
-    runs, baseline = ([cells[index].run for index in indices] for indices in (group.cells, group.baseline))
+    # The seeds of a method share their questions.
+    runs, baseline = ([cells[index].by_question for index in indices] for indices in (group.cells, group.baseline))
     resampled, seeds = measure_runs(runs, settings), [numbers[index] for index in group.cells]
     null = resampled["ece"].null
     assert null is not None  # as of every calibration metric
