@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from catto.engines import Generation, model_name
 from catto.engines.server import ServerEngine
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 from server_cases import by_seed, engine, request
@@ -115,6 +116,28 @@ def test_keep_alive_blank_lines_before_the_reply_are_ignored() -> None:
     with OpenAIServer(lambda _: ok("\n\n  \n" + json.dumps(chat("B")))) as server:
         (found,) = engine(server).generate([request()])
     assert found.text == "B"
+
+
+def test_a_models_path_is_asked_for_and_its_name_stored() -> None:
+    path = "/models/tiny/Tiny-Q4.gguf"
+    with OpenAIServer(lambda seen: ok(chat("x", model=path))) as server:
+        asked = ServerEngine(server.url, path)
+        (found,) = asked.generate([request()])
+    assert server.seen[0].body["model"] == path
+    assert isinstance(found, Generation)
+    assert (found.model, asked.model) == ("Tiny-Q4.gguf", "Tiny-Q4.gguf")
+
+
+@pytest.mark.parametrize(
+    ("served", "stored"),
+    [
+        ("C:\\models\\Tiny.gguf", "Tiny.gguf"),
+        ("/models/tiny/", "tiny"),
+        *[(name, name) for name in ("Qwen/Qwen3-4B", "llama3:8b", "accounts/x/models/y", "m", "/")],
+    ],
+)
+def test_only_a_path_is_shortened(served: str, stored: str) -> None:
+    assert model_name(served) == stored
 
 
 def test_top_logprobs_are_kept_with_the_drawn_token_and_their_mean() -> None:

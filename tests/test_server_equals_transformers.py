@@ -14,10 +14,10 @@ import openai
 import pytest
 import torch
 
-from catto.engines import Request
+from catto.engines import Generation, Request
 from catto.engines.decoding import evaluating, last_logits
-from catto.engines.server import Abilities, ServerEngine, ServerError
-from catto.predict.label_reader import label_logprobs
+from catto.engines.server import MOST_TOPS, Abilities, ServerEngine, ServerError
+from catto.predict.label_reader import Answer, Case, continued, label_logprobs, read_reply
 from catto.predict.predictor import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message, Prediction
@@ -123,6 +123,38 @@ def test_a_label_outside_the_best_candidates_leaves_the_logprobs_null() -> None:
     for one, other in free:
         assert one.label_logprobs is None
         assert (one.label, one.confidence) == (other.label, pytest.approx(other.confidence, abs=2e-6))
+
+
+def test_labels_outside_the_best_candidates_are_asked_for_where_the_server_gives_more() -> None:
+    """A server that gives the drawn token alone, but of single tokens as many candidates as are asked for."""
+    again: list[str] = []
+
+    def respond(seen: Seen) -> Reply:
+        more = seen.body.get("top_logprobs", 0) > MOST_TOPS
+        if more and seen.body.get("continue_final_message"):
+            again.append(seen.body["messages"][-1]["content"])
+        return served(seen, most=len(tokenizer()) if more else 1)
+
+    with serving(respond) as remote:
+        there = evaluate(remote, questions(6), max_tokens=24)
+    here = evaluate(engine(), questions(6), max_tokens=24)
+    assert {one.source for one in here} == {"free"}
+    # the label's token begins with the blank before it
+    assert sorted(again) == sorted(one.text.partition(f"{one.label}\n</answer>")[0].rstrip(" ") for one in here)
+    for one, other in zip(there, here, strict=True):
+        assert one.label_logprobs == pytest.approx(other.label_logprobs, abs=2e-6)
+        assert one.confidence == pytest.approx(other.confidence, abs=2e-6)
+
+
+def test_candidates_of_a_text_that_was_read_otherwise_are_not_used() -> None:
+    question = questions(1)[0]
+    reply = Generation(question="q", sample=0, text="A", tops=(("A", {"A": -0.5}),), model="m")
+    case = Case(question, (), reply)
+    more = dict.fromkeys(question.labels, -2.0)
+    known = continued(case, more)
+    assert isinstance(known, Answer)
+    assert known.label_logprobs == {**more, "A": -0.5}
+    assert continued(case, {label: -2.0 for label in question.labels if label != "A"}) == read_reply(question, reply)
 
 
 def test_without_continuation_there_is_no_fallback_answer() -> None:
