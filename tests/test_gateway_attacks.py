@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -19,9 +20,14 @@ from needs import REASONS
 
 pytest.importorskip("fastapi", reason=REASONS["serve"])
 
+from catto.calibrate import Fitted
+from catto.engines.server import ServerEngine
+from catto.metrics.calibrators import Temperature
+from catto.records import Message, Option, Question
+from catto.serve.answering import Answered, Answerer, Asked
 from catto.serve.gateway import Limits
 from command import run
-from gateway_world import always, ask, gateway, stating, threshold, until
+from gateway_world import MODEL, ONE, always, ask, gateway, stating, threshold, until
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 from test_gateway import body, free_port, get, metric, post, serving
 
@@ -304,3 +310,21 @@ def test_a_threshold_of_another_model_is_warned_of(
         done = run(capsys, "serve", *options)
     assert done.code == 0
     assert ("fitted on answers of other, this is m" in done.err) == warned
+
+
+@pytest.mark.parametrize(("on", "requests"), [("labels", 2), ("confidence", 1), (None, 1)])
+def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any, requests: int) -> None:
+    async def answered(url: str) -> Answered:
+        engine = ServerEngine(url, MODEL, top_logprobs=20)
+        engine.more_tops = 1000  # as `probe` finds with llama.cpp
+        fitted = None if on is None else Fitted(Temperature(tau=1.0), on)
+        options = tuple(Option(label=label, text="") for label in "ABCD")
+        question = Question(id="q", task="served", split="test", fields={}, options=options, gold="A")
+        chat = (Message(role="user", content="Which?"),)
+        async with engine.client() as client:
+            answerer = Answerer(engine, client, True, fitted, None, "")
+            return await answerer.answer(Asked(question, chat, ONE, 64, 0))
+
+    with OpenAIServer(always("B")) as upstream:
+        found = asyncio.run(answered(upstream.url))
+    assert (found.catto["label"], len(upstream.seen)) == ("B", requests)
