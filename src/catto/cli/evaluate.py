@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from catto.cli import console
-from catto.cli.console import MOST_SEED, examples, finite, needs, refuse, refusing, say, writable_folder
+from catto.cli.console import MOST_SEED, examples, needs, real_option, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, source_of
 from catto.recipe import MOST_SAMPLES
 
@@ -42,9 +42,7 @@ def evaluate(
     k: Annotated[
         int, typer.Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")
     ] = 1,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, max=100.0, callback=finite, help="Of the samples; 0 is greedy.")
-    ] = 0.0,
+    temperature: Annotated[float, real_option(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
     reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the samples.")] = 0,
@@ -61,14 +59,11 @@ def evaluate(
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
     batch_size: Annotated[int, typer.Option(min=1, max=100_000, help="Responses at once.")] = 16,
     deadline: Annotated[
-        float,
-        typer.Option(min=1.0, max=1e6, callback=finite, help="Server: seconds for a whole reply, with retries."),
+        float, real_option(min=1.0, max=1e6, help="Server: seconds for a whole reply, with retries.")
     ] = 1800.0,
     max_refused: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=1.0, callback=finite, help="Server: stop above this share of refused questions; 1: never."
-        ),
+        real_option(min=0.0, max=1.0, help="Server: stop above this share of refused questions; 1: never."),
     ] = 0.2,
     retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),

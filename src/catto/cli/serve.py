@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from catto.cli import console
-from catto.cli.console import check_name, examples, finite, needs, refuse, refusing, say, warn, writable_file
+from catto.cli.console import check_name, examples, needs, real_option, refuse, refusing, say, warn, writable_file
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -38,18 +38,16 @@ def serve(
     k: Annotated[int | None, typer.Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
     rule: Annotated[str | None, typer.Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, callback=finite, help="Of sampling.", show_default=DEFAULT + "0")
+        float | None, real_option(min=0, max=2, help="Of sampling.", show_default=DEFAULT + "0")
     ] = None,
     stop: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, callback=finite, help="Sample up to this confidence, or a settled vote."),
+        float | None, real_option(min=0, max=1, help="Sample up to this confidence, or a settled vote.")
     ] = None,
     max_k: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
     queue: Annotated[int, typer.Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
     deadline: Annotated[
-        float,
-        typer.Option(min=1, max=1_000_000, callback=finite, help="Seconds for an answer, with queue and retries."),
+        float, real_option(min=1, max=1_000_000, help="Seconds for an answer, with queue and retries.")
     ] = 120.0,
     abstention: Annotated[str, typer.Option(help="What is answered below the threshold.")] = "I do not know.",
     log: Annotated[Path | None, typer.Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
