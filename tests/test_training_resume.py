@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import train_run
-from catto.training.monitor import newest_complete
+from catto.training.monitor import copy_newest, newest_complete
 from forked import Forked
 
 STEPS = 14
@@ -93,3 +94,39 @@ def test_checkpoints_are_compared_by_number(tmp_path: Path) -> None:
         (folder / "adapter_model.safetensors").touch()
         (folder / "trainer_state.json").write_text("{}")
     assert newest_complete(str(tmp_path)) == tmp_path / "checkpoint-100"
+
+
+def test_a_copy_of_the_newest_checkpoint_finds_the_best_one_in_its_new_folder(tmp_path: Path) -> None:
+    """Of a whole newest checkpoint and the best one; an unfinished one is left out, and the files are not copied."""
+    old, half, place = tmp_path / "old", tmp_path / "half", tmp_path / "new"
+    for step in (2, 4, 6):
+        folder = old / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(str(step))
+        if step < 6:
+            state = {"global_step": step, "best_model_checkpoint": str(old / "checkpoint-2")}
+            (folder / "trainer_state.json").write_text(json.dumps(state))
+    copy_newest(old, half, place)
+    half.rename(place)
+    assert sorted(path.name for path in place.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    newest = newest_complete(place)
+    assert newest == place / "checkpoint-4"
+    assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == str(
+        place / "checkpoint-2"
+    )
+    assert (newest / "model.safetensors").samefile(old / "checkpoint-4" / "model.safetensors")
+    stored = json.loads((old / "checkpoint-4" / "trainer_state.json").read_text())
+    assert stored["best_model_checkpoint"] == str(old / "checkpoint-2")
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_nobodys_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "old" / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_text("2")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": None}))
+    found = iter([checkpoint, tmp_path / "old" / "checkpoint-4"])
+    monkeypatch.setattr("catto.training.monitor.newest_complete", lambda _: next(found))
+    with pytest.raises(FileNotFoundError):
+        copy_newest(tmp_path / "old", tmp_path / "half", tmp_path / "new")

@@ -199,10 +199,12 @@ def folders(root: Path, stage: Stage, content: str = "*") -> list[Path]:
     return sorted(path for path in found if path.suffix != HALF)
 
 
-def begun(root: Path) -> set[str]:
-    """Return the folders of all stages at which there are attempts."""
-    found = (root / "stages").iterdir() if (root / "stages").exists() else ()
-    return {path.name.partition(PART)[0] for path in found if PART in path.name}
+def begun(root: Path) -> dict[str, list[Path]]:
+    """Return the folders of all attempts, by the names of their stages' folders; one look for thousands of stages."""
+    found: dict[str, list[Path]] = {}
+    for path in (root / "stages").glob(f"*{PART}*"):
+        found.setdefault(path.name.partition(PART)[0], []).append(path)
+    return found
 
 
 def _token(folder: Path) -> str:

@@ -117,7 +117,7 @@ class _Running:
         """Show the progress of the stages whose attempts are alive."""
         begun = attempts.begun(self.root)
         for stage in pending.values():
-            for folder in attempts.folders(self.root, stage) if stage.folder in begun else ():
+            for folder in begun.get(stage.folder, ()):
                 if self.watch.alive(folder / stages.ATTEMPT):
                     self.start(stage)
                     if progress := attempts.heartbeat(folder / stages.ATTEMPT)[1].get("progress"):
@@ -160,7 +160,9 @@ def _amount(kind: str, count: float) -> str:
 
 # ---- in a worker ----------------------------------------------------------------------------------------------------
 
-_graphs: dict[str, dict[str, Stage]] = {}  # recipe -> its stages by key; a worker runs many of the same recipe
+# A worker runs many stages of one recipe: its stages by key, and the folders whose bytes were compared.
+_graphs: dict[str, dict[str, Stage]] = {}
+_checked: set[Path] = set()
 
 
 def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -> Ending:
@@ -177,6 +179,6 @@ def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -
     if missing := runner.missing_needs(Path(root), stage):
         raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
     try:
-        return runner.run_stage(Path(root), stage, lambda *_: None, set())
+        return runner.run_stage(Path(root), stage, lambda *_: None, _checked)
     finally:
         steps.release()
