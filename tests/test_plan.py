@@ -43,11 +43,11 @@ CASES = ["narrow, full, shared", "narrow, full", "deep, bf16", "untied, LoRA bf1
 
 @pytest.mark.parametrize("name", CASES)
 def test_stated_memory_is_what_a_step_of_a_small_model_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth of the bytes of the tensors of a real step; `benchmarks/memory.py` has all cases."""
+    """To 4 % of the bytes of the tensors of a real step; `benchmarks/memory.py` has more cases, all within 7 %."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     steps = importlib.import_module("memory")
     case = steps.small()[name]
-    assert steps.stated(case).peak == pytest.approx(steps.counted(case), rel=0.1)
+    assert steps.stated(case).peak == pytest.approx(steps.counted(case), rel=0.04)
 
 
 def test_the_shape_of_a_model_is_read_from_its_folder(tmp_path: Path) -> None:
