@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from catto.engines.transformers import TransformersEngine
-from catto.predict.predictor import evaluate
+from catto.predict.predictor import Shard, evaluate
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model, tiny_tokenizer
@@ -112,7 +112,8 @@ def dense_logits(question: Question, prefix: list[int]) -> torch.Tensor:
         return model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
 
 
-def killable(folder: str, out: str, count: str) -> list[Prediction]:
+def killable(folder: str, out: str, count: str, shard: Shard | None = None) -> list[Prediction]:
     """What the killed process runs: the model from its folder, small chunks."""
     loaded = TransformersEngine.load(folder, batch_size=2)
-    return evaluate(loaded, questions(int(count)), k=2, temperature=1.0, max_tokens=24, out=Path(out))
+    options: dict[str, Any] = {"k": 2, "temperature": 1.0, "max_tokens": 24, "shard": shard}
+    return evaluate(loaded, questions(int(count)), out=Path(out), **options)

@@ -223,10 +223,11 @@ class TrainerSettings(Settings):
 
 
 class LaunchSettings(Settings):
-    """How many processes share one training, and how they hold its model. Results depend on it by float noise alone."""
+    """How a training or an evaluation is spread. No key depends on it: results differ by float noise at most."""
 
-    processes: int = Field(default=1, ge=1)  # they share a step's batch: its size must be a multiple
-    config: Place = "ddp"  # ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
+    processes: int = Field(default=1, ge=1)  # share a training and each step's batch, whose size must be a multiple
+    config: Place = "ddp"  # how they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
+    shards: int = Field(default=1, ge=1)  # stages that share an evaluation and may run side by side
 
 
 class OutcomeSettings(Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["evaluate"]
 EXAMPLES = examples(
     "catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval",
     "catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval",
+    "catto eval runs/dpo --task snli --shard 1/4 --out eval",
     "catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1",
     "catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key",
 )
@@ -66,6 +68,10 @@ def evaluate(
         real_option(min=0.0, max=1.0, help="Server: stop above this share of refused questions; 1: never."),
     ] = 0.2,
     retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Answer only part I of N; without this option, finished parts are joined."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
@@ -73,13 +79,16 @@ def evaluate(
     Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Beside it: the picture
     reliability.png, and cards for the Hugging Face hub, model_card.md and, for the predictions, README.md.
     Requests that a server refuses for good are listed in predictions.refused.jsonl.
+    With --shard 1/4 to 4/4 four jobs share the questions; the same command without --shard joins what they wrote.
     """
     from catto.cli.display import Bar, bars
     from catto.engines.replies import ServerError
     from catto.predict import predictor
+    from catto.records import Prediction
     from catto.tasks import load
 
-    predictions = out / "predictions.jsonl"
+    part, whole = _shard(shard), out / "predictions.jsonl"
+    predictions = whole if part is None else predictor.shard_path(whole, part)
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
     load_engine = _loader(engine, model, base_url, api_key_env, batch_size, deadline)
@@ -88,20 +97,50 @@ def evaluate(
         asked = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)
         predictor.check_questions(questions, k, temperature)
-        predictor.check_settings(predictions, settings)
-        loaded = load_engine()
-        with bars() as shown:
-            bar = Bar(shown, "answering")
+        finished = _shards(whole) if part is None else []
+        for path in (predictions, *finished):
+            predictor.check_settings(path, settings)
+        if finished:
+            predictor.merge(Prediction, questions, finished, whole)
+        else:
+            loaded = load_engine()
+            with bars() as shown:
+                bar = Bar(shown, "answering")
 
-            def progress(done: int, total: int, right: int) -> None:
-                bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
+                def progress(done: int, total: int, right: int) -> None:
+                    bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
 
-            answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
-            answering(loaded, questions, out=predictions, progress=progress, **settings)
-            bar.print_line()
+                answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
+                answering(loaded, questions, shard=part, out=predictions, progress=progress, **settings)
+                bar.print_line()
     for note in asked.report.notes:
         say(f"{asked.report.task}: {note}")
+    if part is not None:
+        say(f"Shard {shard} is done: {predictions}. The same command without --shard joins all shards.")
+        return
     _show(predictions)
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    """Read `1/3`."""
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text or "1/1")
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        refuse(f"--shard: expected I/N with I from 1 to N, such as 1/3, got {text}")
+    return None if text is None else (int(found[1]), int(found[2]))
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the files of all shards where some have begun and no file of predictions is finished."""
+    from catto.files import manifest_path
+    from catto.predict.predictor import shard_path
+
+    names = [] if manifest_path(path).exists() else [file.name for file in path.parent.glob("*.shard-*-of-*")]
+    counts = {int(found[1]) for name in names if (found := re.search(r"-of-(\d+)\.", name))}
+    if len(counts) > 1:
+        refuse(
+            f"--out: {path.parent} has shards of {' and of '.join(map(str, sorted(counts)))}: delete those not meant"
+        )
+    return [shard_path(path, (number, count)) for count in counts for number in range(1, count + 1)]
 
 
 def _loader(

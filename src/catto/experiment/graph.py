@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -241,7 +242,14 @@ class Graph:
         settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": questions}
         others = {} if temperature is None else {"temperature": temperature}
-        needs["generated"] = Stage("generated", f"generated {name}", settings, needs | others)
+        whole, count = Stage("generated", f"generated {name}", settings, needs | others), self.recipe.launch.shards
+        shards: dict[str, Stage] = {}
+        for number in range(1, count + 1 if count > 1 else 1):
+            part = replace(settings, shard=(number, count))
+            shards[f"shard {number}"] = replace(
+                whole, name=f"{whole.name} shard {number} of {count}", settings=part, whole=whole
+            )
+        needs["generated"] = replace(whole, needs={**whole.needs, **shards})
         title = name if temperatures == GREEDY else f"read {name}"
         return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
 

@@ -28,16 +28,25 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 
 
 def run_generated(work: Work[stages.TextSettings]) -> None:
-    """Generate responses to the questions of a split: text, token ids and the scores at their labels."""
+    """Generate responses to the questions of a split, or of a shard of it, or join what its shards generated.
+
+    Stored are text, token ids and the scores at their labels.
+    """
     settings, temperatures = work.settings, work.settings.temperatures
     if isinstance(temperatures, int):  # so many samples at the temperature that another stage found
         temperatures = (work.read("temperature", TEMPERATURE)["temperature"],) * temperatures
     work.write(TEMPERATURES, temperatures)
+    questions, out = _questions(work, settings), work.out / GENERATIONS
+    shards = [place(work.root, need) / GENERATIONS for need in work.stage.needs.values() if need.whole is not None]
+    if shards:
+        predictor.merge(ScoredGeneration, questions, shards, out)
+        return
     predictor.generate(
         engine_of(work, settings.generating.evaluation),
-        _questions(work, settings),
+        questions,
         **_options(settings, temperatures),
-        out=work.out / GENERATIONS,
+        shard=settings.shard,
+        out=out,
         progress=lambda n, total: work.progress(n, total, ""),
     )
 

@@ -5,7 +5,8 @@ it was written. `source` is `free` after `<answer>`, `plain` where a response wi
 response without an answer is closed and the most probable label taken there: `source` is `fallback`.
 
 Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
-whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`.
+whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`. For the
+same reason shards are made of whole chunks, every n-th one: `merge` joins them to the file of one run, byte for byte.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from catto.answers import VERSION
@@ -34,6 +36,7 @@ from catto.records import Manifest, Prediction, Question, Refusal, content_hash
 R = TypeVar("R", ScoredGeneration, Prediction)
 Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
 Unparsed = Literal["fallback", "wrong"]
+Shard = tuple[int, int]  # its number, from 1, and how many there are
 STOP = ("</answer>",)
 # So many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_A_CHUNK = 4
@@ -58,6 +61,7 @@ def evaluate(
     progress: Progress | None = None,
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
+    shard: Shard | None = None,
     **settings: Unpack[Settings],
 ) -> list[Prediction]:
     """Answer every question k times; the predictions are in the order of the questions, then of the samples.
@@ -68,8 +72,10 @@ def evaluate(
 
     A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason,
     and `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
+
+    With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
     """
-    job = _Job(engine, questions, **settings)
+    job = _Job(engine, questions, shard, **settings)
 
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
@@ -86,6 +92,7 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
+    shard: Shard | None = None,
     **settings: Unpack[Settings],
 ) -> list[ScoredGeneration]:
     """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way.
@@ -93,7 +100,7 @@ def generate(
     The scores of the labels, as the present parser finds them, come with the text, while the engine has what makes them
     cheap.
     """
-    job = _Job(engine, questions, **settings)
+    job = _Job(engine, questions, shard, **settings)
     counting = None if progress is None else lambda done, total: progress(len(done), total)
 
     def make(keys: Sequence[Key]) -> list[ScoredGeneration | Refusal]:
@@ -129,6 +136,36 @@ def read(
         return job.read(job.reader, [written.get(k) or Refusal(refused=why, question=k[0], sample=k[1]) for k in keys])
 
     return job.collect(Prediction, predict, out, progress and _right(progress), 1.0, False)
+
+
+def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
+    """Join the files of all shards, in their order, to the one that `evaluate` or `generate` writes without shards.
+
+    kind: Prediction or ScoredGeneration. A shard that is not finished is named by a DataError.
+    """
+    missing = [f"{n}/{len(shards)}" for n, path in enumerate(shards, 1) if not manifest_path(path).exists()]
+    if missing:
+        raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(missing)}")
+    notes, listed = read_manifest(shards[0]).notes, list(questions)
+    settings: Settings = {name: notes[name] for name in ("k", "seed", "max_tokens", "reasoning")}  # type: ignore[assignment]
+    settings["temperature"] = tuple(notes["temperatures"])
+    batch_size = -(-notes["chunk"] * notes["k"] // BATCHES_A_CHUNK)  # that gives the same chunks
+    wrote = {"name": notes["engine"], "model": notes["model"], "positions": notes.get("positions")}
+    engine: Any = SimpleNamespace(**wrote, batch_size=batch_size, exchanges="text")  # it generates nothing more
+    outcomes: dict[Key, R | Refusal] = {}
+    for number, path in enumerate(shards, 1):
+        job = _Job(engine, listed, (number, len(shards)), **settings)
+        if read_manifest(path).recipe_hash != job.manifest(kind).recipe_hash:
+            raise DataError(path, None, OTHER_RUN)
+        for stored in job.published(path, kind):
+            outcomes |= {outcome.key: outcome for outcome in stored}
+    whole = _Job(engine, listed, **settings)
+    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys], out, None, 1.0, False)
+
+
+def shard_path(path: Path, shard: Shard) -> Path:
+    """The file of a shard: `predictions.jsonl` -> `predictions.shard-1-of-3.jsonl`."""
+    return path.with_name("{}.shard-{}-of-{}.jsonl".format(path.name.removesuffix(".jsonl"), *shard))
 
 
 def evaluate_model(
@@ -236,6 +273,7 @@ class _Job:
         self,
         engine: Engine,
         questions: Iterable[Question],
+        shard: Shard | None = None,
         k: int = 1,
         temperature: float | Sequence[float] = 0.0,
         seed: int = 0,
@@ -245,10 +283,12 @@ class _Job:
         listed = list(questions)
         each = check_questions(listed, k, temperature)
         chunk = max(1, BATCHES_A_CHUNK * engine.batch_size // k)
-        self.engine, self.k = engine, k
+        self.engine, self.k, self.shard = engine, k, shard
         self.run = Run(engine.name, engine.model, each, seed, max_tokens, reasoning, chunk)
         self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
-        self.keys = [(question.id, sample) for question in listed for sample in range(k)]
+        number, shards = shard or (1, 1)
+        answered = [question for place, question in enumerate(listed) if place // chunk % shards == number - 1]
+        self.keys = [(question.id, sample) for question in answered for sample in range(k)]
         self.cap = RefusalCap(1.0)
 
     @cached_property
@@ -373,6 +413,8 @@ class _Job:
         """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
         settings, parser = asdict(self.run), VERSION if kind is Prediction else None
         notes = {**settings, "k": self.k}
+        if self.shard is not None:
+            notes["shard"] = "{}/{}".format(*self.shard)
         if len(set(self.run.temperatures)) == 1:
             notes["temperature"] = self.run.temperatures[0]
         if parser is not None:
@@ -391,7 +433,7 @@ class _Job:
         return Manifest(
             kind=_plural(kind),
             counts=counts,
-            recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser]),
+            recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser, *(self.shard or ())]),
             seed=self.run.seed,
             versions=library_versions("transformers", "torch", "vllm", "httpx2"),
             notes=notes,
