@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -81,7 +82,6 @@ def evaluate(
     Requests that a server refuses for good are listed in predictions.refused.jsonl.
     With --shard 1/4 to 4/4 four jobs share the questions; the same command without --shard joins what they wrote.
     """
-    from catto.cli.display import Bar, bars
     from catto.engines.replies import ServerError
     from catto.predict import predictor
     from catto.records import Prediction
@@ -103,22 +103,26 @@ def evaluate(
         if finished:
             predictor.merge(Prediction, questions, finished, whole)
         else:
-            loaded = load_engine()
-            with bars() as shown:
-                bar = Bar(shown, "answering")
-
-                def progress(done: int, total: int, right: int) -> None:
-                    bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
-
-                answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused)
-                answering(loaded, questions, shard=part, out=predictions, progress=progress, **settings)
-                bar.print_line()
+            answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused, shard=part)
+            with _accuracy_bar() as progress:
+                answering(load_engine(), questions, out=predictions, progress=progress, **settings)
     for note in asked.report.notes:
         say(f"{asked.report.task}: {note}")
     if part is not None:
         say(f"Shard {shard} is done: {predictions}. The same command without --shard joins all shards.")
         return
     _show(predictions)
+
+
+@contextmanager
+def _accuracy_bar() -> Iterator[Callable[[int, int, int], None]]:
+    """Yield what shows how many questions are answered, and how many of them rightly."""
+    from catto.cli.display import Bar, bars
+
+    with bars() as shown:
+        bar = Bar(shown, "answering")
+        yield lambda done, total, right: bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
+        bar.print_line()
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

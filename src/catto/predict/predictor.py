@@ -151,7 +151,7 @@ def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], 
     settings["temperature"] = tuple(notes["temperatures"])
     batch_size = -(-notes["chunk"] * notes["k"] // BATCHES_A_CHUNK)  # that gives the same chunks
     wrote = {"name": notes["engine"], "model": notes["model"], "positions": notes.get("positions")}
-    engine: Any = SimpleNamespace(**wrote, batch_size=batch_size, exchanges="text")  # it generates nothing more
+    engine: Any = SimpleNamespace(**wrote, batch_size=batch_size, tokenizer=None)  # it generates nothing more
     outcomes: dict[Key, R | Refusal] = {}
     for number, path in enumerate(shards, 1):
         job = _Job(engine, listed, (number, len(shards)), **settings)
