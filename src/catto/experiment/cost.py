@@ -264,9 +264,11 @@ class Costs:
         if isinstance(stage.settings, ResponseSettings):
             return self.questions(stage.needs["questions"]) * stage.settings.teacher.n
         settings: TextSettings = stage.settings
+        if any(need.whole is not None for need in stage.needs.values()):
+            return 0  # its shards do
         asked, each = self.questions(stage.needs["held_out"]), settings.temperatures
         samples = each if isinstance(each, int) else len(each)
-        return min(asked, settings.limit or asked) * samples
+        return -(-min(asked, settings.limit or asked) * samples // (settings.shard or (1, 1))[1])
 
     def seconds(self, stage: Stage) -> float | None:
         """Estimate how long a stage takes on GPUs of the kind `GPU`; None for a model of unknown size."""

@@ -215,6 +215,10 @@ class Monitored(Trainer):  # type: ignore[misc]
         self._stop_at_nan()
         super()._save_checkpoint(model, trial)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # trainer_state.json comes next: it says that every process has written
+
 
 @contextmanager
 def evaluating_without_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
