@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from catto.engines import Context, Request, server
 from catto.engines.server import ServerEngine
@@ -16,7 +18,6 @@ from catto.labels import opening
 from catto.predict.predictor import evaluate
 from catto.prompts import completion, messages
 from catto.records import Message, Option, Prediction, Question
-from catto.training.models import import_gguf
 from llama_server import gguf, llama
 from needs import needs
 
@@ -95,10 +96,11 @@ def test_four_samples_differ_and_one_seed_repeats(url: str) -> None:
     assert texts[4] == texts[0]
 
 
-def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str, tmp_path: Path) -> None:
+def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> None:
     """The same weights dequantised; llama.cpp multiplies in eight bits."""
-    import_gguf(gguf(), tmp_path / "model")
-    local = TransformersEngine.load(tmp_path / "model")
+    place = {"pretrained_model_name_or_path": gguf().parent, "gguf_file": gguf().name}
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    local = TransformersEngine(model, AutoTokenizer.from_pretrained(**place))
     begun = completion(None, None)
     path = opening(local.tokenizer, begun, LABELS)
     tokens = tuple(path.candidates.values())
