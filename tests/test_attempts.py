@@ -116,18 +116,25 @@ def paused(root: Path, at: int, meanwhile: Callable[[], None]) -> bool:
     return step.reached
 
 
+def linked(root: Path) -> bool:
+    """Whether an attempt has won that still works in its own folder."""
+    token = attempts.heartbeat(attempts.pointer(root, STAGE, stages.content(root, STAGE)))[1].get("token")
+    return any(folder.name.endswith(f".part-{token}") for folder in folders(root, STAGE))
+
+
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("dead", [False, True], ids=["paused", "taken for dead"])
 def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
     tmp_path: Path, before: Callable[[Path], None], dead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is paused before a step; the second runs from beginning to end; the first wakes up and goes on."""
-    authors = []
+    seen = set()
     for at in itertools.count(1):
-        root = tmp_path / str(at)
+        root, won = tmp_path / str(at), []
         before(root)
 
-        def second(root: Path = root) -> None:
+        def second(root: Path = root, won: list[bool] = won) -> None:
+            won.append(linked(root))
             with monkeypatch.context() as patched:
                 if dead:
                     patched.setattr(Watch, "alive", lambda *_: False)
@@ -135,9 +142,41 @@ def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
 
         if not paused(root, at, second):
             break
-        authors.append(assert_one_whole_result(root))
+        author = assert_one_whole_result(root)
+        assert author == "first" or not won[0]  # whoever has made the link becomes the stage
+        seen.add((author, won[0]))
     assert at > 12
-    assert set(authors) == {"first", "second"}  # the first wins once it has made its link
+    assert seen >= {("first", True), ("second", False)}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_an_attempt_that_is_discarded_at_any_step_by_one_that_began_before(
+    tmp_path: Path, before: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one takes the paused one for dead at any moment, also when that has just won, and goes on itself."""
+    seen = set()
+    for at in itertools.count(1):
+        root, won = tmp_path / str(at), []
+        before(root)
+        older = begin(root)
+
+        def goes_on(root: Path = root, won: list[bool] = won, older: Attempt = older) -> None:
+            won.append(linked(root))
+            with monkeypatch.context() as patched:
+                patched.setattr(Watch, "alive", lambda *_: False)
+                older._prune()
+            with older:
+                for name in NAMES:
+                    stages.write(older.out / name, "second")
+                older.publish({})
+
+        if not paused(root, at, goes_on):
+            older.heart.stop()
+            break
+        author = assert_one_whole_result(root)
+        assert author == "first" or not won[0]
+        seen.add((author, won[0]))
+    assert seen >= {("first", True), ("second", False)}
 
 
 class Killed(BaseException):
