@@ -150,10 +150,11 @@ def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_an_attempt_that_is_discarded_at_any_step_by_one_that_began_before(
-    tmp_path: Path, before: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dead", [False, True], ids=["paused", "taken for dead"])
+def test_an_attempt_that_pauses_at_any_step_while_one_that_began_before_ends(
+    tmp_path: Path, before: Callable[[Path], None], dead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older one takes the paused one for dead at any moment, also when that has just won, and goes on itself."""
+    """The older one may take the paused one for dead and discard it, also when that has just won."""
     seen = set()
     for at in itertools.count(1):
         root, won = tmp_path / str(at), []
@@ -163,7 +164,7 @@ def test_an_attempt_that_is_discarded_at_any_step_by_one_that_began_before(
         def goes_on(root: Path = root, won: list[bool] = won, older: Attempt = older) -> None:
             won.append(linked(root))
             with monkeypatch.context() as patched:
-                patched.setattr(Watch, "alive", lambda *_: False)
+                patched.setattr(Watch, "alive", lambda *_: not dead)
                 older._prune()
             with older:
                 for name in NAMES:
