@@ -282,8 +282,13 @@ class Costs:
             batch, length, size = teacher.concurrency, teacher.max_tokens, parameters(teacher.model or "")
         elif stage.kind not in ("generated", "sampled"):
             return LITTLE
-        read = None if size is None else self.width * size / (READING * GPU.bandwidth)  # seconds for all weights
-        return None if read is None else -(-self.requests(stage) // batch) * length * read
+        if size is None:
+            return None
+        # Every token of a batch reads all weights and the keys and values of the responses so far.
+        requests, net = self.requests(stage), self.network
+        width = 0 if net is None else 4 * net.layers * net.keys
+        cache = min(batch, requests) * (PROMPT * self.recipe.context + length / 2) * width
+        return -(-requests // batch) * length * (self.width * size + cache) / (READING * GPU.bandwidth)
 
     def resources(self, stage: Stage) -> Resources:
         """Return what the recipe gives a stage of a cluster with GPUs."""
