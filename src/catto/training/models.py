@@ -21,11 +21,11 @@ _WHOLE = re.compile(r"\.gguf$")
 _PART = re.compile(r"\.gguf\.part\d+$")  # a large file is split over packages: name.gguf.part00, .part01, ...
 
 
-def import_gguf(source: str | Path, out: Path, *, dtype: str = "float32") -> Path:
+def import_gguf(source: str | Path, out: Path) -> Path:
     """Write the model and tokenizer of `source`, dequantised, to the new folder `out`.
 
-    source: a .gguf file, or the name of an installed package that contains one, whole or in parts. dtype: of the saved
-    weights. Files are written beside `out` and renamed.
+    source: a .gguf file, or the name of an installed package that contains one, whole or in parts. Weights are saved in
+    float32. Files are written beside `out` and renamed.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -37,8 +37,25 @@ def import_gguf(source: str | Path, out: Path, *, dtype: str = "float32") -> Pat
             start = stream.read(4)
         if start != b"GGUF":
             raise DataError(file, None, f"not a GGUF file: expected it to begin with b'GGUF', got {start!r}")
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**place)
+        except ImportError as error:
+            raise ValueError(f"reading {file.name} needs another package (pip install gguf): {error}") from None
+        except Exception as error:  # the reader follows the lengths in the file: a damaged one may raise anything
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(file, None, f"damaged, or not a model that Transformers reads: {reason}") from None
+        # Remove the traces of quantisation: saving and training refuse models that have them.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
         with building(out) as folder:
-            _convert(file, folder, dtype)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     return out
 
 
@@ -79,27 +96,6 @@ def _installed(name: str) -> Distribution:
 
 def _files(package: Distribution, pattern: re.Pattern[str]) -> list[Path]:
     return [Path(str(file.locate())) for file in package.files or () if pattern.search(file.name)]
-
-
-def _convert(file: Path, folder: Path, dtype: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=getattr(torch, dtype))
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-    except ImportError as error:
-        raise ValueError(f"reading {file.name} needs another package (pip install gguf): {error}") from None
-    except Exception as error:  # the reader follows the lengths that the file gives: a damaged one may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(file, None, f"damaged, or not a model that Transformers reads: {reason}") from None
-    # Remove the traces of quantisation: saving and training refuse models that have them.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 # ---- from scratch ----------------------------------------------------------------------------------------------------

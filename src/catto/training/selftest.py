@@ -36,6 +36,7 @@ BOUNDS = {"fp32": dict.fromkeys(("head", "labels", "step"), (1e-4, 1e-4))}
 BOUNDS["bf16"] = {"head": (1e-4, 1e-2), "labels": (1e-2, 1e-2), "step": (0.1, 0.1)}
 LABELS = [8, 9, 10, 11]
 Pair = Mapping[str, Sequence[int]]
+Compared = tuple[Callable[[], Sequence[Tensor]], Sequence[Tensor]]  # what computes ours, and the reference
 # Pairs, tokens of a prompt and of a response, words, width and layers: a few seconds of work.
 CPU, ACCELERATOR = (2, 80, 32, 2000, 128, 2), (4, 160, 64, 32000, 512, 4)
 
@@ -62,13 +63,13 @@ def selftest(bf16: bool | None = None) -> dict[str, Any]:
         models = copy.deepcopy(policy), copy.deepcopy(reference)
         trainer = CATTOTrainer(*models, config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
         trainer.accelerator.prepare_model(trainer.model)  # its forward enters autocast, as in training
-        inputs = _head_inputs(number * response, words, width, torch.bfloat16 if config.bf16 else torch.float32)
+        head = _head(number * response, words, width, config)
         plain = _graded(_plain_loss(policy, reference, pairs), policy.parameters())
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
-            *_checks("head", lambda: _head(inputs, config.device), _plain_head(inputs), bounds["head"]),
-            *_checks("labels", lambda: _labels(trainer, pairs), _plain_labels(policy, pairs), bounds["labels"]),
+            *_checks("head", *head, bounds["head"]),
+            *_checks("labels", *_labels(trainer, policy, pairs), bounds["labels"]),
             *_checks("step", lambda: _step(trainer, False)[0], plain, bounds["step"]),
             *_checks("shared prompts", lambda: _step(trainer, True)[0], plain, bounds["step"]),
         ]
@@ -137,25 +138,36 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _labels(trainer: Any, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
     """Log-probabilities of the labels in the middle of the chosen responses."""
     label = Label(len(pairs[0]["chosen_ids"]) // 2, LABELS, 0)
-    rows = [Example("", Row(list(pair["prompt_ids"]), list(pair["chosen_ids"])), label) for pair in pairs]
-    return _vectors([torch.from_numpy(label_logprobs(trainer.model, rows, 0))])
+    examples = [Example("", Row(list(pair["prompt_ids"]), list(pair["chosen_ids"])), label) for pair in pairs]
+    with torch.no_grad():
+        plain = [_log_softmax(policy, pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
+    return (
+        lambda: _vectors([torch.from_numpy(label_logprobs(trainer.model, examples, 0))]),
+        _vectors([row[len(row) // 2, LABELS] for row in plain]),
+    )
 
 
-def _head(inputs: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    hidden, weight, targets = (tensor.to(device) for tensor in inputs)
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    stats = token_stats(hidden, weight, targets, extras=())
-    return _graded(torch.stack([stats.target, stats.rival]), (hidden, weight))
-
-
-def _head_inputs(tokens: int, words: int, width: int, dtype: torch.dtype) -> Sequence[Tensor]:
-    """Hidden states, a weight and targets."""
+def _head(tokens: int, words: int, width: int, config: CATTOConfig) -> Compared:
+    """The two numbers of the head on random hidden states, in the precision of training."""
     generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
     hidden, weight = (torch.randn(n, width, generator=generator) for n in (tokens, words))
-    return hidden.to(dtype), weight.mul(0.3).to(dtype), torch.randint(words, (tokens,), generator=generator)
+    inputs, targets = (
+        [hidden.to(dtype), weight.mul(0.3).to(dtype)],
+        torch.randint(words, (tokens,), generator=generator),
+    )
+
+    def ours() -> Sequence[Tensor]:
+        hidden, weight = (tensor.to(config.device).requires_grad_() for tensor in inputs)
+        stats = token_stats(hidden, weight, targets.to(config.device), extras=())
+        return _graded(torch.stack([stats.target, stats.rival]), (hidden, weight))
+
+    hidden, weight = (tensor.double().requires_grad_() for tensor in inputs)
+    log_p = (hidden @ weight.T).log_softmax(-1)
+    return ours, _graded(torch.stack(_two(log_p, targets)), (hidden, weight))
 
 
 # ---- the references --------------------------------------------------------------------------------------------------
@@ -167,21 +179,10 @@ def _two(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return log_p.gather(-1, column).squeeze(-1), log_p.scatter(-1, column, -torch.inf).amax(-1)
 
 
-def _plain_head(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    hidden, weight = (tensor.double().requires_grad_() for tensor in inputs[:2])
-    return _graded(torch.stack(_two((hidden @ weight.T).log_softmax(-1), inputs[2])), (hidden, weight))
-
-
 def _log_softmax(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     """Of the distributions that predict the completion: (T, V)."""
     logits: Tensor = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1)
-
-
-def _plain_labels(model: Any, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-    with torch.no_grad():
-        rows = [_log_softmax(model, pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
-    return _vectors([row[len(row) // 2, LABELS] for row in rows])
 
 
 def _plain_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:

@@ -116,21 +116,22 @@ def fitting(
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
     if max_length is None:
         return rows
-    kept = [number for number, row in enumerate(rows) if length(row) <= max_length]
-    if rows and not kept:
-        raise _none_fits("", max_length)
-    _report_dropped(len(rows), kept, f"rows longer than {max_length} tokens", lambda number: name(rows[number]))
-    return [rows[number] for number in kept]
+    reason = f"rows longer than {max_length} tokens"
+    fits = [length(row) <= max_length for row in rows]
+    return [rows[number] for number in _kept(fits, "", max_length, reason, lambda number: name(rows[number]))]
 
 
-def _none_fits(dataset: str, limit: int) -> ValueError:
-    return ValueError(f"every row{dataset and f' of the {dataset} dataset'} is longer than max_length {limit} tokens")
-
-
-def _report_dropped(total: int, kept: Sequence[int], what: str, name: Callable[[int], str]) -> None:
-    if dropped := sorted(set(range(total)) - set(kept)):
+def _kept(fits: Sequence[bool], dataset: str, limit: int, what: str, name: Callable[[int], str]) -> list[int]:
+    """The numbers of the rows that fit; the others are logged, and where none fits that is an error."""
+    dropped = [number for number, fit in enumerate(fits) if not fit]
+    if dropped and len(dropped) == len(fits):
+        raise ValueError(
+            f"every row{dataset and f' of the {dataset} dataset'} is longer than max_length {limit} tokens"
+        )
+    if dropped:
         names = ", ".join(map(name, dropped[:20])) + (", ..." if len(dropped) > 20 else "")
-        logger.warning("dropped %d of %d %s: %s", len(dropped), total, what, names)
+        logger.warning("dropped %d of %d %s: %s", len(dropped), len(fits), what, names)
+    return [number for number, fit in enumerate(fits) if fit]
 
 
 # ---- preference pairs ------------------------------------------------------------------------------------------------
@@ -206,15 +207,12 @@ class Fits:
 
     def select(self, dataset: Any) -> Any:
         """Drop the pairs that do not fit; an error where none does, in a stream too."""
+        what = f"{self.name} rows {self.reason}"
         if not isinstance(dataset, Dataset):
             if not any(map(self.test, dataset)):
-                raise _none_fits(self.name, self.limit)
+                _kept([False], self.name, self.limit, what, str)
             return dataset.filter(self)
         columns = dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
-        kept = [row for row, example in enumerate(columns) if self.test(example)]
-        if len(kept) == len(dataset):
-            return dataset
-        if not kept:
-            raise _none_fits(self.name, self.limit)
-        _report_dropped(len(dataset), kept, f"{self.name} rows {self.reason}", lambda row: f"row {row}")
-        return dataset.select(kept)
+        fits = list(map(self.test, columns))
+        kept = _kept(fits, self.name, self.limit, what, lambda row: f"row {row}")
+        return dataset if all(fits) else dataset.select(kept)
