@@ -66,7 +66,7 @@ _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
 
 T = TypeVar("T")
-Put = Callable[[T], None]
+Put = Callable[[T], Awaitable[None]]
 
 
 class Abilities(NamedTuple):
@@ -170,7 +170,7 @@ class ServerEngine(Engine):
         async def work(client: httpx.AsyncClient, put: Put[Generation | Refusal]) -> None:
             while not failures and (request := next(todo, None)) is not None:
                 try:
-                    put(await self.ask(client, request))
+                    await put(await self.ask(client, request))
                     self._in_a_row = 0
                 except FaultError as fault:
                     self._in_a_row = self._in_a_row + 1 if fault.again else 0
@@ -178,7 +178,7 @@ class ServerEngine(Engine):
                         where = f"{self.place} question {request.question} sample {request.sample}"
                         failures.append(ServerError(f"{where}: {fault.reason}"))
                     else:
-                        put(Refusal(refused=fault.reason, question=request.question, sample=request.sample))
+                        await put(Refusal(refused=fault.reason, question=request.question, sample=request.sample))
 
         async def ask_all(put: Put[Generation | Refusal]) -> None:
             async with self.client() as client:
@@ -444,10 +444,11 @@ def _certificates() -> ssl.SSLContext:
 def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
     """Run `produce(put)` on an event loop in a thread of its own and yield what it puts, then raise what it raised.
 
-    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
-    is dropped cancels the producer.
+    The thread lets it work where a loop is already running (a notebook) and while the caller writes. `put` returns once
+    the caller asks for the next item: a caller that stops is never some paid requests behind. An iterator that is
+    dropped cancels the producer.
     """
-    arrived: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[T, Callable[[], object]] | Future[None]] = queue.SimpleQueue()
     cancel: Future[Callable[[], object]] = Future()
     ended: Future[None] = Future()
 
@@ -455,7 +456,13 @@ def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        await produce(arrived.put)
+
+        async def put(item: T) -> None:
+            taken = asyncio.Event()
+            arrived.put((item, lambda: loop.call_soon_threadsafe(taken.set)))
+            await taken.wait()
+
+        await produce(put)
 
     def drive() -> None:
         try:
@@ -468,9 +475,12 @@ def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
     thread = threading.Thread(target=drive, daemon=True)
     thread.start()
     try:
-        while not isinstance(item := arrived.get(), Future):
+        while not isinstance(entry := arrived.get(), Future):
+            item, take = entry
             yield item
-        item.result()
+            with contextlib.suppress(RuntimeError):  # the producer failed meanwhile, and the loop is closed
+                take()
+        entry.result()
     finally:
         with contextlib.suppress(RuntimeError, CancelledError):  # the loop is closed already
             cancel.result()()
