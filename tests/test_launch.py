@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from catto.experiment import launch
 from catto.experiment.graph import Graph, check_places, open_recipe
 from catto.experiment.stages import Work, ordered
-from catto.experiment.train_step import Job, job_of, run_train
+from catto.experiment.train_step import Job, job_of, run_train, train
 from catto.problems import DataError
 from catto.recipe import LaunchSettings, Recipe
 from experiment_world import ENVIRONMENT, RECIPE
@@ -119,6 +120,19 @@ def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
     assert again == list(range(again[0], 13))
     _assert_same_training(alone, together)
     assert not (together.out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "warned"), [(6, ""), (5, "5 rows are no multiple of the batch: each epoch ends with 1")]
+)
+def test_rows_that_fill_the_last_batch_are_logged(
+    tmp_path: Path, rows: int, warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    work = _work(tmp_path, "dpo+catto", 2)
+    block = work.settings.block.model_copy(update={"rows": rows})
+    train(replace(job_of(work), settings=replace(work.settings, block=block)), lambda *_: None)
+    assert warned in caplog.text
+    assert bool(warned) == ("no multiple" in caplog.text)
 
 
 def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:

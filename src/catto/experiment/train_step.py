@@ -83,6 +83,9 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     model, tokenizer = _start(job)
     prepare = _preference if job.settings.method.stage == "preference" else _supervised
     trainer, data = prepare(job, model, tokenizer)
+    processes = job.settings.launch.processes
+    if processes > 1 and (filled := -data.rows % (trainer.args.per_device_train_batch_size * processes)):
+        logger.warning("%d rows are no multiple of the batch: each epoch ends with %d rows again", data.rows, filled)
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
