@@ -238,7 +238,7 @@ def exported(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> tuple[Path, dict[str, Stage]]:
     """Export the stages that are missing once the questions are there; the run's folder and these stages."""
-    recipe = write_recipe(folder, **SMALLEST)
+    recipe = write_recipe(folder, **SMALLEST, launch={"shards": 2})
     root, plan = folder / NAME / "out", ordered([Graph(load(str(recipe))).report()])
     (folder / NAME).mkdir()
     monkeypatch.chdir(folder / NAME)
