@@ -143,6 +143,15 @@ def test_a_request_that_changes_how_answers_are_made_has_no_guarantee(
     assert found["threshold"] == 0.5
 
 
+def test_what_clients_send_without_asking_for_anything_is_accepted() -> None:
+    parts = [{"type": "text", "text": "Which "}, {"type": "text", "text": "one?"}]
+    neutral = {"top_p": 1.0, "presence_penalty": 0, "stop": None, "tools": None, "temperature": None, "catto": None}
+    with OpenAIServer(always("B")) as upstream, gateway(upstream) as url:
+        status, reply, _ = post(url, body(messages=[{"role": "user", "content": parts}], **neutral))
+    assert (status, reply["catto"]["label"]) == (200, "B")
+    assert upstream.seen[-1].body["messages"][-1]["content"] == "Which one?"
+
+
 def by_turn(*labels: str, logprobs: tuple[float, ...] = ()) -> Any:
     """An upstream whose n-th reply has the n-th label."""
     lock, count = threading.Lock(), iter(range(10**6))
@@ -258,6 +267,7 @@ def test_an_unanswered_response_is_continued_where_the_upstream_can() -> None:
         ({"tools": []}, "tools: this field is not supported"),
         ({"functions": []}, "functions: this field is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format: this field is not supported"),
+        ({"top_p": 0.9}, "top_p: this field is not supported"),
         ({"logprobs": True}, "logprobs: this field is not supported"),
         ({"n": 2}, "n:"),
         ({"temperature": "warm"}, "temperature:"),

@@ -233,7 +233,7 @@ def test_a_foreign_file_is_never_taken_for_an_empty_one(tmp_path: Path) -> None:
 
 
 def test_too_large_a_share_stops_the_teacher_and_a_larger_limit_lets_it_go_on(tmp_path: Path) -> None:
-    """Every third of 30 questions is refused. The share counts from 20 questions on: the next refusal, the 22nd, ends it."""
+    """Every third of 30 questions is refused. The share counts from 20 questions on: the next refusal ends it."""
     bad = refusing(*range(0, 30, 3))
     with (
         serve(bad) as server,

@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -53,6 +53,8 @@ _KINDS = {
     500: ("internal_error", None),
 }
 _CLOSE = {"Connection": "close"}
+# What clients send with every request and what asks for nothing.
+_NEUTRAL = {"top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "store": False}
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,31 @@ class ChatRequest(Record, strict=True):
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = None
     user: str | None = None
     catto: Wishes = Wishes()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, body: Any) -> Any:
+        """Leave out nulls and neutral values; join messages that come as parts of text."""
+        if not isinstance(body, dict):
+            return body
+        fields = {name: value for name, value in body.items() if value is not None and value != _NEUTRAL.get(name)}
+        if isinstance(messages := fields.get("messages"), list):
+            fields["messages"] = [_joined(message) for message in messages]
+        return fields
+
+
+def _joined(message: Any) -> Any:
+    """The message with its content as one text, where it is a list of texts.
+
+    >>> _joined({"role": "user", "content": [{"type": "text", "text": "Is it "}, {"type": "text", "text": "so?"}]})
+    {'role': 'user', 'content': 'Is it so?'}
+    """
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return {**message, "content": "".join(whole)} if len(whole) == len(parts) else message
 
 
 class Feedback(Record, strict=True):
