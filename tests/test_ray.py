@@ -249,6 +249,20 @@ def test_what_no_node_has_is_said_before_anything_starts(
         resources({"train": asked, "predict": {"gpus": 0}, "report": {"cpus": 0.1}}, *nodes)
 
 
-def test_an_address_without_a_cluster_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = command(capsys, "run", write_recipe(tmp_path), "--out", tmp_path / "out", "--address", "auto")
-    assert (told.code, told.err) == (2, "catto: --address: needs --on ray\n")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--address", "auto"), "--address: needs --on ray"),
+        (("--on", "ray", "--address", "localhost:1"), "--address: localhost:1: [Errno 111] Connection refused"),
+        (("--on", "ray", "--address", "ray://localhost:1"), "--address: ray://localhost:1: [Errno 111] Connection"),
+        (("--on", "ray", "--address", "here"), "--address: here: invalid literal for int() with base 10: 'here'"),
+    ],
+)
+def test_an_address_without_a_cluster_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], problem: str
+) -> None:
+    told = command(capsys, "run", write_recipe(tmp_path), "--out", tmp_path / "out", *options)
+    assert told.code == 2
+    assert told.err.count("\n") == 1
+    assert told.err.startswith(f"catto: {problem}")
+    assert not (tmp_path / "out" / attempts.RUNNING).exists()

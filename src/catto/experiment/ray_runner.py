@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ from catto.recipe import Recipe
 
 # How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
 RETRIES = 10
-# Seconds between two looks at what is running.
-LOOK = 1.0
+# Seconds between two looks at what is running, and for a cluster to answer.
+LOOK, CONNECT = 1.0, 10.0
 # Nothing but keys and endings is in the object store; Ray takes no less than this.
 OBJECT_STORE = 80 * 2**20
 
@@ -64,8 +65,11 @@ def _connected(address: str | None) -> Iterator[None]:
     started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
     where = started if address is None else {"address": address}
     try:
+        if address is not None and address != "auto":  # Ray itself would try for many minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT).close()
         ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise DataError("--address", None, f"{address}: {error}") from None
     try:
         yield
