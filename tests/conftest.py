@@ -58,8 +58,12 @@ def _repeatable(request: pytest.FixtureRequest) -> None:
 
 # The slowest files, the slowest first: begun last, one of them would keep one worker busy while the others wait.
 FIRST = (
+    "test_ray",
+    "test_launch",
+    "test_plan",
     "test_experiment_kill",
     "test_readme",
+    "test_attempts",
     "test_tasks_real",
     "test_training_processes",
     "test_notebook",

@@ -150,9 +150,7 @@ def test_row_order_of_a_real_file_changes_nothing(tmp_path: Path) -> None:
 
 def test_llmbar_is_a_task_by_its_field_map() -> None:
     fields = {"question": "input", "options": ["output_1", "output_2"], "answer": "label"}
-    task = from_file(
-        folder("llmbar") / "*.json", fields=fields, labels=("1", "2"), name="llmbar", licence="MIT", seeds=(0,)
-    )
+    task = from_file(folder("llmbar") / "*.json", fields=fields, labels=("1", "2"), name="llmbar", seeds=(0,))
     parts = {split: list(load(task, split)) for split in SPLITS}
     assert [len(part) for part in parts.values()] == [335, 42, 42]
     raws = [

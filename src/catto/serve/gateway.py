@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -127,7 +127,7 @@ class Feedback(Record, strict=True):
     correct: bool
 
 
-class LogRow(Record, extra="allow"):
+class LogRow(BaseModel, extra="allow", frozen=True):
     """An answer in the log, with what `LOGGED` names; `correct` once there is feedback."""
 
     id: str
