@@ -60,13 +60,14 @@ def assert_one_whole_result(root: Path) -> str:
 class Step:
     """Calls `then` before call number `at` of the file-system operations that the protocol is made of."""
 
-    def __init__(self, at: int, then: Callable[[], None]) -> None:
-        self.at, self.then, self.counted, self.reached = at, then, 0, False
+    def __init__(self, at: int, then: Callable[[], None], last: bool = False) -> None:
+        """last: nothing after it happens, also not what is cleaned up."""
+        self.at, self.then, self.last, self.counted, self.reached = at, then, last, 0, False
 
     def operation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **options: Any) -> Any:
             self.counted += 1
-            if self.counted == self.at and not self.reached:
+            if (self.counted == self.at and not self.reached) or (self.reached and self.last):
                 self.reached = True
                 self.then()
             return original(*arguments, **options)
@@ -192,7 +193,7 @@ def test_an_attempt_that_is_killed_at_any_step(
     for at in itertools.count(1):
         root = tmp_path / str(at)
         before(root)
-        step = Step(at, stop)
+        step = Step(at, stop, last=True)
         with step.watching(), suppress(Killed), monkeypatch.context() as patched:
             patched.setattr(Attempt, "__exit__", lambda *_: None)  # a killed process leaves no word
             run_once(root, "first")
@@ -206,6 +207,56 @@ def test_an_attempt_that_is_killed_at_any_step(
 
 def stop() -> None:
     raise Killed
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "is killed"])
+def test_one_that_saw_a_stale_stage_does_not_destroy_the_one_that_replaced_it(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has won, and pauses before it moves the stale stage aside. The second completes it meanwhile.
+
+    The first moves whatever is there, at every step of the second, and goes on after that or is killed.
+    """
+    rename = Path.rename
+    for at in itertools.count(1):
+        root = tmp_path / str(at)
+        stale(root)
+        final, reached = place(root, STAGE), []
+
+        def moving(
+            path: Path,
+            target: Path,
+            root: Path = root,
+            final: Path = final,
+            at: int = at,
+            reached: list[bool] = reached,
+        ) -> Path:
+            if path != final or reached:
+                return rename(path, target)
+            reached.append(False)
+            step = Step(at, lambda: suppressed(rename, final, target))
+            with step.watching():
+                run_once(root, "second")
+            reached[0] = step.reached
+            if killed:
+                raise Killed
+            return target
+
+        with monkeypatch.context() as patched, suppress(Killed):
+            patched.setattr(Path, "rename", moving)
+            if killed:
+                patched.setattr(Attempt, "__exit__", lambda *_: None)
+            assert run_once(root, "first") == "done"
+        if not reached[0]:
+            break
+        assert run_once(root, "third") == "done"
+        assert assert_one_whole_result(root) == "first"
+    assert at > 3
+
+
+def suppressed(call: Callable[..., Any], *arguments: Any) -> None:
+    with suppress(FileNotFoundError):
+        call(*arguments)
 
 
 # ---- what an attempt starts from --------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ Attempts know of each other only by files on the file system that they share. No
 4.  To publish, an attempt writes `done.json` and then links its attempt.json to `won/<stage>-<content>`. There can be
     one such link, so one attempt wins. It renames its folder to `<stage>` and deletes the folders of the others. Where
     the winner did not come to its rename, whoever finds the link completes it. A link whose winner is gone (the stage
-    was deleted, set aside or reopened) is void, and the next attempt that publishes removes it.
+    was deleted, set aside or reopened) is void, and the next attempt that publishes removes it. A stale stage is
+    renamed to `<stage>.stale-<random>` first. If what was renamed is no longer the stale one, it is put back, by
+    whoever finds it; others are deleted once the stage is there.
 5.  An attempt discards a dead one by renaming it to `.half` first. Should the dead one wake up, it can no longer win:
     what it would link is not there, and nothing creates that file again. If it won just before the rename, the attempt
     that discards it finds the link and completes it.
@@ -46,7 +48,7 @@ from catto.problems import DataError
 
 BEAT, STALE = 5.0, 90.0
 ATTEMPT, RUNNING = stages.ATTEMPT, "running.json"
-PART, HALF = ".part-", ".half"
+PART, HALF, ASIDE = ".part-", ".half", ".stale-"
 LOST = "another attempt has taken the stage over"
 logger = logging.getLogger(__name__)
 
@@ -202,8 +204,9 @@ def folders(root: Path, stage: Stage, content: str = "*") -> list[Path]:
 def begun(root: Path) -> dict[str, list[Path]]:
     """Return the folders of all attempts, by the names of their stages' folders; one look for thousands of stages."""
     found: dict[str, list[Path]] = {}
-    for path in (root / "stages").glob(f"*{PART}*"):
-        found.setdefault(path.name.partition(PART)[0], []).append(path)
+    for mark in (PART, ASIDE):
+        for path in (root / "stages").glob(f"*{mark}*"):
+            found.setdefault(path.name.partition(mark)[0], []).append(path)
     return found
 
 
@@ -240,33 +243,54 @@ def settled(root: Path, stage: Stage, content: str) -> bool:
     """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts."""
     won = heartbeat(pointer(root, stage, content))[1].get("token")
     winner = root / "stages" / f"{stage.folder}{PART}{won}"
-    for folder in (winner, _half(winner)) if won else ():
+    # Before the stage is looked at: what is moved aside later may be the stage itself, and is not deleted.
+    asides = list((root / "stages").glob(f"{stage.folder}{ASIDE}*"))
+    ours = [aside for aside in asides if _current(aside, content)]
+    for folder in (*ours, *((winner, _half(winner)) if won else ())):
         if (folder / DONE).exists():
             _move_in(folder, place(root, stage), content)
     if not _current(place(root, stage), content):
         return False
+    for aside in asides:
+        _delete(aside, place(root, stage))
     for folder in (root / "stages").glob(f"{stage.folder}{PART}*"):
         shutil.rmtree(folder, ignore_errors=True)
     return True
 
 
-def _current(final: Path, content: str) -> bool:
-    return final.exists() and bool(stages.account(final)["content"] == content)
+def _current(folder: Path, content: str) -> bool:
+    try:
+        return bool(stages.account(folder)["content"] == content)
+    except DataError:
+        if folder.exists():
+            raise
+        return False
 
 
 def _move_in(folder: Path, final: Path, content: str) -> None:
-    """Rename an attempt that has won; a stale stage makes way. Whoever comes second changes nothing."""
-    aside = _half(folder.with_name(f"{final.name}{PART}stale-{secrets.token_hex(3)}"))
+    """Rename an attempt that has won; a stale stage makes way. Whoever comes second changes nothing.
+
+    The stage may be replaced between the look at it and its rename, so what was moved aside is looked at again.
+    """
+    aside = final.with_name(f"{final.name}{ASIDE}{secrets.token_hex(3)}")
     if final.exists() and not _current(final, content):
-        with contextlib.suppress(FileNotFoundError):
-            final.rename(aside)
-    try:
-        folder.rename(final)
-    except OSError:  # it was renamed meanwhile, and is what was moved aside
         with contextlib.suppress(OSError):
-            aside.rename(final)
+            final.rename(aside)
+            if _current(aside, content):
+                aside.rename(final)
+    with contextlib.suppress(OSError):
+        folder.rename(final)
     files.sync_folder(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if not _current(aside, content):
+        _delete(aside, final)
+
+
+def _delete(folder: Path, final: Path) -> None:
+    """Delete a folder that another process may rename or write to: first it gets a name that only this one knows."""
+    gone = _half(final.with_name(f"{final.name}{PART}gone-{secrets.token_hex(3)}"))
+    with contextlib.suppress(OSError):
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _discard(root: Path, stage: Stage, folder: Path) -> None:

@@ -47,7 +47,7 @@ UNSEALED = frozenset({DONE, LOG, ATTEMPT, ".lock", "seconds.json", "job.json"})
 # What done.json says of how the stage ran.
 DETAILS = ("seconds", "versions", "threads")
 REPAIR = "--repair runs the stage again"
-_UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|damaged)$")
+_UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 # Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
 # that no result depends on.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
