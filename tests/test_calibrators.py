@@ -199,7 +199,7 @@ def test_platt_refuses_rows_of_one_kind() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"schema_version": 2}, "schema_version: expected 1, got 2"),
+    ({"schema_version": 2}, "schema_version is 2, this catto reads 1"),
     ({"kind": "pickle"}, "kind: expected temperature, platt, isotonic, histogram, got 'pickle'"),
     ({"extra": 1.0}, "extra: unknown key"),
     ({"tau": "1"}, "tau: expected a number, got '1'"),

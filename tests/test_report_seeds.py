@@ -183,6 +183,9 @@ def test_an_undefined_auroc_has_no_p_value() -> None:
 def test_what_cannot_be_paired_is_refused() -> None:
     with pytest.raises(ValueError, match="1 questions of a are missing, first 'x'"):
         difference("ece", [Answers("x", [0.5], [1])], [Answers("y", [0.5], [1])])
+    named = [Answers(ids, [0.5] * len(ids), [1] * len(ids), source="same.jsonl") for ids in ("x", "xy")]
+    with pytest.raises(ValueError, match=r"same\.jsonl: 1 questions of same\.jsonl are missing, first 'y'"):
+        difference("ece", [named[0]], [named[1]])
     with pytest.raises(ValueError, match="a has 1 runs and b has 0"):
         difference("ece", [Answers("x", [0.5], [1])], [])
 

@@ -9,8 +9,8 @@ import pytest
 
 from catto.engines import Generation, model_name
 from catto.engines.server import ServerEngine
-from openai_server import OpenAIServer, Reply, Seen, chat, ok
-from server_cases import by_seed, engine, request
+from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
+from server_cases import by_seed, engine, refused, request
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,43 @@ def test_every_response_is_one_request_with_its_own_temperature_and_seed() -> No
     assert found[0].model == "tiny-teacher"
     assert (found[0].prompt_tokens, found[0].tokens, found[0].finish_reason) == (7, 2, "stop")
     assert found[0].temperature_acts
+
+
+def test_a_slash_after_the_address_changes_nothing() -> None:
+    with OpenAIServer(by_seed) as server:
+        for url in (server.url, f"{server.url}/"):
+            assert ServerEngine(url, "m").base_url == server.url
+            assert [g.text for g in ServerEngine(url, "m").generate([request(0)])] == ["text 100"]
+
+
+def test_a_page_that_echoes_the_key_across_any_cut_shows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-ABCDEFGHIJKLMNOP")
+    for blanks in (0, 900, 960, 990, 65_490, 65_500):
+        page = f"<html>{' ' * blanks}\x1b[31m Bearer sk-secret-ABCDEFGHIJKLMNOP </html>".encode()
+        with OpenAIServer(lambda _, page=page: Reply(400, page)) as server:
+            said = refused(server)
+        assert "secret" not in said
+        assert said.isprintable()
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(5, 5), (20, 20), (1000, 20), (1000, 5)])
+def test_a_probe_never_makes_later_requests_ask_for_more_than_was_accepted(limit: int, wanted: int) -> None:
+    """The drawn token is not among the best, so that one candidate more is counted than was asked for."""
+
+    def respond(seen: Seen) -> Reply:
+        asked = seen.body.get("top_logprobs", 0)
+        if asked > limit:
+            return error(400, f"top_logprobs must be at most {limit}")
+        body, tops = chat("x"), [{"token": f"t{n}", "logprob": -1.0 - n} for n in range(asked)]
+        body["choices"][0]["logprobs"] = {"content": [{"token": "x", "logprob": -9.0, "top_logprobs": tops}]}
+        return ok(body)
+
+    with OpenAIServer(respond) as server:
+        asking = engine(server, top_logprobs=wanted)
+        assert asking.probe().tops == limit
+        answers = asking.next_tokens([(request(0).messages, "<answer>")])
+    assert isinstance(answers[0], dict)
+    assert server.seen[-1].body["top_logprobs"] == limit
 
 
 def test_done_keys_are_not_asked() -> None:

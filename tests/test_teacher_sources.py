@@ -104,6 +104,7 @@ BAD_INPUT: dict[str, tuple[list[dict[str, object]], dict[str, str]]] = {
     ),
     "row 2: question q0 sample 1 occurs twice": ([{"question": "q0", "text": "x", "k": 1}] * 2, {"sample": "k"}),
     "row 1: k: expected a number from 0, got 'one'": ([{"question": "q0", "text": "x", "k": "one"}], {"sample": "k"}),
+    "row 1: question: expected a text or a whole number, got 7.0": ([{"question": 7.0, "text": "x"}], {}),
     "none of its 1 rows answers a question": ([{"question": "q77", "text": "x"}], {}),
 }
 

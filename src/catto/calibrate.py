@@ -78,7 +78,7 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     return LabelTable(filled, np.array(places["label"]), gold)
 
 
-class FitNotes(Record):
+class FitNotes(Record, extra="ignore"):
     """What the manifest of a calibrator notes: what it reads, the file and the questions it was fitted on."""
 
     on: On = "confidence"

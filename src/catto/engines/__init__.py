@@ -167,7 +167,7 @@ def check_model(place: str | Path) -> None:
 def server_address(url: str) -> tuple[str, tuple[str, str] | None]:
     """The address of a server without user and password, and those; ValueError, which shows neither, for no address.
 
-    >>> server_address("http://me:secret@localhost:8000/v1")
+    >>> server_address("http://me:secret@localhost:8000/v1/")
     ('http://localhost:8000/v1', ('me', 'secret'))
     """
     with suppress(ValueError):
@@ -175,7 +175,8 @@ def server_address(url: str) -> tuple[str, tuple[str, str] | None]:
         complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         if complete and not (parts.query or parts.fragment):
             login = (unquote(parts.username or ""), unquote(parts.password or "")) if "@" in parts.netloc else None
-            return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), login
+            plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=parts.path.rstrip("/"))
+            return urlunsplit(plain), login
     shown = "another" if "@" in url or "?" in url else repr(url)
     raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
 

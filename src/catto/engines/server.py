@@ -41,7 +41,7 @@ from catto.engines.replies import (
     one_line,
     wished_wait,
 )
-from catto.problems import first_problem
+from catto.problems import first_problem, shortened
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
@@ -53,7 +53,7 @@ MOST_BYTES = 256 * 2**20
 # many as its --max-logprobs allows.
 MOST_TOPS, MORE_TOPS = 20, 1000
 # Bytes of an error reply that is no JSON.
-MOST_SAID = 1000
+MOST_SAID = 2**16
 PROBE_RETRIES = 2
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
 CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
@@ -132,7 +132,7 @@ class ServerEngine(Engine):
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         self.name = f"server httpx2-{httpx.__version__}"
         self.model, self.batch_size = model, concurrency
-        self.more_tops = MOST_TOPS  # candidates after a begun answer; `probe` finds out whether there are more
+        self.more_tops = top_logprobs or MOST_TOPS  # candidates after a begun answer; `probe` may find more
         self.base_url, login = server_address(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
         self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
@@ -213,11 +213,13 @@ class ServerEngine(Engine):
         plain = ask("", 0)
         if isinstance(plain, Refusal):
             raise ServerError(f"{self.place}: a first request was refused: {plain.refused}")
-        known = ask("", MORE_TOPS)
+        asked, known = MORE_TOPS, ask("", MORE_TOPS)
         if isinstance(known, Refusal):
-            known = ask("", self.top_logprobs or MOST_TOPS)
+            asked = self.top_logprobs or MOST_TOPS
+            known = ask("", asked)
         tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
-        self.more_tops = max(tops, MOST_TOPS)
+        tops = min(tops, asked)  # a drawn token outside the best is counted too
+        self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
         longer = [ask(" ".join(["one"] * words), 0, **CONTINUE) for words in (4, 8)]
         bare, *lengths = [reply.prompt_tokens if isinstance(reply, Generation) else None for reply in (plain, *longer)]
         if bare is None or lengths[0] is None or lengths[1] is None:
@@ -232,11 +234,12 @@ class ServerEngine(Engine):
         try:
             reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
             if not reply.is_success:
-                raise ValueError(f"{reply.status_code}: {error_message(reply.content)}")
+                said = error_message(reply.content) or reply.reason_phrase or "no message"
+                raise ValueError(f"{reply.status_code}: {said}")
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            reason = one_line(problem, [self._key() or "", *self._login])
+            reason = one_line(problem, self._secrets())
             raise ServerError(f"{self.place}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:
             raise ServerError(f"{self.place}: serves {', '.join(names[:5]) or 'no model'}; name one")
@@ -283,6 +286,9 @@ class ServerEngine(Engine):
         headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
         return headers if credentials is None else {**headers, "Authorization": credentials}
 
+    def _secrets(self) -> tuple[str, ...]:
+        return (self._key() or "", *self._login)
+
     def _key(self) -> str | None:
         return os.environ.get(self.api_key_env, "").strip() or None
 
@@ -311,7 +317,7 @@ class ServerEngine(Engine):
             if fault is None or not fault.of_all:
                 fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
         told = [turn.content for turn in request.messages]
-        fault.reason = one_line(fault.reason, [self._key() or "", *self._login], told)
+        fault.reason = one_line(fault.reason, self._secrets(), told)
         raise fault from None
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Reply:
@@ -337,7 +343,9 @@ class ServerEngine(Engine):
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         if not answer.is_success:
-            said = error_message(content) or content[:MOST_SAID].decode(errors="replace").strip() or "no message"
+            # Secrets go before anything is cut, since half of a key would not be recognised; no long page is shown.
+            page = one_line(content.decode(errors="replace"), self._secrets()) if len(content) <= MOST_SAID else ""
+            said = error_message(content) or shortened(page) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
         try:
             reply = Reply.model_validate_json(bytes(content))

@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from catto.files import read_json, write_record
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
-from catto.problems import locating
+from catto.problems import DataError, locating, shortened
 from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
@@ -209,5 +209,8 @@ def save(calibrator: Calibrator, path: Path) -> None:
 def load(path: Path) -> Calibrator:
     """Read a calibrator that `save` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
+    version = value.get("schema_version") if isinstance(value, dict) else 1
+    if version != 1:  # before the kind, which a later version may have added
+        raise DataError(path, None, f"schema_version is {shortened(repr(version))}, this catto reads 1")
     with locating(path, value=value):
         return _STORED.validate_python(value)

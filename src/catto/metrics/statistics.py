@@ -453,7 +453,7 @@ def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats
 
     DataError where they do not answer the same questions, each once.
     """
-    places: dict[str | Path, dict[object, int]] = {}
+    places: list[tuple[str | Path, dict[object, int]]] = []
     for answers, name in ((a, a.source or "a"), (b, b.source or "b")):
         if answers.question is None:
             raise DataError(name, None, "no column 'question' or 'id' to pair the answers by")
@@ -463,9 +463,9 @@ def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats
             raise DataError(name, None, f"question {question!r} is in several rows; pairing needs one")
         if len(place) != np.size(answers.confidence):
             raise DataError(name, None, f"{len(place)} questions and {np.size(answers.confidence)} confidences")
-        places[name] = place
-    for here, there in permutations(places, 2):
-        if missing := [question for question in places[here] if question not in places[there]]:
+        places.append((name, place))
+    for (here, ours), (there, theirs) in permutations(places, 2):
+        if missing := [question for question in ours if question not in theirs]:
             raise DataError(there, None, f"{len(missing)} questions of {here} are missing, first {missing[0]!r}")
     c, z = checked(b.confidence, b.correct)
     rows = np.array([place[question] for question in a.question or ()], dtype=np.intp)

@@ -475,7 +475,8 @@ async def _failed(_: Request, problem: Any) -> Response:
         return error(problem.status_code, str(problem.detail), problem.headers)
     if isinstance(problem, RequestValidationError):
         first = problem.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        said = "this field is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+        place = ".".join(str(part) for part in first["loc"] if part not in ("body", "[key]"))
+        unknown = first["type"] == "extra_forbidden" or first["loc"][-1] == "[key]"
+        said = "this field is not supported" if unknown else first["msg"]
         return error(400, f"{place}: {said}" if place else said)
     return error(500, "the gateway failed; its log has the traceback")

@@ -88,6 +88,13 @@ def random_label(question: Question, request: Request) -> str:
     return completion(None, random.Random(request.seed).choice(sorted(question.labels)))
 
 
+def _text(name: str, row: Mapping[str, Any]) -> str:
+    """The field as text. An id that became a float in a table, 7.0 for 7, would answer no question."""
+    if isinstance(row.get(name), float):
+        raise ValueError(f"{name}: expected a text or a whole number, got {row[name]}")
+    return text_of(name, row)
+
+
 class StoredResponses:
     """An existing dataset of responses. Samples are numbered in the order of the rows, unless a column numbers them.
 
@@ -104,7 +111,7 @@ class StoredResponses:
         unknown = 0
         for source, number, row in read_table(place):
             with locating(source, number):
-                name = text_of(fields.question or fields.prompt or "", row)
+                name = _text(fields.question or fields.prompt or "", row)
                 question = self._questions.get(_folded(name) if fields.prompt else name)
                 if question is None:
                     unknown += 1
@@ -124,18 +131,18 @@ class StoredResponses:
         """Store one response; a given label is put into the one form, and must agree with the text."""
         fields, sample = self.fields, self._samples[question.id]
         if fields.sample is not None:
-            number = text_of(fields.sample, row)
+            number = _text(fields.sample, row)
             if not number.isdecimal():
                 raise ValueError(f"{fields.sample}: expected a number from 0, got {number[:40]!r}")
             sample = int(number)
         self._samples[question.id] += 1
         if (question.id, sample) in self._stored:
             raise ValueError(f"question {question.id} sample {sample} occurs twice")
-        model = text_of(fields.model, row) if fields.model else self.model
-        text = text_of(fields.text, row) if fields.text else ""
-        reasoning = text_of(fields.reasoning, row) if fields.reasoning else None
+        model = _text(fields.model, row) if fields.model else self.model
+        text = _text(fields.text, row) if fields.text else ""
+        reasoning = _text(fields.reasoning, row) if fields.reasoning else None
         if fields.label is not None:
-            label = text_of(fields.label, row).strip()
+            label = _text(fields.label, row).strip()
             if label not in question.labels:
                 raise ValueError(f"{fields.label} {label[:40]!r} is not one of {', '.join(question.labels)}")
             parsed = parse_answer(text, question)
