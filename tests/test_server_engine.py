@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from catto.engines import Generation, model_name
-from catto.engines.server import ServerEngine
+from catto.engines.server import ServerEngine, ServerError
+from catto.engines.server import _certificates as certificates
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from server_cases import by_seed, engine, refused, request
 
@@ -73,6 +74,13 @@ def test_a_probe_never_makes_later_requests_ask_for_more_than_was_accepted(limit
         answers = asking.next_tokens([(request(0).messages, "<answer>")])
     assert isinstance(answers[0], dict)
     assert server.seen[-1].body["top_logprobs"] == limit
+
+
+def test_certificates_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/certificates.pem")
+    certificates.cache_clear()
+    with pytest.raises(ServerError, match="No such file"):
+        list(ServerEngine("http://127.0.0.1:9/v1", "m").generate([request()]))
 
 
 def test_done_keys_are_not_asked() -> None:

@@ -271,12 +271,14 @@ class ServerEngine(Engine):
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
         # Idle connections are left before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
-        settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
         try:
             _chat(self.base_url)
+            settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
             return httpx.AsyncClient(timeout=timeout, limits=limits, **settings)
         except httpx.InvalidURL:
             raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
+        except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
+            raise ServerError(f"{self.place}: {one_line(str(error), self._secrets())}") from None
 
     def _headers(self) -> dict[str, str]:
         key = self._key()
