@@ -8,8 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from safetensors.torch import load_file
 from catto.experiment import launch
 from catto.experiment.graph import Graph, check_places, open_recipe
 from catto.experiment.stages import Work, ordered
-from catto.experiment.train_step import Job, job_of, run_train, train
+from catto.experiment.train_step import Job, job_of, load_trained, run_train, train
 from catto.problems import DataError
 from catto.recipe import LaunchSettings, Recipe
 from experiment_world import ENVIRONMENT, RECIPE
@@ -145,6 +148,99 @@ def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:
         launch.start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], lambda *told: None)
 
 
+def test_the_reason_survives_lines_that_were_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"print('{launch.MARK}[1, {launch.MARK}'); print('{launch.MARK}\"ValueError: no p'); exit(3)"
+    with pytest.raises(RuntimeError, match=r'^"ValueError: no p$'):
+        launch.start([sys.executable, "-c", script], lambda *told: pytest.fail("no progress"))
+
+    def train(job: Any, progress: Any) -> None:
+        raise ValueError("E" * 100_000)
+
+    monkeypatch.setitem(sys.modules, "catto.experiment.train_step", SimpleNamespace(Job=dict, train=train))
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(ValueError, match="EEE"):
+        launch.main(str(tmp_path / "job.json"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "ValueError: EEE" in line
+    assert len(line) < 4096  # a pipe takes it whole
+
+
+STUCK = """
+import os, pathlib, sys, time, types
+
+def train(job, progress):
+    pathlib.Path(os.environ["PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+sys.modules["catto.experiment.train_step"] = types.SimpleNamespace(Job=dict, train=train)
+"""
+
+
+def test_the_processes_of_a_killed_stage_end(tmp_path: Path) -> None:
+    """They print nothing, as while they load a model, and the real launcher is between them and the stage."""
+    (tmp_path / "job.json").write_text("{}")
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    words = launch.command(LaunchSettings(processes=2), tmp_path / "job.json", 0)
+    script = f"from catto.experiment import launch; launch.start({words!r}, print)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**ENVIRONMENT, "PYTHONPATH": paths, "PIDS": str(tmp_path / "pids")}
+    stage = subprocess.Popen([sys.executable, "-c", script], env=environment)
+
+    def pids() -> list[int]:
+        return [int(text) for path in (tmp_path / "pids").iterdir() if (text := path.read_text())]
+
+    try:
+        _wait(lambda: len(pids()) == 2)
+        assert all(map(_alive, pids()))
+        stage.kill()
+        _wait(lambda: not any(map(_alive, pids())))
+    finally:
+        stage.kill()
+        stage.wait()
+        for pid in filter(_alive, pids()):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not happen within a minute")
+
+
+def test_gathered_weights_under_other_names_are_refused() -> None:
+    """Nothing would be loaded, and the model saved as it started."""
+    for tied in (True, False):
+        trained = {name: value + 1 for name, value in tiny_model(tie_word_embeddings=tied).state_dict().items()}
+        model = tiny_model(tie_word_embeddings=tied)
+        head = trained.pop("lm_head.weight")
+        if tied:  # it comes once, under one of its names
+            load_trained(model, trained)
+        trained["lm_head.weight"] = head
+        load_trained(model, trained)
+        assert torch.equal(model.lm_head.weight, head)
+        (gone,) = {name for name in trained if name.endswith("layers.0.mlp.up_proj.weight")}
+        weight = trained.pop(gone)
+        with pytest.raises(RuntimeError, match=f"1 differ, as {gone}"):
+            load_trained(model, trained)
+        model.get_parameter(gone).requires_grad_(False)  # one that is not trained may be missing
+        load_trained(model, trained)
+        with pytest.raises(RuntimeError, match=f"1 differ, as module.{gone}"):
+            load_trained(model, {**trained, f"module.{gone}": weight})
+
+
 # ---- command lines --------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +301,13 @@ def test_too_few_devices_are_refused(config: str, devices: int, problem: str) ->
         ),
         ({"distributed_type": "DEEPSPEED"}, "DeepSpeed, which is not installed: pip install deepspeed"),
         ([1], "not a configuration file of Accelerate"),
+        ("a: [1\n", "is not YAML: while parsing a flow sequence"),
+        ({"distributed_type": "FSDP", "fsdp_config": [1]}, "fsdp_config and deepspeed_config are mappings"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": "x.json"}, "fsdp_config and deepspeed_config are"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json"}},
+            "a file of DeepSpeed's own, whose stage is not read: set zero_stage",
+        ),
     ],
 )
 def test_a_layout_that_the_head_is_not_known_to_support_is_refused(
@@ -212,10 +315,10 @@ def test_a_layout_that_the_head_is_not_known_to_support_is_refused(
 ) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda module: None)
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     settings = {**RECIPE, "methods": ["sft"], "launch": {**TWO, "config": str(path)}}
     recipe = Recipe.model_validate(settings)
-    with pytest.raises(DataError, match=f"launch: config .*mine.yaml .*{problem}"):
+    with pytest.raises(DataError, match=f"launch: config .*mine.yaml.* {problem}"):
         check_places("mine", recipe)
 
 

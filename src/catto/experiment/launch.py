@@ -1,7 +1,8 @@
 """One training in many processes: the stage starts `accelerate launch`, and each process runs `train_step.train`.
 
 The processes read the training's `Job` from a file. Their output goes to the stage's log, and rank 0 reports its
-progress on marked lines of it. If the stage is killed, rank 0 finds the pipe broken before its next checkpoint.
+progress on marked lines of it. They inherit the stage's pipe as their standard input and end when it closes, since the
+stage is gone then: `accelerate launch` would leave them, and the GPUs with them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,8 @@ from catto.recipe import LaunchSettings, Recipe, TrainerSettings
 logger = logging.getLogger(__name__)
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
 MARK = "catto progress: "
+# Characters of an error that a process reports: a pipe takes lines below 4 KB whole, longer ones mix.
+MOST = 2000
 
 
 def shared(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
@@ -69,16 +73,23 @@ def _layout(launch: LaunchSettings) -> str:
     path = CONFIGS.get(launch.config, Path(launch.config))
     if not path.is_file():
         raise ValueError(f"config {launch.config} is neither one of {', '.join(CONFIGS)} nor a file")
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {launch.config} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or "distributed_type" not in config:
         raise ValueError(f"config {launch.config} is not a configuration file of Accelerate: no distributed_type")
-    kind, fsdp = str(config["distributed_type"]), config.get("fsdp_config") or {}
+    kind = str(config["distributed_type"])
+    fsdp, deepspeed = (config.get(name) or {} for name in ("fsdp_config", "deepspeed_config"))
+    if not (isinstance(fsdp, dict) and isinstance(deepspeed, dict)):
+        raise ValueError(f"config {launch.config}: fsdp_config and deepspeed_config are mappings")
     obstacles = {
         "several machines: a stage starts the processes of its own": config.get("num_machines", 1) != 1,
         "tensor, context or sequence parallelism: every process must see whole rows": config.get("parallelism_config"),
         "fp8: the head's products are in 16 or 32 bits": config.get("mixed_precision") == "fp8",
         "FSDP 1, which flattens the head's weight: set fsdp_version: 2": kind == "FSDP"
         and str(fsdp.get("fsdp_version", 1)) != "2",
+        "a file of DeepSpeed's own, whose stage is not read: set zero_stage": "deepspeed_config_file" in deepspeed,
         f"distributed_type {kind}": kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED"),
         "DeepSpeed, which is not installed: pip install deepspeed": kind == "DEEPSPEED"
         and find_spec("deepspeed") is None,
@@ -87,7 +98,7 @@ def _layout(launch: LaunchSettings) -> str:
         if there:
             raise ValueError(f"config {launch.config} asks for {obstacle}")
     if kind == "DEEPSPEED":
-        return f"ZeRO-{(config.get('deepspeed_config') or {}).get('zero_stage', 2)}"
+        return f"ZeRO-{deepspeed.get('zero_stage', 2)}"
     return "FSDP" if kind == "FSDP" else "DDP"
 
 
@@ -114,14 +125,14 @@ def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
     """Run the command, log what it prints and report its progress; RuntimeError with the reason where it fails."""
     logger.info("starting %s", " ".join(words))
     problem = ""
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, errors="replace", **options) as launched:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, text=True, errors="replace", **pipes) as launched:
         try:
             for line in launched.stdout or ():
                 printed, mark, message = line.partition(MARK)
                 if printed.strip():
                     logger.info("%s", printed.rstrip())
-                told = json.loads(message) if mark else None
+                told = _told(message) if mark else None
                 if isinstance(told, list):
                     progress(*told)
                 elif told:
@@ -130,6 +141,20 @@ def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
             launched.terminate()  # where the stage is interrupted
     if launched.returncode:
         raise RuntimeError(problem or f"a process of the training was killed (exit code {launched.returncode})")
+
+
+def _told(message: str) -> Any:
+    """Read what a process reports; of an error whose line was mixed with another, what arrived of it."""
+    try:
+        return json.loads(message)
+    except json.JSONDecodeError:
+        return message.strip()[:MOST] if message.startswith('"') else None
+
+
+def _end_with_the_stage() -> None:
+    """Wait until the stage's pipe closes; nothing is ever written into it."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)  # the main thread may be waiting for another process
 
 
 def main(file: str) -> None:
@@ -150,9 +175,10 @@ def main(file: str) -> None:
     try:
         train(TypeAdapter(Job).validate_json(Path(file).read_bytes()), progress)
     except Exception as error:
-        tell(f"{type(error).__name__}: {error}")
+        tell(f"{type(error).__name__}: {error}"[:MOST])
         raise
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_stage, daemon=True).start()
     main(sys.argv[1])

@@ -95,7 +95,7 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     if trainer.is_world_process_zero():
         if weights is not None:
             model, _ = _start(job)
-            model.load_state_dict(weights, strict=False)  # weights that are not trained are as they started
+            load_trained(model, weights)
         _save(trainer.model if weights is None else model, tokenizer, job.out / "model")
         write(job.out / "training.json", _account(job.settings.learning_rate, trainer, data, clock.seconds()))
 
@@ -106,12 +106,24 @@ def gathered(trainer: Any) -> dict[str, torch.Tensor] | None:
         from deepspeed.utils import safe_get_full_fp32_param
 
         # The optimizer's: those of a model in bf16 are rounded.
-        trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
-        return {name: safe_get_full_fp32_param(weight).cpu() for name, weight in trained}
+        weights: dict[str, torch.Tensor] = {}
+        for name, weight in trainer.model.named_parameters():
+            if weight.requires_grad:
+                whole = safe_get_full_fp32_param(weight)  # with the pieces of all ranks
+                weights |= {name: whole.cpu()} if trainer.is_world_process_zero() else {}
+        return weights
     if trainer.is_fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(trainer.model, options=options)  # type: ignore[return-value]
     return None
+
+
+def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Put the trained weights into the model that the training started from; the others are as they started."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if strange := sorted({*unexpected} | trained & {*missing}):
+        raise RuntimeError(f"the gathered weights are not those of the model: {len(strange)} differ, as {strange[0]}")
 
 
 def _account(learning_rate: float, trainer: Any, data: _Data, seconds: float) -> dict[str, Any]:
