@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catto.experiment.cost import Costs, Network, network
+from catto.experiment.cost import Costs, Network, group, network, took
 from catto.experiment.graph import Graph, find_stage, freeze
 from catto.experiment.schedule import Job, simulate
-from catto.experiment.stages import Stage, ordered
+from catto.experiment.stages import Stage, ordered, place, record, write
 from catto.recipe import ModelSettings
 from catto.recipe_file import load
 from command import run
@@ -115,21 +116,37 @@ def test_a_schedule_obeys_needs_and_gpus_and_leaves_none_idle(plan: tuple[list[J
     ends = {key: start + named[key].seconds for key, start in schedule.starts.items()}
     assert schedule.starts.keys() == named.keys()
 
-    def held(moment: float) -> float:
-        return sum(job.gpus for job in jobs if schedule.starts[job.key] <= moment < ends[job.key])
+    def free(moment: float) -> list[float]:
+        """The free share of every GPU, as far as the first that is never used."""
+        held: dict[int, float] = defaultdict(float)
+        for job in jobs:
+            if schedule.starts[job.key] <= moment < ends[job.key]:
+                for number in schedule.places[job.key]:
+                    held[number] += min(job.gpus, 1)
+        return [1 - held[number] for number in range(gpus)]
 
     for job in jobs:
         start, ready = schedule.starts[job.key], max((ends[need] for need in job.needs), default=0.0)
         assert start >= ready
-        assert held(start) <= gpus
-        # Until it starts, too few GPUs are free at every moment at which one could have become free.
+        assert len({*schedule.places[job.key]} & {*range(gpus)}) == ceil(job.gpus)
+        assert min(free(start)) >= 0
+        # Until it starts, too few GPUs have room at every moment at which one could have become free.
         waits = [ready, *(end for end in ends.values() if ready < end < start)]
-        assert all(held(moment) + job.gpus > gpus for moment in waits if moment < start)
+        share = min(job.gpus, 1)
+        assert all(sum(left >= share for left in free(moment)) < ceil(job.gpus) for moment in waits if moment < start)
     assert schedule.makespan == max(ends.values(), default=0.0)
     assert schedule.makespan >= max(schedule.shortest, schedule.busy / gpus) - 1e-9
     assert schedule.shortest == sum(named[key].seconds for key in schedule.critical)
     assert all(before in named[after].needs for before, after in pairwise(schedule.critical))
     assert simulate(jobs, 10**6).makespan == schedule.shortest
+
+
+def test_shares_are_parts_of_one_gpu() -> None:
+    """Of four jobs with 0.75 GPUs each, three run on three GPUs; a share goes where the least room is left."""
+    three = simulate([Job(str(number), (), 1.0, 0.75) for number in range(4)], 3)
+    assert three.makespan == 2
+    thirds = simulate([Job(str(number), (), 1.0, 1 / 3) for number in range(6)] + [Job("whole", (), 1.0, 1)], 3)
+    assert thirds.makespan == 1
 
 
 def test_a_job_that_fits_on_no_machine_is_refused() -> None:
@@ -175,6 +192,27 @@ def test_durations_are_stated_or_measured_or_estimated() -> None:
     assert durations[sft.key] == (11.0, "stated")
     assert durations[text.key] == (7.0, "stated")
     assert costs.durations([dpo], taken, {})[dpo.key] == (120.0, "measured")
+
+
+def test_shards_and_what_joins_them_are_measured_apart() -> None:
+    costs, stages = planned("launch.shards=2", "evaluation.batch_size=32")
+    name = "generated validation dpo matched snli seed 0 lr 5e-06"
+    joined, part = stages[name], stages[f"{name} shard 1 of 2"]
+    assert (group(joined), group(part)) == ("generated joined", "generated shard")
+    durations = costs.durations([joined, part], [(part, 100.0), (part, 120.0), (joined, 1.0)], {})
+    assert durations == {joined.key: (1.0, "measured"), part.key: (110.0, "measured")}
+
+
+def test_a_training_that_was_resumed_took_all_of_its_runs(tmp_path: Path) -> None:
+    _, stages = planned()
+    training = stages["sft snli seed 0 lr 5e-05"]
+    assert took(tmp_path, training) is None
+    folder = place(tmp_path, training)
+    folder.mkdir(parents=True)
+    for measured, seconds in ((500.0, 500.0), (70.0, 90.0)):
+        write(folder / "training.json", {"seconds": measured})
+        write(folder / "done.json", record(training, folder, "", {"seconds": 90.0}))
+        assert took(tmp_path, training) == seconds
 
 
 def test_finished_stages_tell_how_long_the_others_take(tmp_path: Path, capsys: Capture) -> None:
@@ -263,8 +301,15 @@ def test_make_calls_every_missing_stage_after_its_needs(
     keys = [call[3] for call in calls(tmp_path)]
     assert all(call[:3] == [str(tmp_path / NAME), "stage", str(root)] for call in calls(tmp_path))
     assert sorted(keys) == sorted(missing)
-    for place, key in enumerate(keys):
-        assert all(need.key in keys[:place] for need in missing[key].needs.values() if need.key in missing)
+    for at, key in enumerate(keys):
+        assert all(need.key in keys[:at] for need in missing[key].needs.values() if need.key in missing)
+
+
+def test_make_cannot_name_a_folder_with_a_line_break(tmp_path: Path, capsys: Capture) -> None:
+    told = run(capsys, "plan", "quickstart", "--out", tmp_path / "a\nb", "--export", "make")
+    assert (told.code, told.out) == (2, "")
+    assert "--export: a Makefile cannot name a folder with a line break" in told.err
+    assert not (tmp_path / "a\nb").exists()
 
 
 SBATCH = """#!/usr/bin/env bash
@@ -311,16 +356,20 @@ def test_slurm_arrays_wait_for_what_they_need(tmp_path: Path, capsys: Capture, m
 
 
 def test_resources_of_the_recipe_reach_slurm(tmp_path: Path, capsys: Capture) -> None:
-    blocks = {"train": {"gpus": 2, "cpus": 4, "memory": "40GB"}, "predict": {"gpus": 0.5}, "report": {"cpus": 2}}
+    blocks = {
+        "train": {"gpus": 2, "cpus": 4, "memory": "40GB"},
+        "predict": {"gpus": 0.5},
+        "report": {"cpus": 2, "memory": "500KB"},
+    }
     recipe = write_recipe(tmp_path, **SMALLEST, resources=blocks)
     assert run(capsys, "plan", recipe, "--out", tmp_path / "out", "--export", "slurm").code == 0
     asked = {}
     for script in (tmp_path / "out" / "slurm").glob("[0-9]*.sh"):
         options = re.findall(r"#SBATCH --(cpus-per-task|gres|mem)=(.*)", script.read_text())
         asked[script.stem.partition("-")[2]] = " ".join(value for _, value in options)
-    assert asked["train"] == "4 gpu:2 38146M"  # 40e9 bytes in units of 2^20
+    assert asked["train"] == "4 gpu:2 38147M"  # 40e9 bytes in units of 2^20
     assert asked["generated"] == asked["sampled"] == "1 gpu:1"
-    assert asked["questions"] == asked["report"] == "2"
+    assert asked["questions"] == asked["report"] == "2 1M"  # 0 would be all of a node's
     jobs = (
         "plan",
         recipe,

@@ -70,7 +70,7 @@ def plan(
     --memory, --schedule and --export each show or write something else instead.
     """
     from catto.experiment import runner
-    from catto.experiment.cost import Costs
+    from catto.experiment.cost import Costs, took
     from catto.experiment.graph import Graph
     from catto.experiment.stages import ordered
     from catto.methods import METHODS
@@ -82,9 +82,7 @@ def plan(
     if memory:
         _show_memory(costs, ordered([graph.report()]), as_json)
         return
-    stages = [
-        (stage, standing, runner.seconds_of(root, stage)) for stage, standing in runner.plan(root, [graph.report()])
-    ]
+    stages = [(stage, standing, took(root, stage)) for stage, standing in runner.plan(root, [graph.report()])]
     missing = [stage for stage, standing, _ in stages if standing != "done"]
     if not missing and (schedule or export):
         console.refuse("nothing is left to do: every stage is done")
@@ -236,10 +234,11 @@ def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> Non
     from catto.experiment.graph import freeze
     from catto.files import replacing
 
+    with console.refusing(place="--export: "):
+        scripts = slurm(root, missing, costs.resources) if kind == "slurm" else makefile(root, missing)
     freeze(root, costs.recipe)
     for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
         earlier.unlink()
-    scripts = slurm(root, missing, costs.resources) if kind == "slurm" else makefile(root, missing)
     for name, text in scripts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(root / name) as file:

@@ -16,7 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage, TextSettings, TrainSettings
+from catto.experiment.stages import (
+    QuestionSettings,
+    ResponseSettings,
+    Stage,
+    TextSettings,
+    TrainSettings,
+    account,
+    place,
+)
 from catto.files import read_json
 from catto.recipe import ModelSettings, Recipe, Resources
 from catto.records import Split
@@ -184,8 +192,27 @@ def memory(net: Network, tokens: int, scored: int, *, width: int = 4, rank: int 
 
 
 def group(stage: Stage) -> str:
-    """Return the line of the plan that counts a stage: its kind, and a training's method."""
-    return f"train {stage.method}" if stage.kind == "train" else stage.kind.replace("_", " ")
+    """Return the line of the plan that counts a stage: its kind, a training's method, and whether there are shards."""
+    kind = stage.kind.replace("_", " ")
+    if stage.kind == "train":
+        return f"train {stage.method}"
+    if stage.whole is not None:
+        return f"{kind} shard"
+    return f"{kind} joined" if joins(stage) else kind
+
+
+def joins(stage: Stage) -> bool:
+    """Whether a stage only joins what its shards have generated."""
+    return any(need.whole is not None for need in stage.needs.values())
+
+
+def took(root: Path, stage: Stage) -> float | None:
+    """Return how long a finished stage took; a training that was resumed, with all of its runs."""
+    folder = place(root, stage)
+    if not folder.exists():
+        return None
+    seconds = float(account(folder)["seconds"])
+    return max(seconds, read_json(folder / "training.json")["seconds"]) if stage.kind == "train" else seconds
 
 
 def parameters(name: str) -> float | None:
@@ -264,8 +291,8 @@ class Costs:
         if isinstance(stage.settings, ResponseSettings):
             return self.questions(stage.needs["questions"]) * stage.settings.teacher.n
         settings: TextSettings = stage.settings
-        if any(need.whole is not None for need in stage.needs.values()):
-            return 0  # its shards do
+        if joins(stage):
+            return 0
         asked, each = self.questions(stage.needs["held_out"]), settings.temperatures
         samples = each if isinstance(each, int) else len(each)
         return -(-min(asked, settings.limit or asked) * samples // (settings.shard or (1, 1))[1])

@@ -20,10 +20,15 @@ MOST = 1000
 
 
 def makefile(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first."""
+    """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first.
+
+    Raises ValueError for a path with a line break, which no Makefile can hold.
+    """
     missing = {stage.key: stage.folder for stage in stages}
     rules = [f"all: {' '.join(missing.values())}".rstrip()]
     command = _command(root, "$(CATTO)").replace("$", "$$").replace("$$(CATTO)", "$(CATTO)")
+    if "\n" in command:
+        raise ValueError("a Makefile cannot name a folder with a line break in its path: use another")
     for stage in stages:
         needs = [missing[need.key] for need in stage.needs.values() if need.key in missing]
         rules.append(f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip() + f"\n\t{command} {stage.key}")
@@ -86,7 +91,7 @@ def _directives(asked: Resources) -> str:
     """Return what a task asks Slurm for; it has no parts of a processor or a GPU."""
     lines = [f"#SBATCH --cpus-per-task={ceil(asked.cpus)}"]
     lines += [f"#SBATCH --gres=gpu:{ceil(asked.gpus)}"] if asked.gpus else []
-    lines += [f"#SBATCH --mem={asked.bytes // 2**20}M"] if asked.bytes else []
+    lines += [f"#SBATCH --mem={ceil(asked.bytes / 2**20)}M"] if asked.bytes else []
     return "\n".join(lines)
 
 

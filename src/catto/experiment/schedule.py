@@ -6,6 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,15 @@ class Job:
     key: str
     needs: tuple[str, ...]  # keys of jobs in the same plan
     seconds: float
-    gpus: float = 0.0  # two stages may share one
+    gpus: float = 0.0  # below 1 a share of one, above it whole ones
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When each job starts, in seconds, and what follows from it."""
+    """When each job starts, in seconds, on which GPUs, and what follows from it."""
 
     starts: Mapping[str, float]
+    places: Mapping[str, list[int]]  # numbers of GPUs
     makespan: float
     critical: tuple[str, ...]  # the chain of jobs that no number of GPUs shortens, first to last
     shortest: float  # its length
@@ -30,11 +32,12 @@ class Schedule:
     utilisation: float  # of the GPUs, over the makespan
 
 
-def simulate(jobs: Sequence[Job], gpus: float) -> Schedule:
+def simulate(jobs: Sequence[Job], gpus: int) -> Schedule:
     """Start each job as soon as its needs are done and its GPUs are free, the one with most work behind it first.
 
     jobs: what is needed comes first. A job that finds too few free GPUs lets smaller ones pass, as Ray and Slurm do;
-    jobs without a GPU never wait for one. Raises ValueError for a job that needs more GPUs than there are.
+    jobs without a GPU never wait for one. Shares are parts of one GPU, of the fullest with room. Raises ValueError for
+    a job that needs more GPUs than there are.
 
     >>> jobs = [Job("sft", (), 60, 1), Job("dpo", ("sft",), 30, 1), Job("catto", ("sft",), 40, 1)]
     >>> simulate(jobs, 1).makespan, simulate(jobs, 2).makespan, simulate(jobs, 2).critical
@@ -54,18 +57,23 @@ def simulate(jobs: Sequence[Job], gpus: float) -> Schedule:
         list
     )  # by GPUs: jobs that could start, longest tail first
     running: list[tuple[float, str]] = []
-    starts: dict[str, float] = {}
-    now, free, new = 0.0, gpus, [job.key for job in jobs if not job.needs]
+    starts, places = dict[str, float](), dict[str, list[int]]()
+    free = [1.0] * min(gpus, sum(ceil(job.gpus) for job in jobs))  # of each GPU that can be in use
+    now, new = 0.0, [job.key for job in jobs if not job.needs]
     while running or len(starts) < len(jobs):
         for key in new:
             heapq.heappush(ready[named[key].gpus], (-tail[key], key))
-        while fitting := [(queue[0], size) for size, queue in ready.items() if queue and size <= free + 1e-9]:
+        while fitting := [(queue[0], size) for size, queue in ready.items() if queue and _room(free, size) is not None]:
             (_, key), size = min(fitting)
             heapq.heappop(ready[size])
-            starts[key], free = now, free - size
+            starts[key], places[key] = now, _room(free, size) or []
+            for number in places[key]:
+                free[number] -= min(size, 1.0)
             heapq.heappush(running, (now + named[key].seconds, key))
         now, ended = heapq.heappop(running)
-        free, new = free + named[ended].gpus, []
+        new = []
+        for number in places[ended]:
+            free[number] += min(named[ended].gpus, 1.0)
         for key in after[ended]:
             waiting[key] -= 1
             new += [key] if not waiting[key] else []
@@ -75,4 +83,12 @@ def simulate(jobs: Sequence[Job], gpus: float) -> Schedule:
         links = after[critical[-1]]
     busy = sum(job.seconds * job.gpus for job in jobs)
     shortest, makespan = max(tail.values(), default=0.0), float(now)
-    return Schedule(starts, makespan, tuple(critical), shortest, busy, busy / (gpus * makespan) if makespan else 0.0)
+    utilisation = busy / (gpus * makespan) if makespan else 0.0
+    return Schedule(starts, places, makespan, tuple(critical), shortest, busy, utilisation)
+
+
+def _room(free: Sequence[float], size: float) -> list[int] | None:
+    """Return the GPUs that a job would get; None where it has to wait. free: the share of each that is free."""
+    share = min(size, 1.0)
+    fullest = heapq.nsmallest(ceil(size), ((left, number) for number, left in enumerate(free) if left > share - 1e-9))
+    return [number for _, number in fullest] if len(fullest) == ceil(size) else None
