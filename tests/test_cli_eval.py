@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import typer
 from huggingface_hub import DatasetCard, ModelCard
 from typer.testing import CliRunner
@@ -43,3 +45,20 @@ def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> 
     assert "k is 2 at temperature 0" in again.stderr
     again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--engine", "server"])
     assert "--engine server needs --base-url" in again.stderr
+
+
+def test_vllm_is_given_the_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def opened(name: str, model: str, **options: Any) -> None:
+        sizes.append(options["batch_size"])
+        raise ValueError("there is no GPU")
+
+    monkeypatch.setattr("catto.cli.evaluate.needs", lambda *_: None)
+    monkeypatch.setattr("catto.engines.open_engine", opened)
+    app = typer.Typer()
+    app.command()(command)
+    for more in ([], ["--batch-size", "7"]):
+        options = ["--task", "witnesses", "--n", "2", "--engine", "vllm", "--out", str(tmp_path), *more]
+        assert "there is no GPU" in CliRunner().invoke(app, ["some/model", *options]).stderr
+    assert sizes == [256, 7]

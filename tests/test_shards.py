@@ -149,9 +149,9 @@ def test_the_command_answers_shards_and_joins_them(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(command)
 
-    def run(out: str, *more: str) -> Any:
-        options = ["--task", "witnesses", "--n", "10", "--max-tokens", "8", "--batch-size", "1"]
-        return CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--out", str(tmp_path / out), *more])
+    def run(out: str, *more: str, name: str = "model", size: str = "1") -> Any:
+        options = ["--task", "witnesses", "--n", "10", "--max-tokens", "8", "--batch-size", size]
+        return CliRunner().invoke(app, [str(tmp_path / name), *options, "--out", str(tmp_path / out), *more])
 
     assert run("whole").exit_code == 0
     first = run("parts", "--shard", "1/3")
@@ -163,6 +163,16 @@ def test_the_command_answers_shards_and_joins_them(tmp_path: Path) -> None:
     run("parts", "--shard", "2/3")
     run("parts", "--shard", "3/3")
     (tmp_path / "model" / "model.safetensors").unlink()  # joining loads no model
+    other = shutil.copytree(tmp_path / "model", tmp_path / "other")
+    for made, more in {
+        f"model '{tmp_path / 'model'}', not '{other}'": {"name": "other"},
+        "chunk 4, not 8": {"size": "2"},
+    }.items():
+        refused = run("parts", **more)
+        assert refused.exit_code == 2
+        assert f"predictions.shard-1-of-3.jsonl: was made with {made}" in refused.stderr
+    served = run("parts", "--engine", "server", "--base-url", "http://localhost:1/v1")
+    assert re.search(r"shard-1-of-3.jsonl: was made with engine 'transformers .*', not 'server'", served.stderr)
     joined = run("parts")
     assert joined.exit_code == 0, joined.output
     assert "Answers: " in joined.stdout

@@ -60,7 +60,10 @@ def evaluate(
     engine: Annotated[EngineName, typer.Option(help="Who runs the model.")] = "transformers",
     base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
-    batch_size: Annotated[int, typer.Option(min=1, max=100_000, help="Responses at once.")] = 16,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="Responses at once.", show_default="16; with vllm 256"),
+    ] = None,
     deadline: Annotated[
         float, real_option(min=1.0, max=1e6, help="Server: seconds for a whole reply, with retries.")
     ] = 1800.0,
@@ -82,6 +85,7 @@ def evaluate(
     Requests that a server refuses for good are listed in predictions.refused.jsonl.
     With --shard 1/4 to 4/4 four jobs share the questions; the same command without --shard joins what they wrote.
     """
+    from catto.engines import model_name
     from catto.engines.replies import ServerError
     from catto.predict import predictor
     from catto.records import Prediction
@@ -91,7 +95,10 @@ def evaluate(
     predictions = whole if part is None else predictor.shard_path(whole, part)
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
-    load_engine = _loader(engine, model, base_url, api_key_env, batch_size, deadline)
+    size = batch_size or {"vllm": 256}.get(engine, 16)
+    load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
+    stored = model_name(model) if engine == "server" else model
+    expected = {**settings, "engine": engine, "model": stored, "chunk": predictor.chunk_size(size, k)}
     with refusing(ServerError, ImportError):
         source = source_of(task, file, fields, answer, answers)
         asked = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
@@ -99,7 +106,7 @@ def evaluate(
         predictor.check_questions(questions, k, temperature)
         finished = _shards(whole) if part is None else []
         for path in (predictions, *finished):
-            predictor.check_settings(path, settings)
+            predictor.check_settings(path, expected)
         if finished:
             predictor.merge(Prediction, questions, finished, whole)
         else:
@@ -165,7 +172,7 @@ def _loader(
     check_model(model)
     if name == "vllm":
         needs("vllm", "vllm", "--engine vllm")
-        return partial(open_engine, "vllm", model)
+        return partial(open_engine, "vllm", model, batch_size=batch_size)
     needs("torch", "train", "--engine transformers")
     return partial(open_engine, "transformers", model, batch_size=batch_size)
 

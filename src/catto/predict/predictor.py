@@ -206,13 +206,22 @@ def check_questions(questions: list[Question], k: int, temperature: float | Sequ
     return each
 
 
+def chunk_size(batch_size: int, k: int) -> int:
+    """How many questions are generated, scored and stored together."""
+    return max(1, BATCHES_A_CHUNK * batch_size // k)
+
+
 def check_settings(path: Path, settings: Mapping[str, object]) -> None:
-    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded."""
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded.
+
+    settings: names and values of a manifest's notes; of the engine its kind, without versions.
+    """
     if manifest_path(path).exists():
         notes = read_manifest(path).notes
         for name, value in settings.items():
-            if name in notes and notes[name] != value:
-                raise DataError(path, None, f"was made with {name} {notes[name]!r}, not {value!r}: {OTHER_RUN}")
+            stored = notes.get(name, value)
+            if (stored.split()[0] if name == "engine" else stored) != value:
+                raise DataError(path, None, f"was made with {name} {stored!r}, not {value!r}: {OTHER_RUN}")
 
 
 def refused_path(path: Path) -> Path:
@@ -282,7 +291,7 @@ class _Job:
     ) -> None:
         listed = list(questions)
         each = check_questions(listed, k, temperature)
-        chunk = max(1, BATCHES_A_CHUNK * engine.batch_size // k)
+        chunk = chunk_size(engine.batch_size, k)
         self.engine, self.k, self.shard = engine, k, shard
         self.run = Run(engine.name, engine.model, each, seed, max_tokens, reasoning, chunk)
         self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
