@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from catto import files
 from catto.experiment import attempts, runner, stages
 from catto.experiment.attempts import Attempt, LostError, Watch, folders, locked
 from catto.experiment.graph import Graph
@@ -307,6 +311,123 @@ def test_an_attempt_that_lost_its_folder_stops_at_its_next_report(tmp_path: Path
         assert not attempt.out.exists()
         with pytest.raises(LostError):
             attempt.progress(2, 2, "")
+
+
+def ended(root: Path, text: str) -> Path:
+    """Return the folder of an attempt that has ended with this journal, whatever came before it."""
+    with begin(root) as attempt:
+        (attempt.out / "generations.part.jsonl").write_text(text)
+    return attempt.out
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_does_not_cost_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ended(tmp_path, "paid\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        with pytest.raises(OSError, match=f"cannot copy {old}: .*No space left"):
+            begin(tmp_path)
+        assert run_once(tmp_path, "first") == "failed"
+        assert list((tmp_path / "stages").iterdir()) == [old]
+        patched.setattr(Watch, "alive", lambda *_: None)  # on another machine, and not known to be dead
+        with begin(tmp_path) as attempt:
+            assert not (attempt.out / "generations.part.jsonl").exists()
+            patched.undo()
+            attempt._prune()
+    assert (old / "generations.part.jsonl").read_text() == "paid\n"
+
+
+def test_an_attempt_starts_from_the_one_that_came_furthest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(attempts, "_inherit", lambda *_: None)
+        patched.setattr(Attempt, "_prune", lambda _: None)
+        far, near = ended(tmp_path, "paid\n" * 3), ended(tmp_path, "paid\n")
+    with begin(tmp_path) as attempt:
+        assert (attempt.out / "generations.part.jsonl").read_text() == "paid\n" * 3
+        assert not far.exists()
+        assert not near.exists()
+
+
+def test_a_folder_that_a_discarded_attempt_created_again_is_no_attempt(tmp_path: Path) -> None:
+    ended(tmp_path, "paid\n")
+    ghost = attempts._new(tmp_path, STAGE, stages.content(tmp_path, STAGE))
+    (ghost / "checkpoints").mkdir(parents=True)
+    with begin(tmp_path) as attempt:
+        assert (attempt.out / "generations.part.jsonl").read_text() == "paid\n"
+        shutil.rmtree(attempt.out)
+        with pytest.raises(LostError):
+            attempt.publish({})
+        assert not attempt.out.exists()
+
+
+def test_an_attempt_that_lost_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(work: stages.Work, checked: set[Path]) -> None:
+        shutil.rmtree(work.out)  # by an attempt elsewhere, which goes on working
+        stages.write(work.out / "one.json", "late")
+
+    monkeypatch.setattr(runner, "_work", work)
+    assert runner.run_stage(tmp_path, STAGE, lambda *_: None, set()).outcome == "failed"
+    assert list((tmp_path / "stages").iterdir()) == []
+
+
+def test_a_stage_that_cannot_be_taken_over_fails_alone_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_once(tmp_path, "first")
+    again = replace(STAGE, needs={})
+    monkeypatch.setattr(type(again), "key", "f" * 16)  # of another recipe, with the same content
+    monkeypatch.setattr(files, "link", full)
+    before = sorted((tmp_path / "stages").iterdir())
+    ending = runner.run_stage(tmp_path, again, lambda *_: None, set())
+    assert (ending.outcome, ending.problem.count("No space left")) == ("failed", 1)
+    assert sorted((tmp_path / "stages").iterdir()) == before
+
+
+def test_what_a_killed_attempt_was_copying_is_deleted_when_it_stood_still(tmp_path: Path, now: list[float]) -> None:
+    half = attempts._half(attempts._new(tmp_path, STAGE, stages.content(tmp_path, STAGE)))
+    (half / "model").mkdir(parents=True)
+    with begin(tmp_path) as attempt:
+        now[0] += attempts.STALE + 1
+        (half / "model" / "weights").write_text("more")  # it was alive
+        attempt._prune()
+        assert half.exists()
+        now[0] += attempts.STALE + 1
+        attempt._prune()
+        assert list((tmp_path / "stages").iterdir()) == [attempt.out]
+
+
+def test_an_attempt_whose_copy_was_deleted_meanwhile_does_not_begin_with_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copying(earlier: Path, half: Path, out: Path) -> None:
+        shutil.rmtree(half)  # by one that saw it stand still
+        (half / "model").mkdir(parents=True)
+
+    ended(tmp_path, "paid\n")
+    monkeypatch.setattr(attempts, "_inherit", copying)
+    with pytest.raises(FileNotFoundError):
+        begin(tmp_path)
+
+
+def test_a_heart_survives_what_its_watch_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempts, "BEAT", 0.001)
+    watched = threading.Semaphore(0)
+
+    def watch() -> None:
+        watched.release()
+        raise DataError(tmp_path, None, "gone")
+
+    heart = attempts.Heart(tmp_path / "attempt.json", "t", watch)
+    heart.start()
+    assert watched.acquire(timeout=60)
+    assert watched.acquire(timeout=60)  # after the first exception
+    heart.stop()
+    assert "gone" in caplog.text
 
 
 # ---- who is alive -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train_run
+from catto.experiment import attempts
 from catto.training.monitor import copy_newest, newest_complete
 from forked import Forked
 
@@ -130,3 +131,13 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_nobodys_start(
     monkeypatch.setattr("catto.training.monitor.newest_complete", lambda _: next(found))
     with pytest.raises(FileNotFoundError):
         copy_newest(tmp_path / "old", tmp_path / "half", tmp_path / "new")
+
+
+def test_checkpoints_count_before_journals_and_a_finished_training_before_both(tmp_path: Path) -> None:
+    for name, step in (("a", 900), ("b", 1000), ("c", 0)):
+        (tmp_path / name / "checkpoints" / f"checkpoint-{step}").mkdir(parents=True)
+        for file in ("trainer_state.json", "model.safetensors"):
+            (tmp_path / name / "checkpoints" / f"checkpoint-{step}" / file).write_text("{}")
+    (tmp_path / "a" / "generations.part.jsonl").write_text("much")
+    (tmp_path / "c" / "training.json").write_text("{}")
+    assert [folder.name for folder in sorted(tmp_path.iterdir(), key=attempts._reached)] == ["a", "b", "c"]

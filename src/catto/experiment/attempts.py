@@ -4,9 +4,10 @@ Attempts know of each other only by files on the file system that they share. No
 
 1.  An attempt has a fencing token, `<number>-<content>-<random>`, and a folder of its own, `<stage>.part-<token>`. The
     content is what determines the stage (`stages.content`), so work on other inputs is never continued.
-2.  It starts from a copy of the newest earlier attempt: of a training the newest whole checkpoint, of other stages the
-    journal. Files that are never changed are linked, others copied. The copy is made in `<folder>.half` and renamed, so
-    every `.part-` folder is a whole copy, and what a paused attempt still writes goes into its own folder.
+2.  It starts from a copy of the earlier attempt that came furthest: of a training the newest whole checkpoint, of other
+    stages the journal. Files that are never changed are linked, others copied. The copy is made in `<folder>.half` and
+    renamed, so every `.part-` folder with an attempt.json is a whole copy, and what a paused attempt still writes goes
+    into its own folder. If a dead attempt cannot be copied, the new one does not begin.
 3.  `attempt.json` in the folder is its heartbeat: a counter that moves every BEAT seconds, with the progress. The
     attempt is dead if the file says that it has ended, if its process was on this machine and is gone, or if the
     counter did not move for STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An
@@ -19,8 +20,10 @@ Attempts know of each other only by files on the file system that they share. No
     whoever finds it; others are deleted once the stage is there.
 5.  An attempt discards a dead one by renaming it to `.half` first. Should the dead one wake up, it can no longer win:
     what it would link is not there, and nothing creates that file again. If it won just before the rename, the attempt
-    that discards it finds the link and completes it.
-6.  An attempt whose attempt.json is gone has lost: it stops at its next report of progress and deletes what it wrote.
+    that discards it finds the link and completes it. A `.half` folder in which nothing changes for STALE seconds is
+    discarded too.
+6.  An attempt whose attempt.json is gone has lost: it stops at its next report of progress, or when it publishes, and
+    deletes what it wrote. Until then it may create its folder again, which is nobody's start without that file.
 
 A run as a whole says in `running.json`, with the same heartbeat, that it works in a folder, so that a second one is
 refused. That saves work; no result depends on it.
@@ -29,6 +32,7 @@ refused. That saves work; no result depends on it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -78,8 +82,11 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Beat until stopped."""
         while not self._stopped.wait(BEAT):
-            self.beat()
-            self.watch()
+            try:
+                self.beat()
+                self.watch()
+            except Exception:  # without a heart the work would be taken for dead
+                logger.exception("%s", self.path)
 
     def beat(self) -> None:
         """Write the next count; a file that was taken away is not created again."""
@@ -91,10 +98,10 @@ class Heart(threading.Thread):
             with self.path.open("r+", encoding="utf-8") as file:
                 file.write(self.text())
                 file.truncate()
-        except FileNotFoundError:
-            self.lost = True
         except OSError as error:  # a full disk stops the work itself, where it writes
-            logger.warning("%s: %s", self.path, error)
+            self.lost = error.errno in (errno.ENOENT, errno.ESTALE)
+            if not self.lost:
+                logger.warning("%s: %s", self.path, error)
 
     def stop(self) -> None:
         """Stop, so that the file stays as it is."""
@@ -103,9 +110,10 @@ class Heart(threading.Thread):
 
 
 def _host() -> str:
-    """Name the machine and, on Linux, the container whose process numbers these are."""
+    """Name the machine and, on Linux, its boot (clones share a name) and the container of these process numbers."""
     with contextlib.suppress(OSError):
-        return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} {boot} {Path('/proc/self/ns/pid').readlink()}"
     return platform.node()
 
 
@@ -116,6 +124,8 @@ def _started(pid: int) -> str | None:
             os.kill(pid, 0)
         except ProcessLookupError:
             return None
+        except PermissionError:  # another user's
+            pass
         return ""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -153,6 +163,14 @@ class Watch:
         if text and text != before:
             return True
         return False if now - since > STALE else None
+
+    def still(self, folder: Path) -> bool:
+        """Whether no file in a folder came, went or grew for STALE seconds."""
+        now = time.monotonic()
+        text = "\n".join(sorted(f"{path} {path.stat().st_size}" for path in folder.rglob("*")))
+        if folder not in self._seen or self._seen[folder][0] != text:
+            self._seen[folder] = text, now
+        return now - self._seen[folder][1] > STALE
 
 
 @contextlib.contextmanager
@@ -295,11 +313,11 @@ def _delete(folder: Path, final: Path) -> None:
 
 def _discard(root: Path, stage: Stage, folder: Path) -> None:
     """Delete the folder of a dead attempt, or complete it if it has won."""
-    with contextlib.suppress(OSError):  # another attempt discards it, or it wakes up and is renamed
-        folder.rename(_half(folder))
+    with contextlib.suppress(OSError, DataError):  # another attempt discards or completes it, or it wakes up
+        half = folder if folder.suffix == HALF else folder.rename(_half(folder))
         if heartbeat(pointer(root, stage, _token(folder).split("-")[1]))[1].get("token") == _token(folder):
-            settled(root, stage, stages.account(_half(folder))["content"])
-        shutil.rmtree(_half(folder), ignore_errors=True)
+            settled(root, stage, stages.account(half)["content"])
+        _delete(half, place(root, stage))
 
 
 # ---- an attempt -----------------------------------------------------------------------------------------------------
@@ -309,28 +327,41 @@ class Attempt:
     """One attempt at a stage, from its folder to its result; leaving it without `publish` keeps the folder."""
 
     def __init__(self, root: Path, stage: Stage, content: str, source: Path | None = None) -> None:
-        """Begin from the newest earlier attempt, or from the whole files of a finished stage (`source`)."""
+        """Begin from the earlier attempt that came furthest, or from the whole files of a finished stage (`source`)."""
         self.root, self.stage, self.content = root, stage, content
         self.out = _new(root, stage, content)
-        self._watch = Watch()
+        self._watch, self._uncopied = Watch(), set[Path]()
         self.heart = Heart(self.out / ATTEMPT, _token(self.out), self._prune)
         half = _half(self.out)
-        for old in (None,) if source is not None else (*folders(root, stage, content)[::-1], None):
+        try:
+            self._copy_to(half, source)
+            (half / ATTEMPT).stat()  # gone if another attempt took this one for dead and deleted the copy
+            half.rename(self.out)
+        except BaseException:
+            shutil.rmtree(half, ignore_errors=True)
+            raise
+        self.heart.start()
+        self._prune()
+
+    def _copy_to(self, half: Path, source: Path | None) -> None:
+        """Fill the folder that this attempt begins with."""
+        whole = [folder for folder in folders(self.root, self.stage, self.content) if (folder / ATTEMPT).exists()]
+        for old in (None,) if source is not None else (*sorted(whole, key=_reached, reverse=True), None):
             half.mkdir(parents=True)
+            (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
             try:
                 if source is not None:
                     _take(source, half)
                 elif old is not None:
                     _inherit(old, half, self.out)
-                break
-            except (FileNotFoundError, shutil.Error):  # the earlier attempt is alive after all, and moves on
+                return
+            except OSError as error:
                 if old is None:
                     raise
-                shutil.rmtree(half, ignore_errors=True)
-        (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
-        half.rename(self.out)
-        self._prune()
-        self.heart.start()
+                if old.exists() and self._watch.alive(old / ATTEMPT) is False:
+                    raise OSError(f"cannot copy {old}: {error}") from error
+                self._uncopied.add(old)  # it is alive after all and moves on, or was discarded
+                shutil.rmtree(half)
 
     def __enter__(self) -> Attempt:
         return self
@@ -347,13 +378,22 @@ class Attempt:
             raise LostError(LOST)
 
     def _prune(self) -> None:
-        """Discard dead attempts: their checkpoints take space, and what is in them was copied or is of other inputs."""
-        for folder in folders(self.root, self.stage):
-            if folder != self.out and self._watch.alive(folder / ATTEMPT) is False:
+        """Discard dead attempts: their checkpoints take space, and what is in them was copied or is of other inputs.
+
+        One that came further than what was copied is kept for the next attempt.
+        """
+        for folder in {*folders(self.root, self.stage)} - {self.out, *self._uncopied}:
+            if self._watch.alive(folder / ATTEMPT) is False:
                 _discard(self.root, self.stage, folder)
+        for half in (self.root / "stages").glob(f"{self.stage.folder}{PART}*{HALF}"):
+            with contextlib.suppress(OSError):  # what is being copied changes
+                if self._watch.still(half):
+                    _discard(self.root, self.stage, half)
 
     def publish(self, details: Mapping[str, Any]) -> bool:
         """Make this attempt the stage; False if another one is, LostError if another one will be."""
+        if not (self.out / ATTEMPT).exists():
+            raise LostError(LOST)
         for left in self.out.rglob(".*.part"):  # what a killed run was writing
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         if stages.content(self.root, self.stage) != self.content:
@@ -381,6 +421,19 @@ class Attempt:
                 place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
             except FileNotFoundError:  # discarded by another attempt
                 return False
+
+
+def _reached(folder: Path) -> tuple[bool, int, int, str]:
+    """Order attempts by how far they came: trained, the newest whole checkpoint, the journals, the number."""
+    step = journals = 0
+    with contextlib.suppress(OSError):  # it may be discarded meanwhile
+        journals = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+    if (folder / "checkpoints").exists():
+        from catto.training.monitor import newest_complete
+
+        newest = newest_complete(folder / "checkpoints")
+        step = 0 if newest is None else int(newest.name.rpartition("-")[2])
+    return (folder / "training.json").exists(), step, journals, folder.name
 
 
 def _inherit(earlier: Path, half: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TextIO
 
 from catto import files
 from catto.experiment import attempts, stages, steps
-from catto.experiment.attempts import locked
+from catto.experiment.attempts import LostError, locked
 from catto.experiment.stages import LOG, Stage, Work, ordered, place
 from catto.problems import DataError
 from catto.records import Refusal
@@ -132,12 +132,12 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     content = stages.content(root, stage)
     if attempts.settled(root, stage, content):
         return Ending("done")
-    twin = attempts.twin(root, content)
-    if twin is not None and attempts.take_over(root, stage, content, twin):
-        return Ending("unchanged")
     try:
+        twin = attempts.twin(root, content)
+        if twin is not None and attempts.take_over(root, stage, content, twin):
+            return Ending("unchanged")
         attempt = attempts.Attempt(root, stage, content)
-    except OSError as error:
+    except (OSError, LostError, DataError) as error:
         if attempts.settled(root, stage, content):  # by another attempt, which deletes what has begun
             return Ending("done")
         return Ending("failed", f"cannot begin: {error}", root)
@@ -156,6 +156,9 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     except Exception as error:
         if attempts.settled(root, stage, content):  # by another attempt, which deleted the files of this one
             return Ending("done")
+        if isinstance(error, LostError):
+            shutil.rmtree(attempt.out, ignore_errors=True)  # what it created again
+            return Ending("failed", str(error), root)
         log = attempt.out / LOG
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
             traceback.print_exc(file=file)
