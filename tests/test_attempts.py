@@ -11,8 +11,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -505,6 +506,28 @@ def test_a_run_on_another_machine_is_refused_while_its_heart_beats_and_replaced_
         assert json.loads(path.read_text())["pid"] == os.getpid()
     assert now[0] > 200 + attempts.STALE
     assert not path.exists()
+
+
+def test_two_runs_that_find_a_dead_one_do_not_both_work(tmp_path: Path) -> None:
+    """The second pauses before each step of its claim; the first claims the folder meanwhile and works in it."""
+    for at in itertools.count(1):
+        root, inside = tmp_path / str(at), []
+        elsewhere(root / attempts.RUNNING, ended=True)
+
+        def enter(run: AbstractContextManager[None], inside: list[AbstractContextManager[None]] = inside) -> None:
+            with suppress(DataError):
+                run.__enter__()
+                inside.append(run)
+
+        step = Step(at, partial(enter, locked(root)))
+        with step.watching():
+            enter(locked(root))
+        (only,) = inside
+        only.__exit__(None, None, None)
+        assert list(root.iterdir()) == []
+        if not step.reached:
+            break
+    assert at > 3
 
 
 # ---- processes --------------------------------------------------------------------------------------------------

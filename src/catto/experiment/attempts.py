@@ -183,16 +183,20 @@ def locked(root: Path) -> Iterator[None]:
     heart = Heart(path, secrets.token_hex(8))
     with files.writing(path, path):
         root.mkdir(parents=True, exist_ok=True)
+    told = False
     while not _claimed(path, heart.text()):
-        host, pid = (str(heartbeat(path)[1].get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
-        alive = watch.alive(path)
+        record = heartbeat(path)[1]
+        host, pid = (str(record.get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
+        alive, who = watch.alive(path), f"another run (process {pid} on {host})"
         if alive:
-            who = f"another run (process {pid} on {host})"
             raise DataError(root, None, f"{who} is working in this folder; wait for it, or give another --out")
         if alive is None:
+            if not told:
+                logger.warning("%s: waiting up to %.0f s to see whether %s is alive", root, STALE, who)
+            told = True
             time.sleep(min(1.0, BEAT))
         else:
-            path.unlink(missing_ok=True)
+            _unclaim(path, record.get("token"))
     heart.start()
     try:
         yield
@@ -203,11 +207,32 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def _claimed(path: Path, text: str) -> bool:
-    """Create a file with this text; False if there is one."""
-    with files.writing(path, path), contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        return True
-    return False
+    """Create a file with this text, whole; False if there is one."""
+    mine = _beside(path)
+    with files.writing(path, path):
+        try:
+            mine.write_text(text, encoding="utf-8")
+            files.link(mine, path)
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink(missing_ok=True)
+    return True
+
+
+def _unclaim(path: Path, token: str | None) -> None:
+    """Remove the file of a dead run; if another run's has come into its place, that is put back."""
+    aside = _beside(path)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if heartbeat(aside)[1].get("token") != token:
+            with contextlib.suppress(FileExistsError):
+                files.link(aside, path)
+        aside.unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(3)}")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
