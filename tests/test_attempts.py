@@ -431,6 +431,17 @@ def test_a_heart_survives_what_its_watch_raises(
     assert "gone" in caplog.text
 
 
+def test_looking_for_refusals_does_not_scan_the_folder_for_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans, glob = [], Path.glob
+    (tmp_path / "stages").mkdir()
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: scans.append(pattern) or glob(path, pattern))
+    rows = [Stage(f"rows {number}", "rows", StageSettings()) for number in range(20)]
+    assert runner.refused_stages(tmp_path, rows) == []
+    assert len(scans) < 5
+
+
 # ---- who is alive -----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from itertools import pairwise
 from math import ceil
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from catto.experiment.cost import Costs, Network, group, network, took
-from catto.experiment.graph import Graph, find_stage, freeze
+from catto.experiment.graph import Graph, find_stage, freeze, stored
 from catto.experiment.schedule import Job, simulate
 from catto.experiment.stages import Stage, ordered, place, record, write
 from catto.recipe import ModelSettings
@@ -290,6 +291,22 @@ def exported(
     return root, missing
 
 
+def test_a_stage_exported_from_one_of_several_recipes_is_that_recipes(tmp_path: Path, capsys: Capture) -> None:
+    """Recipes that differ in how stages are run share the keys; the one that was used last counts if none is named."""
+    one, two = (load("quickstart", [f"launch.processes={count}"]) for count in (1, 2))
+    key = next(stage.key for stage in ordered([Graph(one).report()]) if stage.kind == "train")
+    for past, recipe in ((300, one), (200, two)):
+        os.utime(freeze(tmp_path, recipe), (time.time() - past,) * 2)
+    freeze(tmp_path, one)
+    assert find_stage(tmp_path, key).settings.launch.processes == 1
+    assert find_stage(tmp_path, key, stored(tmp_path, two).stem).settings.launch.processes == 2
+    told = run(capsys, "stage", tmp_path, key, "--recipe", "0" * 16)
+    assert (told.code, told.err.count(f"no recipe {'0' * 16} is stored here")) == (2, 1)
+    stored(tmp_path, one).write_text('{"name": "old", "no_longer": 1}')
+    told = run(capsys, "stage", tmp_path, key, "--recipe", stored(tmp_path, one).stem)
+    assert (told.code, told.err.count(".json: tasks: missing")) == (2, 1)
+
+
 def test_make_calls_every_missing_stage_after_its_needs(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +317,8 @@ def test_make_calls_every_missing_stage_after_its_needs(
     assert done.returncode == 0, done.stderr
     keys = [call[3] for call in calls(tmp_path)]
     assert all(call[:3] == [str(tmp_path / NAME), "stage", str(root)] for call in calls(tmp_path))
+    (recipe,) = (root / "recipes").iterdir()
+    assert all(call[4:] == ["--recipe", recipe.stem] for call in calls(tmp_path))
     assert sorted(keys) == sorted(missing)
     for at, key in enumerate(keys):
         assert all(need.key in keys[:at] for need in missing[key].needs.values() if need.key in missing)
@@ -351,6 +370,8 @@ def test_slurm_arrays_wait_for_what_they_need(tmp_path: Path, capsys: Capture, m
         finished[number] = known | set(new)
     assert sorted(ran) == sorted(missing)
     assert all(call[:3] == [str(tmp_path / NAME), "stage", str(root)] for call in calls(tmp_path))
+    (recipe,) = (root / "recipes").iterdir()
+    assert all(call[4:] == ["--recipe", recipe.stem] for call in calls(tmp_path))
     named = {script.stem.partition("-")[2] for script in scripts if script.name != "submit.sh"}
     assert named == {stage.kind for stage in missing.values()}
 

@@ -231,11 +231,12 @@ def _stated(values: Sequence[str], known: Iterable[Stage]) -> dict[str, float]:
 def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> None:
     """Write the scripts and the recipe into the experiment's folder, and say how to start them."""
     from catto.experiment.export import makefile, slurm
-    from catto.experiment.graph import freeze
+    from catto.experiment.graph import freeze, stored
     from catto.files import replacing
 
+    name = stored(root, costs.recipe).stem
     with console.refusing(place="--export: "):
-        scripts = slurm(root, missing, costs.resources) if kind == "slurm" else makefile(root, missing)
+        scripts = slurm(root, name, missing, costs.resources) if kind == "slurm" else makefile(root, name, missing)
     freeze(root, costs.recipe)
     for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
         earlier.unlink()

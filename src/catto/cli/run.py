@@ -192,6 +192,10 @@ def stage(
         Path, typer.Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")
     ],
     key: Annotated[str, typer.Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
+    recipe: Annotated[
+        str,
+        typer.Option(metavar="HASH", help="Of several recipes in RUN/recipes, this one.", show_default="used last"),
+    ] = "",
 ) -> None:
     """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.
 
@@ -202,7 +206,7 @@ def stage(
     from catto.experiment.runner import missing_needs, run_stage
     from catto.experiment.stages import done
 
-    wanted = find_stage(folder, key)
+    wanted = find_stage(folder, key, recipe)
     if missing := missing_needs(folder, wanted):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
     if done(folder, wanted):

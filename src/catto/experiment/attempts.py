@@ -498,16 +498,12 @@ def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
     return True
 
 
-def newest(root: Path, stage: Stage) -> Path | None:
-    """Return the folder of a stage, finished or begun; None where there is none."""
-    return next((path for path in (place(root, stage), *folders(root, stage)[::-1]) if path.exists()), None)
-
-
-def reopen(root: Path, stage: Stage) -> Path:
-    """Make a finished stage an attempt again; return the folder of the newest attempt."""
+def reopen(root: Path, stage: Stage) -> list[Path]:
+    """Make a finished stage an attempt again; return the folders of the attempts, any of which may be continued."""
     final = place(root, stage)
     if final.exists():
         final.rename(_new(root, stage, stages.account(final)["content"]))
-    folder = folders(root, stage)[-1]
-    (folder / DONE).unlink(missing_ok=True)
-    return folder
+    found = folders(root, stage)
+    for folder in found:
+        (folder / DONE).unlink(missing_ok=True)
+    return found

@@ -19,9 +19,10 @@ from catto.recipe import Resources
 MOST = 1000
 
 
-def makefile(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first.
+def makefile(root: Path, recipe: str, stages: Sequence[Stage]) -> dict[str, str]:
+    """Return the Makefile: one target a stage, by the name of its folder.
 
+    recipe: the hash of the stored one. stages: what is needed comes first.
     Raises ValueError for a path with a line break, which no Makefile can hold.
     """
     missing = {stage.key: stage.folder for stage in stages}
@@ -31,7 +32,8 @@ def makefile(root: Path, stages: Sequence[Stage]) -> dict[str, str]:
         raise ValueError("a Makefile cannot name a folder with a line break in its path: use another")
     for stage in stages:
         needs = [missing[need.key] for need in stage.needs.values() if need.key in missing]
-        rules.append(f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip() + f"\n\t{command} {stage.key}")
+        called = f"{command} {stage.key} --recipe {recipe}"
+        rules.append(f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip() + f"\n\t{called}")
     head = "# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.\nCATTO ?= catto"
     return {"Makefile": "\n\n".join([head, f".PHONY: all {' '.join(missing.values())}".rstrip(), *rules]) + "\n"}
 
@@ -54,11 +56,11 @@ set -euo pipefail
 keys=(
 {keys}
 )
-{command} "${{keys[$SLURM_ARRAY_TASK_ID]}}"
+{command} "${{keys[$SLURM_ARRAY_TASK_ID]}}" --recipe {recipe}
 """
 
 
-def slurm(root: Path, stages: Sequence[Stage], resources: Callable[[Stage], Resources]) -> dict[str, str]:
+def slurm(root: Path, recipe: str, stages: Sequence[Stage], resources: Callable[[Stage], Resources]) -> dict[str, str]:
     """Return `submit.sh` and one script for each array: the stages of one kind at one depth of the graph.
 
     An array starts when those with its needs have ended, whatever became of each task: a stage without its needs fails
@@ -83,6 +85,7 @@ def slurm(root: Path, stages: Sequence[Stage], resources: Callable[[Stage], Reso
             resources=_directives(resources(members[0])),
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
             command=_command(root, "${CATTO:-catto}"),
+            recipe=recipe,
         )
     return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
 from catto.methods import METHODS, Budget, method
-from catto.problems import DataError, did_you_mean
+from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
 from catto.records import SPLITS, Split, content_hash
@@ -407,25 +408,37 @@ def check_places(source: str, recipe: Recipe) -> None:
 # ---- recipes in an experiment's folder ------------------------------------------------------------------------------
 
 
+def stored(root: Path, recipe: Recipe) -> Path:
+    """Return the place of a recipe in the experiment's folder, named by its hash."""
+    return root / "recipes" / f"{content_hash(recipe.model_dump(mode='json'))}.json"
+
+
 def freeze(root: Path, recipe: Recipe) -> Path:
     """Store a recipe in the experiment's folder, where its stages are found by key whatever becomes of the user's file.
 
     Several recipes may share the folder. A password in the teacher's address is not stored.
     """
-    value = recipe.model_dump(mode="json")
-    path = root / "recipes" / f"{content_hash(value)}.json"
+    path = stored(root, recipe)
     if not path.exists():
-        stages.write(path, value)
+        stages.write(path, recipe.model_dump(mode="json"))
+    os.utime(path)  # the one that was used last
     return path
 
 
-def find_stage(root: Path, key: str) -> Stage:
-    """Return the stage with this key, or the beginning of one, among the recipes that the folder holds."""
-    recipes = sorted((root / "recipes").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
+    """Return the stage with this key, or the beginning of one, of a recipe that the folder holds.
+
+    recipe: its hash, or the beginning of one. Recipes that agree on a stage may differ in how it is run (`launch`, the
+    teacher's address); if none is given, the one that was used last counts.
+    """
+    recipes = sorted((root / "recipes").glob(f"{recipe}*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not recipes:
-        raise DataError(root, None, "no recipe is stored here: `catto run` and `catto plan --export` do that")
+        named = f"no recipe {recipe}" if recipe else "no recipe"
+        raise DataError(root, None, f"{named} is stored here: `catto run` and `catto plan --export` do that")
     for path in recipes:
-        graph = Graph(Recipe.model_validate(read_json(path)))
+        value = read_json(path)
+        with locating(path, value=value):
+            graph = Graph(Recipe.model_validate(value))
         found = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
         if len(found) > 1:
             raise DataError(

@@ -276,11 +276,13 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
     """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
-    refused = []
+    refused, begun = [], attempts.begun(root)
     for stage in ordered(list(goals)):
-        folder = attempts.newest(root, stage)
-        if folder is not None and (requests := refusals(folder)):
-            refused.append((stage, requests))
+        final = place(root, stage)
+        for folder in [final] if final.exists() else sorted(begun.get(stage.folder, ()), reverse=True):
+            if requests := refusals(folder):
+                refused.append((stage, requests))
+                break
     return refused
 
 
@@ -292,4 +294,5 @@ def forget_refused(root: Path, goals: Sequence[Stage]) -> None:
     """
     with locked(root):
         for stage, _ in refused_stages(root, goals):
-            forget_refusals(attempts.reopen(root, stage))
+            for folder in attempts.reopen(root, stage):
+                forget_refusals(folder)
