@@ -149,12 +149,14 @@ def writable_folder(option: str, folder: Path, file: Path | None = None) -> None
         refuse(f"{existing}: no permission to write, needed for {option} {file or folder}")
 
 
-def writable_file(option: str, path: Path, *suffixes: str) -> None:
-    """Refuse a file that cannot be written, or whose name ends in none of the suffixes, where some are given."""
+def writable_file(option: str, path: Path, *suffixes: str, source: Path | None = None) -> None:
+    """Refuse a file that cannot be written, is the source, or ends in none of the suffixes, where some are given."""
     if suffixes and path.suffix.lower() not in suffixes:
         refuse(f"{option}: {path} must end in {', '.join(suffixes)}")
     if path.is_dir():
         refuse(f"{option}: {path} is a folder, expected a file")
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        refuse(f"{option}: {path} is the input: write to another file")
     if path.exists() and not path.is_file():
         refuse(f"{option}: {path} is not a regular file")
     if path.exists() and not os.access(path, os.W_OK):

@@ -80,9 +80,7 @@ def select(
         refuse("--rule and --calibrator: for the final answers that --out writes")
     if out is not None and rule is not None:
         console.check_name("--rule", rule, selection.RULES)
-        console.writable_file("--out", out)
-        if out.exists() and file.exists() and out.samefile(file):
-            refuse(f"--out: {out} is the input: write final answers to another file")
+        console.writable_file("--out", out, source=file)
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:

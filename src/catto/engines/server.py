@@ -136,8 +136,7 @@ class ServerEngine(Engine):
         self.base_url, login = server_address(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
         self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
-        self.api_key_env = api_key_env
-        self.timeout, self.deadline = timeout, deadline
+        self.api_key_env, self.timeout, self.deadline = api_key_env, timeout, deadline
         self.max_retries, self._counts = max_retries, Counter[str]()  # shared by the twins
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
         self._warned = self._reached = False
@@ -215,8 +214,7 @@ class ServerEngine(Engine):
             raise ServerError(f"{self.place}: a first request was refused: {plain.refused}")
         asked, known = MORE_TOPS, ask("", MORE_TOPS)
         if isinstance(known, Refusal):
-            asked = self.top_logprobs or MOST_TOPS
-            known = ask("", asked)
+            known = ask("", asked := self.top_logprobs or MOST_TOPS)
         tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
         tops = min(tops, asked)  # a drawn token outside the best is counted too
         self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
