@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +27,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, StageSettings, place
 from catto.problems import DataError
 from catto.recipe_file import load
+from command import run
 from experiment_world import write_recipe
 from forked import Forked
 
@@ -442,6 +444,19 @@ def test_looking_for_refusals_does_not_scan_the_folder_for_every_stage(
     assert len(scans) < 5
 
 
+def test_attempts_at_shards_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = replace(STAGE, name="shard 1 of 2", whole=STAGE)
+    slow = Attempt(tmp_path, shard, stages.content(tmp_path, shard))
+    whole = replace(STAGE, needs={"shard 1": shard})
+    monkeypatch.setattr(runner, "_work", lambda *_: None)
+    assert runner.run_stage(tmp_path, whole, lambda *_: None, set()).outcome == "done"
+    assert list((tmp_path / "stages").iterdir()) == [place(tmp_path, STAGE)]
+    with slow, pytest.raises(LostError):
+        slow.publish({})
+    assert runner.run_stage(tmp_path, shard, lambda *_: None, set()).outcome == "done"
+    assert list((tmp_path / "stages").iterdir()) == [place(tmp_path, STAGE)]
+
+
 # ---- who is alive -----------------------------------------------------------------------------------------------
 
 
@@ -496,6 +511,24 @@ def test_a_heartbeat_here_is_as_alive_as_its_process(tmp_path: Path) -> None:
     assert Watch().alive(path) is False
 
 
+def test_without_proc_another_users_process_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and exists(path))
+    monkeypatch.setattr(os, "kill", forbidden)
+    assert attempts._started(1) == ""
+
+
+def test_a_heart_whose_file_is_stale_on_its_server_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heart = attempts.Heart(tmp_path / "attempt.json", "t")
+    for number, lost in ((errno.ENOSPC, False), (errno.ESTALE, True)):
+        monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(number, "")))
+        heart.beat()
+        assert heart.lost is lost
+
+
 def test_a_run_on_another_machine_is_refused_while_its_heart_beats_and_replaced_afterwards(
     tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +572,14 @@ def test_two_runs_that_find_a_dead_one_do_not_both_work(tmp_path: Path) -> None:
         if not step.reached:
             break
     assert at > 3
+
+
+def test_windows_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    told = run(capsys, "stage", tmp_path, "0" * 16)
+    assert (told.code, told.err) == (2, "catto: experiments run on Linux and macOS; on Windows, use WSL\n")
 
 
 # ---- processes --------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from catto.cli import main
-from catto.experiment.attempts import Attempt, take_over
+from catto.experiment.attempts import Attempt
 from catto.experiment.graph import Graph
+from catto.experiment.runner import take_over
 from catto.experiment.stages import (
     DONE,
     UNSEALED,

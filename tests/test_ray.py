@@ -254,7 +254,9 @@ def test_what_no_node_has_is_said_before_anything_starts(
         (("--address", "auto"), "--address: needs --on ray"),
         (("--on", "ray", "--address", "localhost:1"), "--address: localhost:1: [Errno 111] Connection refused"),
         (("--on", "ray", "--address", "ray://localhost:1"), "--address: ray://localhost:1: [Errno 111] Connection"),
-        (("--on", "ray", "--address", "here"), "--address: here: invalid literal for int() with base 10: 'here'"),
+        (("--on", "ray", "--address", "here"), "--address: here: expected auto, HOST:PORT or ray://"),
+        (("--on", "ray", "--address", "ray://localhost"), "--address: ray://localhost: expected auto, HOST:PORT"),
+        (("--on", "ray", "--address", "[::1]:1"), "--address: [::1]:1: [Errno "),
     ],
 )
 def test_an_address_without_a_cluster_is_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ def go(
     from catto.experiment.runner import forget_refused, refused_stages, run, set_damaged_aside
     from catto.experiment.stages import done, ordered
 
+    _posix()
     check_places(source, recipe)
     for stage in set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
@@ -112,6 +114,12 @@ def go(
         console.warn(f"not run, since they need what failed: {len(outcome.blocked)} stages")
     if outcome.failed:
         sys.exit(1)
+
+
+def _posix() -> None:
+    """Refuse Windows, which cannot tell whether a process is alive without ending it."""
+    if platform.system() == "Windows":
+        console.refuse("experiments run on Linux and macOS; on Windows, use WSL")
 
 
 def _silence() -> None:
@@ -206,6 +214,7 @@ def stage(
     from catto.experiment.runner import missing_needs, run_stage
     from catto.experiment.stages import done
 
+    _posix()
     wanted = find_stage(folder, key, recipe)
     if missing := missing_needs(folder, wanted):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")

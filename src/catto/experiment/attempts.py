@@ -120,12 +120,11 @@ def _host() -> str:
 def _started(pid: int) -> str | None:
     """Return when a process of this machine started; None where it is gone. A number alone may be another's by now."""
     if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:  # another user's
-            pass
+        with contextlib.suppress(PermissionError):  # another user's
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return None
         return ""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -283,7 +282,10 @@ def twin(root: Path, content: str) -> Path | None:
 
 
 def settled(root: Path, stage: Stage, content: str) -> bool:
-    """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts."""
+    """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts.
+
+    Attempts at its shards are deleted too: once the whole is there, nobody needs them.
+    """
     won = heartbeat(pointer(root, stage, content))[1].get("token")
     winner = root / "stages" / f"{stage.folder}{PART}{won}"
     # Before the stage is looked at: what is moved aside later may be the stage itself, and is not deleted.
@@ -292,12 +294,14 @@ def settled(root: Path, stage: Stage, content: str) -> bool:
     for folder in (*ours, *((winner, _half(winner)) if won else ())):
         if (folder / DONE).exists():
             _move_in(folder, place(root, stage), content)
-    if not _current(place(root, stage), content):
+    whole = stage.whole is not None and stages.done(root, stage.whole)
+    if not whole and not _current(place(root, stage), content):
         return False
     for aside in asides:
         _delete(aside, place(root, stage))
-    for folder in (root / "stages").glob(f"{stage.folder}{PART}*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    for one in (stage, *(need for need in stage.needs.values() if need.whole is not None)):
+        for folder in (root / "stages").glob(f"{one.folder}{PART}*"):
+            shutil.rmtree(folder, ignore_errors=True)
     return True
 
 
@@ -483,19 +487,6 @@ def _take(finished: Path, half: Path) -> None:
     for name in stages.account(finished)["files"]:
         (half / name).parent.mkdir(parents=True, exist_ok=True)
         files.link(finished / name, half / name)
-
-
-def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
-    """Make the stage from the files of a finished one with the same content, if those are whole."""
-    try:
-        stages.check(finished, contents=True)
-    except DataError:
-        return False
-    record = stages.account(finished)
-    details = {name: record[name] for name in stages.DETAILS if name in record}
-    with Attempt(root, stage, content, finished) as attempt:
-        attempt.publish({**details, "taken_over": finished.name})
-    return True
 
 
 def reopen(root: Path, stage: Stage) -> list[Path]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -51,11 +52,14 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
                 task = ray.remote(_run_stage).options(**given)
                 tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
             try:
-                return _follow(root, missing, tasks, display)
+                outcome = _follow(root, missing, tasks, display)
             except BaseException:
                 for task in tasks.values():
                     ray.cancel(task, force=True)
                 raise
+        if not outcome.stopped:  # what the workers finished is read here next
+            runner.unseen(root, goals, "this run")
+        return outcome
 
 
 @contextmanager
@@ -66,11 +70,14 @@ def _connected(address: str | None) -> Iterator[None]:
     where = started if address is None else {"address": address}
     try:
         if address is not None and address != "auto":  # Ray itself would try for many minutes
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=CONNECT).close()
+            place = urlsplit(f"//{address.removeprefix('ray://')}")
+            if not place.hostname or not place.port:
+                raise ValueError("expected auto, HOST:PORT or ray://HOST:PORT")
+            socket.create_connection((place.hostname, place.port), timeout=CONNECT).close()
         ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError("--address", None, f"{address}: {error}") from None
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError("--address", None, f"{address or 'a cluster on this machine'}: {told}") from None
     try:
         yield
     finally:
@@ -92,7 +99,8 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
             try:
                 ending = ray.get(tasks[stage.key])
             except ray.exceptions.RayError as error:
-                ending = Ending("failed", str(getattr(error, "cause", None) or error).splitlines()[0], root)
+                cause = getattr(error, "cause", None) or error
+                ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
             running.start(stage)
             outcome.add(stage, ending)
             display.ended(stage, ending.outcome, running.seconds(stage))

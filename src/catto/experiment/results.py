@@ -135,7 +135,7 @@ def run_report(work: Work[stages.ReportSettings]) -> None:
     from catto.report.build import build
     from catto.report.measuring import steps
 
-    settings, recipe = work.settings, work.settings.recipe.model_dump(mode="json", exclude={"resources"})
+    settings, recipe = work.settings, work.settings.recipe.model_dump(mode="json", exclude={"launch", "resources"})
     questions: dict[str, dict[int, str]] = {}
     for cell in settings.cells:
         questions.setdefault(cell.task, {})[cell.seed] = _path(work.root, cell.questions, "test.jsonl")

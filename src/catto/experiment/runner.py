@@ -134,7 +134,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
         return Ending("done")
     try:
         twin = attempts.twin(root, content)
-        if twin is not None and attempts.take_over(root, stage, content, twin):
+        if twin is not None and take_over(root, stage, content, twin):
             return Ending("unchanged")
         attempt = attempts.Attempt(root, stage, content)
     except (OSError, LostError, DataError) as error:
@@ -168,16 +168,34 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     return Ending("done")
 
 
+def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
+    """Make the stage from the files of a finished one with the same content, if those are whole."""
+    try:
+        stages.check(finished, contents=True)
+    except DataError:
+        return False
+    record = stages.account(finished)
+    details = {name: record[name] for name in stages.DETAILS if name in record}
+    with attempts.Attempt(root, stage, content, finished) as attempt:
+        attempt.publish({**details, "taken_over": finished.name})
+    return True
+
+
 def missing_needs(root: Path, stage: Stage) -> list[str]:
-    """Return the names of needs that are not done.
+    """Return the names of needs that are not done, after waiting for them."""
+    return unseen(root, list(stage.needs.values()), stage.name)
+
+
+def unseen(root: Path, wanted: Sequence[Stage], name: str) -> list[str]:
+    """Return the names of stages that are not done. name: of what waits for them.
 
     A network file system may show what another machine has just finished up to a minute later, so this waits for it.
     """
     deadline = time.monotonic() + LATE
-    while missing := [need.name for need in stage.needs.values() if not stages.done(root, need)]:
+    while missing := [stage.name for stage in wanted if not stages.done(root, stage)]:
         if time.monotonic() > deadline:
             break
-        logger.warning("%s waits up to %.0f s for %s", stage.name, deadline - time.monotonic(), missing[0])
+        logger.warning("%s waits up to %.0f s for %s", name, deadline - time.monotonic(), missing[0])
         time.sleep(min(5.0, LATE))
     return missing
 
