@@ -297,7 +297,8 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
     refused, begun = [], attempts.begun(root)
     for stage in ordered(list(goals)):
         final = place(root, stage)
-        for folder in [final] if final.exists() else sorted(begun.get(stage.folder, ()), reverse=True):
+        unfinished = attempts.folders(root, stage)[::-1] if stage.folder in begun else []
+        for folder in [final] if final.exists() else unfinished:
             if requests := refusals(folder):
                 refused.append((stage, requests))
                 break
