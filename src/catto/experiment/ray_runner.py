@@ -66,6 +66,7 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
 def _connected(address: str | None) -> Iterator[None]:
     """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
+    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # else a stage that needs more memory runs for ever
     started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
     where = started if address is None else {"address": address}
     try:
