@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from catto import files
 from catto.files import library_versions, manifest_path, read_manifest
@@ -78,7 +78,7 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     return LabelTable(filled, np.array(places["label"]), gold)
 
 
-class FitNotes(Record, extra="ignore"):
+class FitNotes(BaseModel, extra="ignore", frozen=True):
     """What the manifest of a calibrator notes: what it reads, the file and the questions it was fitted on."""
 
     on: On = "confidence"

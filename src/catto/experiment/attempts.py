@@ -23,7 +23,7 @@ Attempts know of each other only by files on the file system that they share. No
     that discards it finds the link and completes it. A `.half` folder in which nothing changes for STALE seconds is
     discarded too.
 6.  An attempt whose attempt.json is gone has lost: it stops at its next report of progress, or when it publishes, and
-    deletes what it wrote. Until then it may create its folder again, which is nobody's start without that file.
+    deletes what it wrote. Until then it may create its folder again, from which no attempt starts without that file.
 
 A run as a whole says in `running.json`, with the same heartbeat, that it works in a folder, so that a second one is
 refused. That saves work; no result depends on it.
@@ -284,7 +284,7 @@ def twin(root: Path, content: str) -> Path | None:
 def settled(root: Path, stage: Stage, content: str) -> bool:
     """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts.
 
-    Attempts at its shards are deleted too: once the whole is there, nobody needs them.
+    Attempts at its shards are deleted too: once the whole is there, they are not needed.
     """
     won = heartbeat(pointer(root, stage, content))[1].get("token")
     winner = root / "stages" / f"{stage.folder}{PART}{won}"
@@ -328,7 +328,7 @@ def _move_in(folder: Path, final: Path, content: str) -> None:
     with contextlib.suppress(OSError):
         folder.rename(final)
     files.sync_folder(final.parent)
-    if not _current(aside, content):
+    if aside.exists() and not _current(aside, content):
         _delete(aside, final)
 
 
