@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -81,6 +82,17 @@ def test_certificates_that_are_not_there_are_one_line(monkeypatch: pytest.Monkey
     certificates.cache_clear()
     with pytest.raises(ServerError, match="No such file"):
         list(ServerEngine("http://127.0.0.1:9/v1", "m").generate([request()]))
+
+
+def test_no_further_request_is_sent_while_an_answer_waits_to_be_taken() -> None:
+    """A caller that is slow to count must not pay for more than it has seen."""
+    with OpenAIServer(by_seed) as server:
+        arriving = engine(server, concurrency=1).generate([request(i) for i in range(6)])
+        for taken in range(1, 4):
+            next(arriving)
+            time.sleep(0.2)  # enough for many requests on loopback
+            assert len(server.seen) == taken
+        arriving.close()  # type: ignore[attr-defined]
 
 
 def test_done_keys_are_not_asked() -> None:
