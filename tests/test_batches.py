@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.prompts import common_tokens
 from catto.training.batches import Batch, Query, Row, block_mask, build, dense_mask
 
 PAD = 0
@@ -46,12 +47,32 @@ def test_packed_layout_worked_by_hand() -> None:
     batch = build(ROWS, QUERIES, 3, PAD, shared=True, packed=True)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
-    assert batch.sequences.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1]]
+    assert batch.sequences.tolist() == [[1, 1, 1, 1, 1, 1, 2, 2]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
     assert batch.targets.tolist() == [4, 5, 8, 6]
     assert batch.source.tolist() == [[0, 2], [0, 3], [0, 6], [0, 2]]
     assert batch.place.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
     assert batch.query_source.tolist() == [[0, 5], [0, 2]]
+
+
+def test_common_beginning_worked_by_hand() -> None:
+    """Prompts [1 2 3] and [1 2 4] begin alike: [1 2 | 3 | 5 6 | 7 | 4 | 8], and 4 does not see what follows the first.
+
+    The responses of the first prompt, [5 6] and [7], go on from position 3, as does [8] of the second.
+    """
+    rows = [Row([1, 2, 3], [5, 6]), Row([1, 2, 4], [8]), Row([1, 2, 3], [7])]
+    batch = build(rows, [Query(1, 0, [31])], 3, PAD, shared=True, packed=True, balanced=2)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 4, 8]]
+    assert batch.sequences.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3]]
+    assert batch.counts.tolist() == [[2, 2, 1, 1, 1, 0, 1, 1]]
+    assert batch.source.tolist() == [[0, 2], [0, 3], [0, 6], [0, 2]]
+    assert batch.place.tolist() == [[0, 2], [0, 3], [1, 2], [2, 2]]
+    assert batch.query_source.tolist() == [[0, 6]]
+    seen = dense_mask(batch, torch.float32)[0, 0] == 0
+    assert seen[6].int().tolist() == [1, 1, 0, 0, 0, 0, 1, 0]
+    assert seen[5].int().tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
 
 
 def test_mask_worked_by_hand() -> None:
@@ -79,7 +100,7 @@ def test_mask_is_additive_and_finite(dtype: torch.dtype) -> None:
 
 _ids = st.integers(1, 9)
 _rows = st.lists(
-    st.builds(Row, st.sampled_from([[1], [1, 2], [2, 1, 3], [4, 4]]), st.lists(_ids, max_size=4)),
+    st.builds(Row, st.sampled_from([[1], [1, 2], [1, 2, 5], [2, 1, 3], [4, 4]]), st.lists(_ids, max_size=4)),
     min_size=1,
     max_size=6,
 )
@@ -120,8 +141,10 @@ def test_sharing_computes_each_prompt_once(rows: list[Row]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(rows=_rows, shared=st.booleans())
 def test_packing_leaves_no_padding(rows: list[Row], shared: bool) -> None:
+    """With sharing, all sequences but one also lose the beginning that all prompts have."""
     padded, packed = (build(rows, [], len(rows), PAD, shared=shared, packed=packed) for packed in (False, True))
-    assert packed.input_ids.shape == (1, int(padded.attention_mask.sum()))
+    again = (len(padded.input_ids) - 1) * common_tokens(row.prompt for row in rows) if shared else 0
+    assert packed.input_ids.shape == (1, int(padded.attention_mask.sum()) - again)
     assert packed.attention_mask.all()
 
 

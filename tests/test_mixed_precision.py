@@ -11,7 +11,6 @@ import torch
 from datasets import load_from_disk
 from peft import LoraConfig
 from torch import Tensor
-from transformers import TrainingArguments
 
 import pairs
 from catto.engines import Context
@@ -22,7 +21,7 @@ from catto.training import model_forward as head
 from catto.training import monitor
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.tokenize import examples
 from steps import made
 from tiny import tiny_model, tiny_tokenizer
@@ -209,7 +208,7 @@ def test_statistics_of_rcft_are_fp32_in_autocast(
         logits.append((dense[list(label)].clone(), torch.tensor(scores.logprobs)))
         return [0.3, 0.6, 0.9], [True, False, True]
 
-    args = TrainingArguments(
+    args = SupervisedConfig(
         str(tmp_path), bf16=True, use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
     )
     trainer = SupervisedTrainer(
@@ -232,7 +231,7 @@ def _moved(weights: torch.dtype, bf16: bool, folder: Path) -> Tensor:
     """How far 200 steps of AdamW at 5e-7 move every weight of deviation 0.02."""
     model = tiny_model(num_hidden_layers=1, initializer_range=0.02).to(weights)
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().float()
-    args = TrainingArguments(
+    args = SupervisedConfig(
         str(folder),
         bf16=bf16,
         use_cpu=True,

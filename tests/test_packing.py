@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import TrainingArguments
 from transformers.integrations import flex_attention as transformers_flex
 from trl import DPOConfig
 
 import pairs
+from catto.prompts import common_tokens
 from catto.training import model_forward as head
 from catto.training.batches import Row, block_mask, build
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
-from catto.training.supervised import SupervisedTrainer
+from catto.training.supervised import SupervisedConfig, SupervisedTrainer
 from catto.training.tokenize import examples
 from steps import Step, distance, lora, made, step
 from tiny import tiny_model, tiny_tokenizer
@@ -104,7 +104,10 @@ def test_no_padding_goes_through_the_layers(shared: bool) -> None:
     packed.trainer.compute_loss(packed.trainer.model, packed.trainer._prepare_inputs(packed.batch))
     rows = [(row[mask].tolist(), int(kept.sum())) for row, mask, kept in _batch_rows(packed.batch)]
     prompts = {tuple(ids[:-kept]) for ids, kept in rows}
-    tokens = sum(map(len, prompts)) + sum(kept for _, kept in rows) if shared else sum(len(ids) for ids, _ in rows)
+    tokens = sum(len(ids) for ids, _ in rows)
+    if shared:  # each prompt once, and what all of them begin with once
+        again = (len(prompts) - 1) * common_tokens(prompts)
+        tokens = sum(map(len, prompts)) - again + sum(kept for _, kept in rows)
     assert shapes == [(1, tokens)]
     assert tokens < packed.batch["input_ids"].numel()
 
@@ -148,7 +151,7 @@ def test_cuda_packs_supervised_examples_too(tmp_path: Any) -> None:
     rows = examples(tiny_tokenizer(), pairs.sft_rows(4))
     losses = []
     for model in (tiny_model(), tiny_model(attn_implementation="eager")):
-        args = TrainingArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=4, report_to="none")
+        args = SupervisedConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=4, report_to="none")
         trainer = SupervisedTrainer(model, args, rows, tiny_tokenizer())
         batch = next(iter(trainer.get_train_dataloader()))
         losses.append(trainer.compute_loss(trainer.model, batch))

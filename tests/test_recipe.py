@@ -76,8 +76,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"methods": []}, "methods: expected at least 1 entry"),
     ({"budgets": []}, "budgets: expected at least 1 entry"),
     ({"preference": {"trl": {"betta": 0.1}}}, "preference.trl.betta: not a keyword of CATTOConfig; did you mean beta?"),
-    ({"sft": {"trl": {"beta": 0.1}}}, "sft.trl.beta: not a keyword of TrainingArguments"),
-    ({"rcft": {"trl": {"warmup_step": 5}}}, "rcft.trl.warmup_step: not a keyword of TrainingArguments; did you mean"),
+    ({"sft": {"trl": {"beta": 0.1}}}, "sft.trl.beta: not a keyword of SupervisedConfig"),
+    ({"rcft": {"trl": {"warmup_step": 5}}}, "rcft.trl.warmup_step: not a keyword of SupervisedConfig; did you mean"),
     ({"model": {"path": "x", "peft": {"lora_alfa": 4}}}, "model.peft.lora_alfa: not a keyword of LoraConfig; did you"),
     ({"model": {"path": "x", "peft": {"task_type": "X"}}}, "model.peft.task_type: is always CAUSAL_LM"),
     ({"preference": {"trl": {"beta": "1e-1"}}}, "preference.trl.beta: '1e-1' is text in YAML; write 1.0e-01"),
@@ -178,11 +178,11 @@ def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
     from peft import LoraConfig
-    from transformers import TrainingArguments
 
     from catto import CATTOConfig
+    from catto.training.supervised import SupervisedConfig
 
-    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, TrainingArguments, CATTOConfig)}
+    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, SupervisedConfig, CATTOConfig)}
     assert keywords(config) == {one.name for one in fields(classes[config])}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
@@ -17,7 +17,7 @@ from catto.metrics import errors
 from catto.prompts import completion
 from catto.records import Message
 from catto.training.monitor import keeping, label_logprobs, measure
-from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.tokenize import Example, Label, examples, row_ids
 from pairs import sft_rows
 from tiny import tiny_model, tiny_tokenizer
@@ -26,7 +26,7 @@ from tokenizer_kinds import kinds
 TOKENIZER = tiny_tokenizer()
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
+def arguments(folder: Path, **options: Any) -> SupervisedConfig:
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 8,
@@ -42,7 +42,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         "dataloader_pin_memory": False,
         "seed": 5,
     }
-    return TrainingArguments(**{**settings, **options})
+    return SupervisedConfig(**{**settings, **options})
 
 
 def weights(model: Any) -> torch.Tensor:

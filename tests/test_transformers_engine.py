@@ -12,7 +12,7 @@ import torch
 from catto.engines import Request
 from catto.engines.transformers import TransformersEngine, pack
 from catto.problems import DataError
-from catto.prompts import prompt_ids
+from catto.prompts import common_tokens, prompt_ids
 from engine_cases import (
     BATCH_SIZES,
     TOKENIZER,
@@ -75,8 +75,24 @@ def test_a_prompt_runs_once_for_its_samples() -> None:
     requests = ragged_requests(questions=2, samples=8, max_tokens=3, temperature=1.0)
     with forwards(model.model.embed_tokens) as shapes:
         list(TransformersEngine(model, TOKENIZER).generate(requests))
-    widths = [len(prompt_ids(TOKENIZER, request.messages)) for request in requests]
-    assert shapes == [(2, max(widths), 32), (16, 1, 32), (16, 1, 32)]
+    prompts = {prompt_ids(TOKENIZER, request.messages) for request in requests}
+    common, width = common_tokens(prompts), max(map(len, prompts))
+    assert 0 < common < width
+    assert shapes == [(1, common, 32), (2, width - common, 32), (16, 1, 32), (16, 1, 32)]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_what_prompts_share_runs_once_only_where_every_layer_sees_the_whole_context(arch: str) -> None:
+    """A windowed layer would count the padding between the shared tokens and the rest; responses are dense ones."""
+    model = tiny_model(arch=arch)
+    requests = ragged_requests(questions=4, samples=1, max_tokens=4)
+    with forwards(model.model.embed_tokens) as shapes:
+        together = tokens_of(TransformersEngine(model, TOKENIZER).generate(requests))
+    alone = [tokens_of(TransformersEngine(model, TOKENIZER).generate([request])) for request in requests]
+    assert together == {key: ids for one in alone for key, ids in one.items()}
+    prompts = [prompt_ids(TOKENIZER, request.messages) for request in requests]
+    rest = max(map(len, prompts)) - (common_tokens(prompts) if arch == "qwen3" else 0)
+    assert shapes[1][:2] == (4, rest)
 
 
 def test_a_finished_row_leaves_the_batch() -> None:
@@ -113,7 +129,8 @@ def test_a_finished_batch_is_not_run_again() -> None:
         assert shapes == []
         assert len(list(engine.generate(requests, first_batch))) == 6
         assert sum(shape[0] for shape in shapes if shape[0] > 4) == 0
-        assert len(shapes) == 2 * requests[0].max_tokens
+        # Two batches, the first of which has two prompts and runs what they share in a forward of its own.
+        assert len(shapes) == 2 * requests[0].max_tokens + 1
 
 
 def test_batches_hold_whole_questions_longest_first() -> None:

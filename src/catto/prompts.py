@@ -233,6 +233,18 @@ def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
     return ids
 
 
+def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """How many first tokens all prompts share, so that they can run once; each prompt keeps a last token of its own.
+
+    >>> common_tokens([(1, 2, 3), (1, 2, 4, 5)]), common_tokens([(1, 2), (1, 2, 3)]), common_tokens([(1, 2)])
+    (2, 1, 0)
+    """
+    different = {tuple(prompt) for prompt in prompts}
+    first, last = min(different), max(different)  # what these two share, all those between them share too
+    limit = min(map(len, different)) - 1 if len(different) > 1 else 0
+    return next((n for n in range(limit) if first[n] != last[n]), max(limit, 0))
+
+
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
     """Put the system text before the first user's text, for templates without a system role."""
     if not chat or chat[0].role != "system":

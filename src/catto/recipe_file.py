@@ -27,7 +27,7 @@ TOO_MANY = f"holds more than {MOST_VALUES:,} values, with aliases expanded"
 _TRAINING = ("transformers training_args.py TrainingArguments",)
 # Configuration -> the classes whose fields it has: package, file, class.
 CONFIGS = {
-    "TrainingArguments": _TRAINING,
+    "SupervisedConfig": ("catto training/supervised.py SupervisedConfig", *_TRAINING),
     "CATTOConfig": (
         "catto training/config.py CATTOConfig",
         "trl trainer/dpo_config.py DPOConfig",
@@ -82,7 +82,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         for name, block in recipe.tasks.items()
     }
     recipe = recipe.model_copy(update={"tasks": tasks})
-    passed = [(f"{name}.trl", "TrainingArguments", getattr(recipe, name).trl) for name in ("sft", "rcft")]
+    passed = [(f"{name}.trl", "SupervisedConfig", getattr(recipe, name).trl) for name in ("sft", "rcft")]
     passed += [("preference.trl", "CATTOConfig", recipe.preference.trl)]
     passed += [("model.peft", "LoraConfig", recipe.model.peft or {})]
     for block, config, given in passed:
@@ -186,7 +186,7 @@ def keywords(config: str) -> frozenset[str]:
 
     They are the annotated names in the class's source: importing it would import torch, which takes seconds.
 
-    >>> "num_train_epochs" in keywords("TrainingArguments")
+    >>> "num_train_epochs" in keywords("SupervisedConfig")
     True
     """
     names: set[str] = set()

@@ -5,8 +5,9 @@ distribution at it. No random state is shared, so the other requests of the batc
 run was killed change nothing but float noise: a token can flip only where the number falls within about 1e-6 of a
 boundary between two tokens.
 
-The head runs in fp32, on the last position only, and each prompt runs once for all of its samples. The hidden states
-that go into the head may be kept: with them the head alone gives the logits of any position again.
+The head runs in fp32, on the last position only. Each prompt runs once for all of its samples, and what the prompts of
+a batch begin with runs once for all of them. The hidden states that go into the head may be kept: with them the head
+alone gives the logits of any position again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from catto.engines import Request, stop_end
+from catto.prompts import common_tokens
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
 PAD = 0
@@ -197,14 +199,28 @@ class Cached:
     _cache: Any = None  # the model makes the kind that it needs
 
     def __init__(self, network: Any, head: Head, prompts: Sequence[Sequence[int]]) -> None:
-        """Run the prompts, padded on the left; equal lengths need no mask, which is the faster path."""
+        """Run what all prompts begin with once, then the rest of each, padded on the left.
+
+        Equal lengths need no mask, which is the faster path. A layer that is windowed or recurrent counts the padding
+        between the beginning and the rest, so a network with such a layer runs every prompt whole.
+        """
         self._network, self._head = network, head
-        width = max(len(prompt) for prompt in prompts)
-        pads = [width - len(prompt) for prompt in prompts]
-        masks = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads], device=network.device)
-        self._mask = masks if any(pads) else None
-        ids = [[*[PAD] * pad, *prompt] for pad, prompt in zip(pads, prompts, strict=True)]
-        self.step(torch.tensor(ids, device=network.device))
+        self._mask: Tensor | None = None
+        common = prompts[0][: common_tokens(prompts)]
+        if common:
+            self.step(torch.tensor([common], device=network.device))
+            if all(type(layer) is DynamicLayer for layer in self._cache.layers):
+                self.select([0] * len(prompts))
+            else:
+                common, self._cache = (), None
+        rests = [prompt[len(common) :] for prompt in prompts]
+        width = max(map(len, rests))
+        pads = [width - len(rest) for rest in rests]
+        if any(pads):
+            seen = [[1] * len(common) + [0] * pad + [1] * (width - pad) for pad in pads]
+            self._mask = torch.tensor(seen, device=network.device)
+        ids = [[*[PAD] * pad, *rest] for pad, rest in zip(pads, rests, strict=True)]
+        self._run(torch.tensor(ids, device=network.device))
         # Plain layers only: windowed, recurrent, quantized and shared ones have their own ways.
         layers = self._cache.layers
         for place, layer in enumerate(layers):
@@ -220,11 +236,15 @@ class Cached:
         self._mask = self._mask[indices] if self._mask is not None else None
 
     def step(self, ids: Tensor) -> None:
-        """Append tokens to every row: (B, T) ids. Positions count real tokens, so padding does not move a prompt."""
+        """Append tokens to every row: (B, T) ids."""
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
+        self._run(ids)
+
+    def _run(self, ids: Tensor) -> None:
+        """Run tokens that the mask covers. Positions count real tokens, so padding does not move a prompt."""
         padding = {}
         if self._mask is not None:
-            if self._cache is not None:
-                self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
             positions = (self._mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
             padding = {"attention_mask": self._mask, "position_ids": positions}
         out = self._network(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **padding)

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from catto.experiment import launch
 from catto.experiment.stages import TrainSettings, Work, write
@@ -32,7 +32,7 @@ from catto.training.config import CATTOConfig
 from catto.training.models import scratch_model, word_tokenizer
 from catto.training.monitor import LAST, keeping, newest_complete
 from catto.training.preference import CATTOTrainer
-from catto.training.supervised import RcftBins, SupervisedTrainer
+from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.tokenize import Example, examples, fitting, labelled, pair_tokens, preference_columns, tokenised
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def _supervised(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     validation = _validation(job, watched, tokenizer) if watched in job.inputs else []
     trainer = SupervisedTrainer(
         model,
-        TrainingArguments(**_arguments(job, monitored=bool(validation))),
+        SupervisedConfig(**_arguments(job, monitored=bool(validation))),
         drawn,
         tokenizer,
         validation=validation,

@@ -3,7 +3,8 @@
 With sharing, the responses to one prompt follow it in a single sequence, [prompt | y1 | y2 | ...]: every response sees
 the prompt and itself, and its positions continue from the prompt's end. The last prompt position then predicts the
 first token of several responses, so targets are not aligned with positions: each names the position that predicts it.
-Packed, the sequences follow each other in one line and see nothing of each other, so no token is padding.
+Packed, the sequences follow each other in one line and see nothing of each other, so no token is padding. Shared and
+packed, the line opens with what all prompts begin with, most often the system message: it is computed once too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from catto.prompts import common_tokens
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
@@ -47,7 +50,7 @@ class Batch:
     lengths: list[int]  # scored tokens of each scored row
     input_ids: Tensor  # (G, S)
     segments: Tensor  # (G, S): 0 the prompt, k > 0 its k-th response, -1 padding
-    sequences: Tensor  # (G, S): which sequence a token is of, -1 padding
+    sequences: Tensor  # (G, S): 0 the beginning that all prompts share, k > 0 the k-th sequence, -1 padding
     position_ids: Tensor  # (G, S)
     counts: Tensor  # (G, S): in how many of the balanced rows each token is
     source: Tensor  # (N, 2): (line, column) that predicts each scored token
@@ -93,11 +96,14 @@ def build(
 ) -> Batch:
     """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
 
-    shared: compute each prompt once. packed: one line for all sequences, without padding.
+    shared: compute each prompt once. packed: one line for all sequences, without padding. Both: compute the beginning
+    that all prompts share once too; each prompt keeps at least one token of its own, which predicts its responses.
     balanced: how many of the first rows count in a mixture of experts' load balancing; None: all that are scored.
     """
     balanced = scored if balanced is None else balanced
     arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
+    common = arrays[0][0][: common_tokens(prompt.tolist() for prompt, _ in arrays) if shared and packed else 0]
+    arrays = [[prompt[len(common) :], completion] for prompt, completion in arrays]
     numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
     sizes: list[int] = []  # tokens of each sequence
     seats = []  # of each row: its sequence and where its completion begins there
@@ -108,9 +114,13 @@ def build(
         seats.append((sequence, sizes[sequence]))
         sizes[sequence] += len(completion)
     # Of each sequence: its line and where it begins there.
-    starts = [(0, sum(sizes[:n])) for n in range(len(sizes))] if packed else [(n, 0) for n in range(len(sizes))]
-    shape = (1, sum(sizes)) if packed else (len(sizes), max(sizes))
+    starts = [(0, len(common) + sum(sizes[:n])) if packed else (n, 0) for n in range(len(sizes))]
+    shape = (1, len(common) + sum(sizes)) if packed else (len(sizes), max(sizes))
     input_ids, segments, sequences, positions, counts = (np.full(shape, value) for value in (pad, -1, -1, 0, 0))
+    if len(common):
+        opening = 0, slice(len(common))
+        input_ids[opening], segments[opening], sequences[opening] = common, 0, 0
+        positions[opening], counts[opening] = np.arange(len(common)), min(balanced, len(rows))
     responses = [0] * len(sizes)
     tokens = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
     for number, ((prompt, completion), (sequence, start)) in enumerate(zip(arrays, seats, strict=True)):
@@ -119,13 +129,13 @@ def build(
         parts = ((prompt, 0, 0, 0), (completion, start, len(prompt), responses[sequence]))
         for ids, begin, position, segment in parts:
             span = line, slice(origin + begin, origin + begin + len(ids))
-            input_ids[span], segments[span], sequences[span] = ids, segment, sequence
-            positions[span] = np.arange(position, position + len(ids))
+            input_ids[span], segments[span], sequences[span] = ids, segment, sequence + 1
+            positions[span] = len(common) + np.arange(position, position + len(ids))
             counts[span] += number < balanced
         if number < scored:
             source = np.arange(start - 1, start + len(completion) - 1)
             source[:1] = len(prompt) - 1  # the prompt's end predicts the first token
-            place = np.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+            place = len(common) + np.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
             table = np.stack(np.broadcast_arrays(line, origin + source, number, place, completion))
             tokens.append(table if len(prompt) else table[:, 1:])  # nothing predicts a first token without a prompt
     joined = np.concatenate(tokens, axis=1)
@@ -133,7 +143,7 @@ def build(
     for query in queries:
         sequence, start = seats[query.row]
         line, origin = starts[sequence]
-        following = start + query.token if query.token else len(rows[query.row].prompt)
+        following = start + query.token if query.token else len(arrays[query.row][0])
         sources.append((line, origin + following - 1))
     return Batch(
         rows=rows,
@@ -167,14 +177,14 @@ def padded(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
 def visible(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
     """Whether a token may look at another, by (line, head, its column, the other's column), each a tensor or a number.
 
-    A token sees what comes before it in its sequence's prompt and in its own response. Padding sees itself, else its
-    row of the softmax has nothing to sum.
+    A token sees what comes before it in the common beginning, in its sequence's prompt and in its own response. Padding
+    sees itself, else its row of the softmax has nothing to sum.
     """
     segments, sequences = batch.segments, batch.sequences
 
     def seen(g: Any, h: Any, q: Any, k: Any) -> Any:
         own = (segments[g, k] == 0) | (segments[g, k] == segments[g, q])
-        together = (sequences[g, k] == sequences[g, q]) & (sequences[g, k] >= 0)
+        together = (sequences[g, k] == 0) | ((sequences[g, k] == sequences[g, q]) & (sequences[g, k] > 0))
         return ((q >= k) & own & together) | (q == k)
 
     return seen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,23 @@ def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bo
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
     queries = label_queries(examples) if reads_labels else []
     rows = [example.row for example in examples]
-    batch = build(rows, queries, len(rows), pad, shared=False, packed=packed)
+    batch = build(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
     # `shift_labels`, since Transformers leaves the first of `labels` out of its count
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
+
+
+@dataclass
+class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
+    """Transformers' arguments, with TRL's name for a layout of the batch."""
+
+    padding_free: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether rows are packed into one line, which opens with what their prompts share, and not padded. "
+            "None: on CUDA, where FlexAttention runs."
+        },
+    )
 
 
 class SupervisedTrainer(Monitored):
@@ -49,7 +63,7 @@ class SupervisedTrainer(Monitored):
     def __init__(
         self,
         model: Any,
-        args: TrainingArguments,
+        args: SupervisedConfig,
         examples: Sequence[Example],
         processing_class: Any,
         *,
@@ -64,7 +78,12 @@ class SupervisedTrainer(Monitored):
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
         model_forward.install(model)
-        packed = model_forward.sharing_obstacle(model) is None and model_forward.skips_blocks(model, args.device)
+        obstacle = model_forward.sharing_obstacle(model)
+        if args.padding_free and obstacle:
+            logger.warning("padding_free is off: %s", obstacle)
+        packed = obstacle is None and model_forward.skips_blocks(model, args.device)
+        if args.padding_free is not None:
+            packed = obstacle is None and args.padding_free
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
         with evaluating_without_dataset(args, validation):
             super().__init__(
