@@ -15,7 +15,7 @@ JOBS ?= 2
 MINUTES ?= 10
 SEED ?=
 
-.PHONY: test test-all fuzz lint wheel docs format install quickstart clean help
+.PHONY: test test-all fuzz lint wheel docs format install quickstart results clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,6 +40,9 @@ test-all: install ## run everything, also what needs a browser and the benchmark
 
 fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); SEED=n repeats one round
 	$(BIN)/python tests/fuzz.py $(MINUTES) $(SEED)
+
+results: install ## write the tables and figures of docs/results.md from the study's summary
+	$(BIN)/python docs/study/study.py write
 
 quickstart: install ## the whole comparison on the embedded world: tables and a page
 	$(BIN)/catto run quickstart

@@ -1,0 +1,258 @@
+"""The study's summary: collect it from finished runs, and write docs/results.md and its figures from it.
+
+    python docs/study/study.py collect RUN ...    # adds the cells of finished runs to docs/study/summary
+    python docs/study/study.py write              # `make results`
+
+The summary holds one small file of predictions for each method, task and seed, without texts, and `results.json`, which
+lists them with how each model was trained. A page has blocks between `<!-- begin NAME -->` and `<!-- end NAME -->`;
+everything in them is written here, everything around them by hand.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from catto.files import read_json, read_records, replacing, replacing_bytes
+from catto.measure import MeasureSettings, Sources, compare_runs
+from catto.methods import KNOBS, METHODS, SCALED, order
+from catto.metrics.binning import reliability
+from catto.metrics.catalogue import METRICS, Versus, holm
+from catto.records import Prediction
+from catto.report.build import read
+from catto.report.drawing import write_figure
+from catto.report.measuring import Answered, measure_results
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
+from catto.report.reliability import Panel, reliability_figure
+from catto.report.tables import method_title, setting_title, task_order, task_title
+
+HERE = Path(__file__).parent
+SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
+PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+outcome+ts")
+DIGITS = 6  # of a stored confidence
+DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
+
+
+# ---- collecting ------------------------------------------------------------------------------------------------------
+
+
+def collect(runs: Sequence[Path]) -> Results:
+    """Add the cells of every report in the runs to the summary; a cell that is there already is replaced."""
+    known = {_name(cell): cell for cell in _summary().cells} if (SUMMARY / "results.json").exists() else {}
+    found: list[Results] = []
+    for run in runs:
+        reports = sorted(run.glob("stages/*/results.json"), key=lambda path: path.stat().st_mtime)
+        if not reports:
+            raise SystemExit(f"{run}: holds no finished report")
+        for path in reports:
+            found.append(Results.model_validate(read_json(path)))
+            knobs = found[-1].recipe["preference"]["trl"]
+            for cell in found[-1].cells:
+                stored = _stored(cell.model_copy(update={"method": _variant(cell.method, knobs)}), run)
+                known[_name(stored)] = stored
+    newest = found[-1]
+    cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
+    evaluation = {
+        "evaluation": newest.recipe["evaluation"]
+    }  # the rest of a recipe holds paths of the machine it ran on
+    summary = newest.model_copy(update={"recipe": evaluation, "cells": tuple(cells), "questions": {}})
+    with replacing(SUMMARY / "results.json") as file:
+        file.write(summary.model_dump_json(indent=1) + "\n")
+    return summary
+
+
+def _summary() -> Results:
+    return Results.model_validate(read_json(SUMMARY / "results.json"))
+
+
+def _variant(name: str, settings: Mapping[str, Any]) -> str:
+    """The method with the options of its term that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
+    calibration = METHODS[name.removesuffix(SCALED)].calibration
+    knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
+    return "-".join([name, *(f"{knob}-{value}".lower() for knob, value in sorted(knobs.items()))])
+
+
+def _name(cell: Cell) -> str:
+    return "-".join(filter(None, (cell.stem, str(cell.seed), cell.method, cell.budget)))
+
+
+def _stored(cell: Cell, run: Path) -> Cell:
+    """Copy the predictions of a cell without their texts; return the cell that names the copy."""
+    path = SUMMARY / f"{_name(cell)}.jsonl.gz"
+    lines = []
+    for prediction in read_records(run / cell.predictions, Prediction):
+        short = {"text": "", "confidence": round(prediction.confidence, DIGITS), "model": cell.method}
+        lines.append(prediction.model_copy(update=short).model_dump_json(exclude=DROPPED) + "\n")
+    with replacing_bytes(path) as file:
+        file.write(gzip.compress("".join(lines).encode(), mtime=0))  # no date: equal predictions give equal bytes
+    return cell.model_copy(update={"predictions": path.name, "candidates": None, "validation": None})
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def write() -> None:
+    """Measure the summary; fill the blocks of docs/results.md and draw the figures."""
+    results = _summary()
+    answers, _, _ = read(results, SUMMARY)
+    numbers = measure_results(results, SUMMARY, answers, {})
+    blocks: dict[str, Callable[[], Iterator[str]]] = {
+        "scores": lambda: scores(numbers),
+        "goals": lambda: goals(numbers, answers),
+        "seeds": lambda: seeds(numbers),
+        "costs": lambda: costs(results),
+    }
+    text = PAGE.read_text(encoding="utf-8")
+    for name, lines in blocks.items():
+        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        content = "\n".join(lines()) + "\n"
+        text, count = pattern.subn(lambda match, content=content: match[1] + content + match[2], text)
+        if count != 1:
+            raise SystemExit(f"{PAGE}: expected one block {name}, found {count}")
+    with replacing(PAGE) as file:
+        file.write(text)
+    for task in dict.fromkeys(cell.task for cell in results.cells if cell.setting == "in"):
+        panels = [_panel(name, task, answers, numbers) for name in PANELS]
+        write_figure(lambda panels=panels: reliability_figure(panels), IMAGES / f"smollm2-{task}.svg")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (heads, ["---"] * len(heads), *rows):
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _groups(numbers: Numbers) -> Iterator[tuple[str, list[GroupNumbers]]]:
+    """The methods of each pair of training set and task, in distribution first."""
+    places: dict[tuple[object, ...], list[GroupNumbers]] = {}
+    for group in numbers.groups:
+        places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
+    for _, groups in sorted(places.items(), key=lambda place: place[0]):
+        yield setting_title(groups[0]), groups
+
+
+def scores(numbers: Numbers) -> Iterator[str]:
+    """Every method on every task: means over seeds, intervals over questions, marks against DPO."""
+    for title, groups in _groups(numbers):
+        seeds, n = groups[0].seeds, groups[0].n
+        listed = ", ".join(map(str, seeds))
+        yield f"**{title}**, {n} test questions, seed{'s' if len(seeds) > 1 else ''} {listed}:"
+        yield ""
+        heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC"]
+        yield from _table(heads, [_scores(group) for group in groups])
+
+
+def _scores(group: GroupNumbers) -> list[str]:
+    def text(name: str, decimals: int = 1) -> str:
+        scale = 100 if METRICS[name].percent else 1
+        interval, mark = group.intervals[name], group.versus[name].mark(name) if name in group.versus else ""
+        value = f"{scale * group.metrics[name].mean:.{decimals}f}"
+        if interval.reason is None:
+            value += f" [{scale * interval.low:.{decimals}f}, {scale * interval.high:.{decimals}f}]"
+        return f"{value} {mark}".rstrip()
+
+    return [
+        method_title(group.method) + (f", {group.budget}" if group.budget == "paper" else ""),
+        text("accuracy"),
+        f"{100 * group.metrics['mean_confidence'].mean:.1f}",
+        text("ece"),
+        f"{100 * group.null.low:.1f} to {100 * group.null.high:.1f}",
+        f"{100 * group.metrics['debiased_ece'].mean:.1f}",
+        text("brier", 3),
+        text("auroc"),
+    ]
+
+
+def seeds(numbers: Numbers) -> Iterator[str]:
+    """Accuracy and ECE of every seed."""
+    for title, groups in _groups(numbers):
+        rows = []
+        for group in groups:
+            cells = [cell for cell in numbers.cells if group.holds(cell)]
+            pairs = [[100 * cell.metrics[name].value for name in ("accuracy", "ece")] for cell in cells]
+            rows.append([method_title(group.method), *(f"{accuracy:.1f} / {ece:.1f}" for accuracy, ece in pairs)])
+        yield from _table([f"{title}: accuracy / ECE", *(f"seed {seed}" for seed in groups[0].seeds)], rows)
+
+
+def costs(results: Results) -> Iterator[str]:
+    """Steps, tokens and minutes of every trained method, means over tasks and seeds."""
+    trained: dict[str, list[Cell]] = {}
+    for cell in results.cells:
+        if cell.training is not None and cell.setting == "in":
+            trained.setdefault(cell.method, []).append(cell)
+    rows = []
+    for name in sorted(trained, key=order):
+        runs = [cell.training for cell in trained[name] if cell.training is not None]
+        steps, tokens, seconds = (
+            fmean(getattr(run, field) for run in runs) for field in ("steps", "tokens", "seconds")
+        )
+        rows.append([method_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"])
+    yield from _table(["method", "models", "steps", "tokens", "minutes"], rows)
+
+
+# ---- goals -----------------------------------------------------------------------------------------------------------
+
+
+def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
+    """What `outcome` was meant to reach, task by task: yes or no, and the numbers."""
+    rows, families = [], []
+    for title, groups in _groups(numbers):
+        known = {group.method: group for group in groups}
+        if not {"dpo", "dpo+outcome", "dpo+ts", "dpo+outcome+ts"} <= known.keys():
+            continue
+        plain, ours = (100 * known[name].metrics["debiased_ece"].mean for name in ("dpo", "dpo+outcome"))
+        reached = "yes" if ours <= plain / 4 else "no"
+        rows.append(
+            [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
+        )
+        for metric in ("brier", "auroc", "accuracy", "ece"):
+            families.append((title, metric, _compare(known, metric, answers, numbers)))
+    corrected = holm([comparison.p_value for _, _, comparison in families])
+    for (title, metric, found), p in zip(families, corrected, strict=True):
+        scale, decimals = (100, 1) if METRICS[metric].percent else (1, 3)
+        better = found.difference < 0 if METRICS[metric].better == "lower" else found.difference > 0
+        shown = Versus(**{**vars(found), "p_corrected": p}).mark(metric)
+        reached = {"*": "yes", "†": "no, worse"}.get(shown, "better, within noise" if better else "no")
+        values = f"{scale * found.a:.{decimals}f}, {scale * found.b:.{decimals}f}"
+        interval = f"{scale * found.low:+.{decimals}f} to {scale * found.high:+.{decimals}f}, p = {p:.3f}"
+        wanted = f"{METRICS[metric].title} of DPO + outcome + ts better than of DPO + ts"
+        rows.append([title, wanted, values, interval, reached])
+    yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
+
+
+def _compare(known: dict[str, GroupNumbers], metric: str, answers: Sequence[Answered], numbers: Numbers) -> Versus:
+    """Compare outcome with DPO, both rescaled, over all seeds."""
+    runs = [
+        [one.by_question for one in answers if known[name].holds(one.cell)] for name in ("dpo+outcome+ts", "dpo+ts")
+    ]
+    settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
+    (found,) = compare_runs(*runs, settings, swaps=20 * numbers.resamples).values()
+    return Versus(**vars(found))
+
+
+def _panel(name: str, task: str, answers: Sequence[Answered], numbers: Numbers) -> Panel:
+    """The reliability of a method on a task, the answers of all seeds together."""
+    cells = [one for one in answers if (one.cell.method, one.cell.task, one.cell.setting) == (name, task, "in")]
+    confidence, correct = (
+        np.concatenate([getattr(one, field) for one in cells]) for field in ("confidence", "correct")
+    )
+    sources = Sources.total_of(Sources.of(one.read_as or ()) for one in cells)
+    title = f"{method_title(name)}, {task_title(task)}" if name == PANELS[0] else method_title(name)
+    return Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["collect", *runs] if runs:
+            print(f"{len(collect([Path(run) for run in runs]).cells)} cells in {SUMMARY}")
+        case ["write"]:
+            write()
+        case _:
+            raise SystemExit(__doc__)
