@@ -569,7 +569,7 @@ def experiments() -> Iterable[Case]:
         ("run --seed twice", ("run", "one.yaml", "--seed", "1", "--seed", "1"), "--seed: 1, 1 names a seed twice", {}),
         ("run --seed -1", ("run", "one.yaml", "--seed", "-1"), "--seed", {}),
         ("plan --seed x", ("plan", "one.yaml", "--seed", "x"), "--seed", {}),
-        ("train --seed", ("train", "quickstart", "--method", "dpo", "--seed", "3"), "--seed: 3 is not one of the recipe's seeds 0", {}),
+        ("train --seed", ("train", "quickstart", "--method", "dpo", "--seed", "3"), "--seed: 3 is not one of 0", {}),
         ("train --budget", ("train", "r.yaml", "--method", "dpo", "--budget", "paper"), "--budget: paper is not one of",
          recipe(budgets=["matched"])),
         ("train --method", ("train", "quickstart", "--method", "dpo+cato"), "did you mean dpo+catto?", {}),

@@ -136,7 +136,7 @@ def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -
 def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.csv").write_text("p,correct\n0.8,yes\n0.6,no\n", encoding="utf-8")
     save(Temperature(tau=1.0), tmp_path / "c.json")
-    options = ("--on", "confidence", "--confidence-column", "p", "--out", tmp_path / "n.jsonl")
+    options = ("--on", "confidence", "--confidence", "p", "--out", tmp_path / "n.jsonl")
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
     written = read(tmp_path / "n.jsonl")
     assert [row["p_raw"] for row in written] == [0.8, 0.6]

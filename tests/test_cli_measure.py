@@ -101,7 +101,7 @@ def test_label_logprobs_give_the_top_label_and_its_raw_probability(tmp_path: Pat
 
 def test_column_names_can_be_given(tmp_path: Path, capsys: Capture) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"p": 0.9, "right": 1, "confidence": 0.1, "correct": 0}])
-    found = measured(capsys, path, "--confidence-column", "p", "--correct-column", "right")
+    found = measured(capsys, path, "--confidence", "p", "--correct", "right")
     assert (found["accuracy"], found["mean_confidence"]) == (1.0, 0.9)
 
 

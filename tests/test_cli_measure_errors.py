@@ -82,7 +82,7 @@ def test_bad_file_is_one_line(tmp_path: Path, capsys: Capture, name: str, conten
         (("--metrics", "ecee"), "unknown metric 'ecee'; did you mean ece?"),
         (("--metrics", ","), "no metric named"),
         (("--by", "tusk"), "no column 'tusk'; did you mean task?"),
-        (("--correct-column", "rigt"), "no column 'rigt'"),
+        (("--correct", "rigt"), "no column 'rigt'"),
         (("--unparsed", "wrong"), "no column 'source'"),
         (("--figure", "f.gif"), "must end in .svg, .png, .pdf"),
         (("--compare", "nowhere.jsonl"), "nowhere.jsonl: No such file"),

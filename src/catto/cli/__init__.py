@@ -1,6 +1,7 @@
 """The command `catto`: one small module per command, which parses, calls and prints.
 
-To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add one line below.
+To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add it below. The
+lines after `Examples:` in its docstring end its help page.
 Commands import heavy libraries inside their functions, so that `catto --help` answers at once.
 """
 
@@ -16,36 +17,19 @@ import typer
 
 from catto import __version__
 from catto.cli import calibrate, data, doctor, evaluate, measure, plan, run, select, serve, teach, train
-from catto.cli.console import examples, refuse
+from catto.cli.console import refuse
 from catto.problems import DataError
 
-EXAMPLES = examples(
-    "catto run quickstart",
-    "catto measure predictions.jsonl --figure reliability.svg",
-    "catto calibrate fit validation.jsonl --method temperature --out tau.json",
-    "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl",
-    "catto doctor",
-)
-
 # A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
-app = typer.Typer(
-    name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, epilog=EXAMPLES
-)
-app.command("measure", epilog=measure.EXAMPLES)(measure.measure)
-app.add_typer(calibrate.app, name="calibrate")
-app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command("select", epilog=select.EXAMPLES)(select.select)
-app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
-app.command("data", epilog=data.EXAMPLES)(data.data)
-app.add_typer(run.app, name="recipe")
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("run", epilog=run.RUN_EXAMPLES)(run.run)
-app.command("stage", epilog=run.STAGE_EXAMPLES)(run.stage)
-app.command("verify", epilog=run.VERIFY_EXAMPLES)(run.verify)
-app.command("teach", epilog=teach.EXAMPLES)(teach.teach)
-app.command("train", epilog=train.EXAMPLES)(train.train)
-app.add_typer(train.app, name="model")
-app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app = typer.Typer(name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.command("measure")(measure.measure)
+app.command("eval")(evaluate.evaluate)
+commands: list[Callable[..., None]] = [select.select, serve.serve, data.data, plan.plan, run.run, run.stage, run.verify]
+commands += [teach.teach, train.train, doctor.doctor]
+for command in commands:
+    app.command()(command)
+for name, group in {"calibrate": calibrate.app, "recipe": run.app, "model": train.app}.items():
+    app.add_typer(group, name=name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,7 +44,15 @@ def catto(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Align language models on preferences and keep their confidence honest."""
+    """Align language models on preferences and keep their confidence honest.
+
+    Examples:
+    catto run quickstart
+    catto measure predictions.jsonl --figure reliability.svg
+    catto calibrate fit validation.jsonl --method temperature --out tau.json
+    catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
+    catto doctor
+    """
 
 
 # Typer's class of wrong options, arguments and commands; the module that holds it depends on the version.
@@ -71,7 +63,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 def _command() -> Callable[..., int | None]:
     """Build the commands from their functions, once per process: it takes longer than most refusals."""
     command = typer.main.get_command(app)
-    _name_values(command)
+    _finish(command)
     return command
 
 
@@ -80,16 +72,22 @@ _VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "dat
 _VALUES |= {"sets": "KEY=VALUE", "fields": "NAME=FIELD,...", "by": "COLUMN"}
 
 
-def _name_values(command: Any) -> None:
-    """Give the values of options and arguments names that say what they are."""
-    for inner in getattr(command, "commands", {}).values():
-        _name_values(inner)
+def _finish(command: Any) -> list[str]:
+    """Name the values of options by what they are, end the help page with its examples, and return those.
+
+    A group without examples has those of its commands.
+    """
+    inner = [example for below in getattr(command, "commands", {}).values() for example in _finish(below)]
     for param in command.params:
         # Older versions of typer have no descriptor, and names of their own.
         kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         if param.metavar is None and param.param_type_name == "option" and kind in (int, float, Path, bool, str):
             param.metavar = _VALUES.get(param.name, _VALUES.get(kind, param.name.rpartition("_")[2].upper()))
+    command.help, _, written = command.help.partition("Examples:\n")
+    examples = written.splitlines() or inner
+    command.epilog = "\n\n".join(("[bold]Examples[/bold]", *(f"  {example}" for example in examples)))
+    return examples
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

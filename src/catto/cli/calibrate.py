@@ -7,36 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from catto.cli import console, measure
-from catto.cli.console import examples, number, real_option, say, span, warn, writable_file
+from catto.cli.console import SeedOption, number, real_option, say, span, warn, writable_file
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers
     from catto.metrics.binning import Floats
 
-FIT = "catto calibrate fit validation.jsonl --method temperature --out tau.json"
-APPLY = "catto calibrate apply tau.json test.jsonl --out calibrated.jsonl"
-THRESHOLD = "catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json"
 SHOWN = ("ece", "nll", "brier")
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Fit a calibrator on one file, apply it to another, and find a threshold.",
-    epilog=examples(FIT, APPLY, THRESHOLD),
-)
+app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file, apply it to another, and find a threshold.")
 
 
-@app.command("fit", epilog=examples(FIT))
+@app.command()
 def fit(
-    file: Annotated[Path, typer.Argument(help="Answers to fit on, as `catto measure` reads them.")],
-    out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .json file.")],
+    file: Annotated[Path, Argument(help="Answers to fit on, as `catto measure` reads them.")],
+    out: Annotated[Path, Option(help="Where the calibrator goes: a .json file.")],
     method: Annotated[
-        Literal["temperature", "platt", "isotonic", "histogram"], typer.Option(help="Kind of calibrator.")
+        Literal["temperature", "platt", "isotonic", "histogram"], Option(help="Kind of calibrator.")
     ] = "temperature",
     on: Annotated[
-        Literal["confidence", "labels"],
-        typer.Option(help="What it reads: the confidence, or (temperature only) the column label_logprobs."),
+        Literal["confidence", "labels"], Option(help="What it reads; labels, by temperature only: label_logprobs.")
     ] = "confidence",
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
@@ -45,9 +38,13 @@ def fit(
     prediction: measure.PredictionColumn = None,
     gold: measure.GoldColumn = None,
     length_normalised: measure.LengthOption = False,
-    seed: measure.SeedOption = 0,
+    seed: SeedOption = 0,
 ) -> None:
-    """Fit a calibrator on validation answers and write it as JSON."""
+    """Fit a calibrator on validation answers and write it as JSON.
+
+    Examples:
+    catto calibrate fit validation.jsonl --method temperature --out tau.json
+    """
     from catto.calibrate import fit_file
     from catto.logs import ColumnNames
     from catto.metrics.calibrators import TAU_RANGE, Temperature
@@ -58,23 +55,23 @@ def fit(
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     fitted, answers = fit_file(file, method, on, names, unparsed, out)
     console.warn_few(len(answers), file, "a calibrator follows single answers")
-    if isinstance(fitted.calibrator, Temperature) and fitted.calibrator.tau in TAU_RANGE:
-        warn(f"{file}: tau {fitted.calibrator.tau:g} is the end of its range, so these answers do not determine it")
+    tau = fitted.calibrator.tau if isinstance(fitted.calibrator, Temperature) else None
+    if tau in TAU_RANGE:
+        warn(f"{file}: tau {tau:g} is the end of its range, so these answers do not determine it")
     _show(answers, fitted.confidences(answers, names), seed)
-    if isinstance(fitted.calibrator, Temperature):
-        effect = "lowers" if fitted.calibrator.tau > 1 else "raises"
-        say(f"tau = {fitted.calibrator.tau:.4g}, which {effect} confidences above one half.")
+    if tau is not None:
+        say(f"tau = {tau:.4g}, which {'lowers' if tau > 1 else 'raises'} confidences above one half.")
     say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
     say(f"Next: catto calibrate apply {out} test.jsonl --out calibrated.jsonl")
 
 
-@app.command("apply", epilog=examples(APPLY))
+@app.command()
 def apply(
-    calibrator: Annotated[Path, typer.Argument(help="What `catto calibrate fit` wrote.")],
-    file: Annotated[Path, typer.Argument(help="Answers to calibrate; they need not be labelled.")],
-    out: Annotated[Path, typer.Option(help="Where the rows go: a .jsonl file.")],
+    calibrator: Annotated[Path, Argument(help="What `catto calibrate fit` wrote.")],
+    file: Annotated[Path, Argument(help="Answers to calibrate; they need not be labelled.")],
+    out: Annotated[Path, Option(help="Where the rows go: a .jsonl file.")],
     on: Annotated[
-        Literal["confidence", "labels"] | None, typer.Option(help="What the calibrator reads, where its file is alone.")
+        Literal["confidence", "labels"] | None, Option(help="What the calibrator reads, where its file is alone.")
     ] = None,
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
@@ -83,9 +80,13 @@ def apply(
     prediction: measure.PredictionColumn = None,
     gold: measure.GoldColumn = None,
     length_normalised: measure.LengthOption = False,
-    seed: measure.SeedOption = 0,
+    seed: SeedOption = 0,
 ) -> None:
-    """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`."""
+    """Write the answers with calibrated confidence; the stated one is kept as `confidence_raw`.
+
+    Examples:
+    catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
+    """
     from catto.calibrate import apply_file, open_fitted, shared_questions
     from catto.logs import ColumnNames
     from catto.measure import GradedAnswers
@@ -102,17 +103,20 @@ def apply(
     say(f"Next: catto measure {out}")
 
 
-@app.command("threshold", epilog=examples(THRESHOLD))
+@app.command()
 def threshold(
-    file: Annotated[Path, typer.Argument(help="Final answers, as `catto select --rule ... --out` writes them.")],
+    file: Annotated[Path, Argument(help="Final answers, as `catto select --rule ... --out` writes them.")],
     target_risk: Annotated[float, real_option(min=0.0001, max=0.9999, help="Largest share of wrong answers.")],
-    out: Annotated[Path, typer.Option(help="Where the threshold goes: a .json file.")],
-    confidence_level: Annotated[float, real_option(min=0.5, max=0.9999, help="How surely it must hold.")] = 0.95,
+    out: Annotated[Path, Option(help="Where the threshold goes: a .json file.")],
+    confidence_level: measure.RiskLevelOption = 0.95,
 ) -> None:
     """Find the lowest confidence above which at most this share of the answers is wrong, for `catto serve`.
 
     The answers must be to questions that fitted neither the model nor the calibrator. What they were made with (rule,
     k, temperature, fallback, calibrator) is stored: the promise is for answers made in the same way.
+
+    Examples:
+    catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json
     """
     from catto.calibrate import fit_threshold
 
@@ -140,9 +144,8 @@ def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
         say(both[0].warning)
     made = console.table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
     for name in SHOWN:
-        percent, cells = METRICS[name].percent, []
-        for interval in (summary.metrics[name].interval for summary in both):
-            cells += [number(interval.value, percent), span(interval.low, interval.high, percent)]
+        percent, intervals = METRICS[name].percent, [summary.metrics[name].interval for summary in both]
+        cells = [text for one in intervals for text in (number(one.value, percent), span(one, percent))]
         made.add_row(METRICS[name].title, *cells)
     console.print_table(made)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")

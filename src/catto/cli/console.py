@@ -1,19 +1,20 @@
-"""What the commands share: printing, refusing, checks before anything heavy is loaded, names for the shell's Tab."""
+"""What the commands share: options, printing, refusing, checks before anything heavy is loaded."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 
 from catto.problems import did_you_mean, shortened
 
@@ -27,15 +28,7 @@ FEW = 30
 # Seeds go to NumPy and torch, which take at most 64 bits.
 MOST_SEED = 2**32 - 1
 
-
-def examples(*commands: str) -> str:
-    """Return the end of a help page: example commands, each with a paragraph of its own."""
-    return "\n\n".join(("[bold]Examples[/bold]", *(f"  {command}" for command in commands)))
-
-
 say = typer.echo  # plain text: brackets are not markup
-
-# ---- printing -------------------------------------------------------------------------------------------------------
 
 
 def refuse(message: str) -> NoReturn:
@@ -102,18 +95,19 @@ def number(value: float, percent: bool, signed: bool = False) -> str:
     return f"{scaled:{'+' if signed else ''}.{digits}f}"
 
 
-def span(low: float, high: float, percent: bool, signed: bool = False) -> str:
-    """Format an interval.
+def span(ends: Any, percent: bool, signed: bool = False) -> str:
+    """Format an interval, anything with `low` and `high`.
 
-    >>> span(0.019, 0.044, percent=True)
+    >>> from catto.metrics.statistics import Interval
+    >>> span(Interval(value=0.03, low=0.019, high=0.044, level=0.95), percent=True)
     '1.9 to 4.4'
     """
-    if not (isfinite(low) and isfinite(high)):
+    if not (isfinite(ends.low) and isfinite(ends.high)):
         return "-"
-    return f"{number(low, percent, signed)} to {number(high, percent, signed)}"
+    return f"{number(ends.low, percent, signed)} to {number(ends.high, percent, signed)}"
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+# ---- options --------------------------------------------------------------------------------------------------------
 
 
 def finite(value: float | None) -> float | None:
@@ -123,15 +117,27 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def tasks() -> list[str]:
+    """Return the names that the shell completes a task to."""
+    from catto.tasks import TASKS
+
+    return list(TASKS)
+
+
 # An option with a number that is not whole.
-real_option = partial(typer.Option, callback=finite)
+real_option = partial(Option, callback=finite)
+seed_option = partial(Option, min=0, max=MOST_SEED)
+SeedOption = Annotated[int, seed_option(help="Seed of the resamples.")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")]
 
 
-def check_name(option: str, name: str, known: Iterable[str]) -> None:
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_name(option: str, name: str, known: Collection[str]) -> None:
     """Refuse an unknown name, and list the known ones."""
-    names = list(known)
-    if name not in names:
-        refuse(f"{option}: {name} is not one of {', '.join(names)}{did_you_mean(name, names)}")
+    if name not in known:
+        refuse(f"{option}: {name} is not one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def needs(package: str, extra: str, what: str) -> None:
@@ -153,36 +159,10 @@ def writable_file(option: str, path: Path, *suffixes: str, source: Path | None =
     """Refuse a file that cannot be written, is the source, or ends in none of the suffixes, where some are given."""
     if suffixes and path.suffix.lower() not in suffixes:
         refuse(f"{option}: {path} must end in {', '.join(suffixes)}")
-    if path.is_dir():
-        refuse(f"{option}: {path} is a folder, expected a file")
     if source is not None and path.exists() and source.exists() and path.samefile(source):
         refuse(f"{option}: {path} is the input: write to another file")
     if path.exists() and not path.is_file():
-        refuse(f"{option}: {path} is not a regular file")
+        refuse(f"{option}: {path} is {'a folder' if path.is_dir() else 'not a regular file'}")
     if path.exists() and not os.access(path, os.W_OK):
         refuse(f"{path}: no permission to write, needed for {option}")
     writable_folder(option, path.parent, path)
-
-
-# ---- completion -----------------------------------------------------------------------------------------------------
-
-
-def recipes(incomplete: str) -> list[str]:
-    """Return the shipped recipes that start with the text; where nothing does, the shell offers files."""
-    from catto.recipe_file import shipped
-
-    return [name for name in shipped() if name.startswith(incomplete)]
-
-
-def methods(incomplete: str) -> list[str]:
-    """Return the methods that start with the text."""
-    from catto.methods import METHODS
-
-    return [name for name in METHODS if name.startswith(incomplete)]
-
-
-def tasks(incomplete: str) -> list[str]:
-    """Return the tasks that start with the text."""
-    from catto.tasks import TASKS
-
-    return [name for name in TASKS if name.startswith(incomplete)]

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import MOST_SEED, examples, print_json, print_table, refuse, refusing, say, table
+from catto.cli.console import print_json, print_table, refuse, refusing, say, table
 
 if TYPE_CHECKING:
     from catto.recipe import TaskSettings
@@ -24,68 +24,58 @@ __all__ = ["data"]
 
 FileOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--file",
-        metavar="[SPLIT=]FILE",
-        help="Your own questions: jsonl, json, csv, tsv or parquet, also gzipped. May be repeated.",
-    ),
+    Option("--file", metavar="[SPLIT=]FILE", help="Your own questions: jsonl, json, csv, tsv, parquet, also gzipped."),
 ]
 FieldsOption = Annotated[
     str | None,
-    typer.Option(help="Its fields: question=..,options=..,answer=..; columns as a+b+c, the same for all as yes|no."),
+    Option(help="Its fields: question=..,options=..,answer=..; columns as a+b+c, the same for all as yes|no."),
 ]
 AnswerOption = Annotated[
     Literal["label", "index", "index1", "text", "boolean"] | None,
-    typer.Option(help="What its answers are.", show_default="what fits all rows"),
+    Option(help="What its answers are.", show_default="what fits all rows"),
 ]
-AnswersOption = Annotated[
-    list[str] | None, typer.Option(metavar="[SPLIT=]FILE", help="A file with its answers, one a line.")
-]
-
-EXAMPLES = examples(
-    "catto data witnesses",
-    "catto data snli --data-dir data/snli --split validation --n 1",
-    "catto data commonsense_qa --stats --json",
-    "catto data --file mine.jsonl",
-    "catto data --file mine.jsonl --fields question=stem,options=choices,answer=key",
-    "catto data mine.yaml --stats",
-)
+AnswersOption = Annotated[list[str] | None, Option(metavar="[SPLIT=]FILE", help="A file with its answers, one a line.")]
+SplitName = Literal["train", "validation", "test"]
+DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", show_default="the hub")]
 
 
 def data(
     task: Annotated[
         str | None,
-        typer.Argument(
-            help="A task's name, or a YAML file of one; with --file, a name for it.", autocompletion=console.tasks
-        ),
+        Argument(help="A task's name, or a YAML file of one; a name for --file.", autocompletion=console.tasks),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of local copies.", show_default="the hub")] = None,
-    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions to show.")] = "train",
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits.")] = 0,
-    n: Annotated[int, typer.Option("--n", min=0, max=100_000, help="How many questions to show.")] = 3,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Count labels, dropped rows and leaks of every split.")
-    ] = False,
+    data_dir: DataDirOption = None,
+    split: Annotated[SplitName, Option(help="Which questions to show.")] = "train",
+    seed: Annotated[int, console.seed_option(help="Seed of the splits.")] = 0,
+    n: Annotated[int, Option(min=0, max=100_000, help="How many questions to show.")] = 3,
+    stats: Annotated[bool, Option("--stats", help="Count labels, dropped rows and leaks of every split.")] = False,
     file: FileOption = None,
     fields: FieldsOption = None,
     answer: AnswerOption = None,
     answers: AnswersOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: console.JsonOption = False,
 ) -> None:
     """Show questions of a task, their prompts and the sizes of the task's splits.
 
     Of a file without --fields a map of its fields is proposed.
+
+    Examples:
+    catto data witnesses
+    catto data snli --data-dir data/snli --split validation --n 1
+    catto data commonsense_qa --stats --json
+    catto data --file mine.jsonl
+    catto data --file mine.jsonl --fields question=stem,options=choices,answer=key
+    catto data mine.yaml --stats
     """
     from catto.prompts import messages
     from catto.tasks.proposal import propose
 
-    proposed = None
+    proposed: dict[str, Any] = {}
     with refusing():
         if file and fields is None:
-            proposed = propose(by_split(file), by_split(answers))
-            shown = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
-            fields = ",".join(f"{name}={value}" for name, value in shown.items())
-            n = min(n, 1)
+            proposed, n = propose(by_split(file), by_split(answers)), min(n, 1)
+            columns = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
+            fields = ",".join(f"{name}={column}" for name, column in columns.items())
         source = source_of(task, file, fields, answer, answers, name="TASK")
         questions, report, splits = _read(source, split, seed, data_dir, n)
     asked = [
@@ -93,12 +83,11 @@ def data(
         for question in questions
     ]
     if as_json:
-        named: dict[str, Any] = {"task": report.task, "licence": report.licence, "source": report.source}
-        named |= {} if proposed is None else {"fields": proposed}
-        print_json({**named, "splits": splits, "questions": asked})
+        named = {"task": report.task, "licence": report.licence, "source": report.source}
+        print_json({**named, **({"fields": proposed} if proposed else {}), "splits": splits, "questions": asked})
         return
     say(f"{report.task}: {report.source}; licence: {report.licence}")
-    if proposed is not None:
+    if proposed:
         say(f"Proposed from its first rows: --fields {shlex.quote(fields or '')}")
     if stats:
         _show_stats(splits)
@@ -179,11 +168,12 @@ def _read(
     from catto.records import SPLITS
     from catto.tasks import load
 
+    questions: list[Question] = []
     counts: dict[Split, dict[str, Any]] = {}
     for split in SPLITS:
         try:
             loaded = load(task, split, seed=seed, data_dir=data_dir)
-            first = list(islice(loaded, n if split == shown else 0))
+            questions += islice(loaded, n if split == shown else 0)
             deque(loaded, maxlen=0)  # the counts are complete once every row was read
         except DataError as error:
             if split == shown:
@@ -192,17 +182,17 @@ def _read(
             continue
         report = loaded.report
         if split == shown:
-            questions, of_shown = first, report
+            of_shown = report
+        dropped, gold = (dict(sorted(each.items())) for each in (report.dropped, report.gold))
+        leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
         counts[split] = {
             "questions": report.kept,
             "read": report.read,
-            "gold": dict(sorted(report.gold.items())),
-            "dropped": dict(sorted(report.dropped.items())),
-            "leaks": sum(count for why, count in report.dropped.items() if why.startswith("content_in_")),
-            "unshuffled": report.unshuffled,
-            "files": report.files,
-            "notes": report.notes,
+            "gold": gold,
+            "dropped": dropped,
+            "leaks": leaks,
         }
+        counts[split] |= {"unshuffled": report.unshuffled, "files": report.files, "notes": report.notes}
     return questions, of_shown, counts
 
 

@@ -9,13 +9,13 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from catto import __version__
-from catto.cli.console import examples, needs, print_json, print_table, say, table
+from catto.cli.console import needs, print_json, print_table, say, table
+from catto.cli.run import QUIET
 
 __all__ = ["diagnosis", "doctor"]
-
-EXAMPLES = examples("catto doctor", "catto doctor --json", "catto doctor --selftest")
 
 EXTRAS = ("train", "serve", "ray", "vllm")
 # Only whether they are set is ever printed.
@@ -23,18 +23,20 @@ VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE",
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    selftest: Annotated[
-        bool, typer.Option("--selftest", help="Compare training on this device with plain references; ten seconds.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON and nothing else.")] = False,
+    selftest: Annotated[bool, Option("--selftest", help="Compare training here with references; ten seconds.")] = False,
 ) -> None:
-    """Show versions, devices and what is missing; exit with code 1 if the base install or the self-test fails."""
+    """Show versions, devices and what is missing; exit with code 1 if the base install or the self-test fails.
+
+    Examples:
+    catto doctor
+    catto doctor --json
+    catto doctor --selftest
+    """
     state = diagnosis()
     if selftest:
-        from catto.cli.run import QUIET
-
         needs("torch", "train", "--selftest")
-        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+        os.environ.update(QUIET | os.environ)
         from catto.training.selftest import selftest as test
 
         state["selftest"] = test()
@@ -49,8 +51,8 @@ def doctor(
 def diagnosis() -> dict[str, Any]:
     """Return versions, devices, which variables are set, and for each part what is missing and how to install it."""
     packages = _packages()
-    wanting = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
-    missing = {part: names for part, names in wanting.items() if names}
+    lacking = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
+    missing = {part: names for part, names in lacking.items() if names}
     commands = {part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing}
     return {
         "catto": __version__,

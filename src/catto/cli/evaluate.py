@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import MOST_SEED, examples, needs, real_option, refuse, refusing, say, writable_folder
-from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, source_of
+from catto.cli.console import needs, real_option, refuse, refusing, say, seed_option, writable_folder
+from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -21,62 +20,38 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-EXAMPLES = examples(
-    "catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval",
-    "catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval",
-    "catto eval runs/dpo --task snli --shard 1/4 --out eval",
-    "catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1",
-    "catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key",
-)
-
 EngineName = Literal["transformers", "server", "vllm"]
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or the server's name for its model.")],
-    task: Annotated[
-        str | None,
-        typer.Option(help="Task whose questions are asked, or a YAML file of one.", autocompletion=console.tasks),
-    ] = None,
-    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which questions.")] = "test",
-    n: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="How many questions.", show_default="all of the task's")
-    ] = None,
-    k: Annotated[
-        int, typer.Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")
-    ] = 1,
+    model: Annotated[str, Argument(help="A folder, a hub id, or the server's name for its model.")],
+    task: Annotated[str | None, Option(help="A task, or a YAML file of one.", autocompletion=console.tasks)] = None,
+    split: Annotated[SplitName, Option(help="Which questions.")] = "test",
+    n: Annotated[int | None, Option(min=1, max=1_000_000, help="How many questions.", show_default="all")] = None,
+    k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")] = 1,
     temperature: Annotated[float, real_option(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
-    reasoning: Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of the samples.")] = 0,
-    split_seed: Annotated[
-        int, typer.Option(min=0, max=MOST_SEED, help="Seed of the splits; of benchmarks 0 to 4.")
-    ] = 0,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data; else the hub.")] = None,
+    max_tokens: Annotated[int, Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
+    reasoning: Annotated[bool, Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
+    seed: Annotated[int, seed_option(help="Seed of the samples.")] = 0,
+    split_seed: Annotated[int, seed_option(help="Seed of the splits; of benchmarks 0 to 4.")] = 0,
+    data_dir: DataDirOption = None,
     file: FileOption = None,
     fields: FieldsOption = None,
     answer: AnswerOption = None,
     answers: AnswersOption = None,
-    engine: Annotated[EngineName, typer.Option(help="Who runs the model.")] = "transformers",
-    base_url: Annotated[str | None, typer.Option(help="The server's address, ending in /v1.")] = None,
-    api_key_env: Annotated[str, typer.Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
+    engine: Annotated[EngineName, Option(help="Who runs the model.")] = "transformers",
+    base_url: Annotated[str | None, Option(help="The server's address, ending in /v1.")] = None,
+    api_key_env: Annotated[str, Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
     batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=100_000, help="Responses at once.", show_default="16; with vllm 256"),
+        int | None, Option(min=1, max=100_000, help="Responses at once.", show_default="16; with vllm 256")
     ] = None,
-    deadline: Annotated[
-        float, real_option(min=1.0, max=1e6, help="Server: seconds for a whole reply, with retries.")
-    ] = 1800.0,
-    max_refused: Annotated[
-        float,
-        real_option(min=0.0, max=1.0, help="Server: stop above this share of refused questions; 1: never."),
-    ] = 0.2,
-    retry_refused: Annotated[bool, typer.Option("--retry-refused", help="Ask refused requests again.")] = False,
+    deadline: Annotated[float, real_option(min=1, max=1e6, help="Server: seconds for a reply, with retries.")] = 1800.0,
+    max_refused: Annotated[float, real_option(min=0, max=1, help="Server: most refused questions, as a share.")] = 0.2,
+    retry_refused: Annotated[bool, Option("--retry-refused", help="Ask refused requests again.")] = False,
     shard: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Answer only part I of N; without this option, finished parts are joined."),
+        str | None, Option(metavar="I/N", help="Answer part I of N; without it, parts are joined.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
+    out: Annotated[Path, Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
 
@@ -84,7 +59,15 @@ def evaluate(
     reliability.png, and cards for the Hugging Face hub, model_card.md and, for the predictions, README.md.
     Requests that a server refuses for good are listed in predictions.refused.jsonl.
     With --shard 1/4 to 4/4 four jobs share the questions; the same command without --shard joins what they wrote.
+
+    Examples:
+    catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval
+    catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval
+    catto eval runs/dpo --task snli --shard 1/4 --out eval
+    catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
+    catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key
     """
+    from catto.cli.display import Bar, bars
     from catto.engines import model_name
     from catto.engines.replies import ServerError
     from catto.predict import predictor
@@ -95,13 +78,12 @@ def evaluate(
     predictions = whole if part is None else predictor.shard_path(whole, part)
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
-    size = batch_size or {"vllm": 256}.get(engine, 16)
+    size = batch_size or (256 if engine == "vllm" else 16)
     load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
     stored = model_name(model) if engine == "server" else model
     expected = {**settings, "engine": engine, "model": stored, "chunk": predictor.chunk_size(size, k)}
     with refusing(ServerError, ImportError):
-        source = source_of(task, file, fields, answer, answers)
-        asked = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
+        asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)
         predictor.check_questions(questions, k, temperature)
         finished = _shards(whole) if part is None else []
@@ -111,25 +93,20 @@ def evaluate(
             predictor.merge(Prediction, questions, finished, whole)
         else:
             answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused, shard=part)
-            with _accuracy_bar() as progress:
+            with bars() as shown:
+                bar = Bar(shown, "answering")
+
+                def progress(done: int, total: int, right: int) -> None:
+                    bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
+
                 answering(load_engine(), questions, out=predictions, progress=progress, **settings)
+                bar.print_line()
     for note in asked.report.notes:
         say(f"{asked.report.task}: {note}")
     if part is not None:
         say(f"Shard {shard} is done: {predictions}. The same command without --shard joins all shards.")
         return
     _show(predictions)
-
-
-@contextmanager
-def _accuracy_bar() -> Iterator[Callable[[int, int, int], None]]:
-    """Yield what shows how many questions are answered, and how many of them rightly."""
-    from catto.cli.display import Bar, bars
-
-    with bars() as shown:
-        bar = Bar(shown, "answering")
-        yield lambda done, total, right: bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
-        bar.print_line()
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:
@@ -148,14 +125,13 @@ def _shards(path: Path) -> list[Path]:
     names = [] if manifest_path(path).exists() else [file.name for file in path.parent.glob("*.shard-*-of-*")]
     counts = {int(found[1]) for name in names if (found := re.search(r"-of-(\d+)\.", name))}
     if len(counts) > 1:
-        refuse(
-            f"--out: {path.parent} has shards of {' and of '.join(map(str, sorted(counts)))}: delete those not meant"
-        )
+        several = " and of ".join(map(str, sorted(counts)))
+        refuse(f"--out: {path.parent} has shards of {several}: delete those not meant")
     return [shard_path(path, (number, count)) for count in counts for number in range(1, count + 1)]
 
 
 def _loader(
-    name: EngineName, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
+    name: Any, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
 ) -> Callable[[], Engine]:
     """Refuse an engine that cannot be loaded; return a function that loads it, once the questions are known."""
     from catto.engines import check_model, open_engine, server_address
@@ -167,14 +143,13 @@ def _loader(
             server_address(base_url)
         from catto.engines.server import ServerEngine
 
-        served = partial(ServerEngine, base_url, model, concurrency=batch_size, top_logprobs=20)
-        return partial(served, api_key_env=api_key_env, deadline=deadline)
+        asked = partial(
+            ServerEngine, concurrency=batch_size, top_logprobs=20, api_key_env=api_key_env, deadline=deadline
+        )
+        return partial(asked, base_url, model)
     check_model(model)
-    if name == "vllm":
-        needs("vllm", "vllm", "--engine vllm")
-        return partial(open_engine, "vllm", model, batch_size=batch_size)
-    needs("torch", "train", "--engine transformers")
-    return partial(open_engine, "transformers", model, batch_size=batch_size)
+    needs(*(("vllm", "vllm") if name == "vllm" else ("torch", "train")), f"--engine {name}")
+    return partial(open_engine, name, model, batch_size=batch_size)
 
 
 def _show(path: Path) -> None:

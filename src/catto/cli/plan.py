@@ -6,68 +6,52 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
 from catto.cli import console
-from catto.cli.run import OutOption, RecipeArgument, SeedOption, SetOption, folder, read_recipe
+from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, folder, read_recipe
 
 if TYPE_CHECKING:
     from catto.experiment.cost import Costs, Duration
     from catto.experiment.stages import Stage
 
-EXAMPLES = console.examples(
-    "catto plan quickstart",
-    "catto plan mine.yaml --set evaluation.bins=15",
-    "catto plan paper --memory",
-    "catto plan paper --schedule 1,8,64 --seconds train=5400",
-    "catto plan paper --export slurm",
-)
 STANDINGS = ("done", "begun", "to do")
 # Stages of the critical path that are named.
 LONGEST = 8
-
-ExportOption = Annotated[
-    Literal["slurm", "make"] | None,
-    typer.Option("--export", help="Write the missing stages into the folder: Slurm job arrays, or a Makefile."),
-]
-MemoryOption = Annotated[
-    bool, typer.Option("--memory", help="Show the GPU memory of the largest training, in several layouts.")
-]
-ScheduleOption = Annotated[
-    str | None,
-    typer.Option("--schedule", metavar="GPUS,...", help="Simulate the missing stages on so many GPUs: 1,8,64."),
-]
-SecondsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--seconds",
-        metavar="KIND=SECONDS",
-        help="How long a stage takes, by the plan's line or by kind: 'train dpo=5400', generated=600. May be repeated.",
-    ),
-]
 
 
 def plan(
     recipe: RecipeArgument,
     out: OutOption = None,
     sets: SetOption = None,
-    seeds: SeedOption = None,
-    memory: MemoryOption = False,
-    schedule: ScheduleOption = None,
-    stated: SecondsOption = None,
-    export: ExportOption = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print every stage (or the memory, or the schedule) as JSON and nothing else."),
-    ] = False,
+    seeds: SeedsOption = None,
+    memory: Annotated[bool, Option("--memory", help="Show the GPU memory of the largest training.")] = False,
+    schedule: Annotated[
+        str | None, Option(metavar="GPUS,...", help="Simulate the missing stages on so many GPUs: 1,8,64.")
+    ] = None,
+    stated: Annotated[
+        list[str] | None,
+        Option("--seconds", metavar="KIND=SECONDS", help="How long a stage takes: 'train dpo=5400', generated=600."),
+    ] = None,
+    export: Annotated[
+        Literal["slurm", "make"] | None, Option(help="Write the missing stages as Slurm job arrays, or a Makefile.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print what is shown as JSON and nothing else.")] = False,
 ) -> None:
     """Show the stages of a recipe, which are done and how long those took, and what the others need.
 
-    --memory, --schedule and --export each show or write something else instead.
+    --memory, --schedule and --export each show or write something else instead. --seconds, which may be repeated, names
+    a line of the plan or a kind of stage.
+
+    Examples:
+    catto plan quickstart
+    catto plan mine.yaml --set evaluation.bins=15
+    catto plan paper --memory
+    catto plan paper --schedule 1,8,64 --seconds train=5400
+    catto plan paper --export slurm
     """
     from catto.experiment import runner
     from catto.experiment.cost import Costs, took
@@ -95,22 +79,18 @@ def plan(
     elif export is not None:
         _write(costs, root, missing, export)
     elif as_json:
-        names = ("kind", "name", "key", "folder")
-        console.print_json(
-            [
-                {**{name: getattr(stage, name) for name in names}, "standing": standing, "seconds": seconds}
-                for stage, standing, seconds in stages
-            ]
-        )
+        rows = []
+        for stage, standing, seconds in stages:
+            named = {name: getattr(stage, name) for name in ("kind", "name", "key", "folder")}
+            rows.append({**named, "standing": standing, "seconds": seconds})
+        console.print_json(rows)
     else:
         _show_stages(root, stages)
         for line in costs.lines(missing):
             console.say(line)
         several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in chosen.methods)
         if chosen.lr_choice == "mean" and len(chosen.seeds) > 1 and several_rates:
-            console.say(
-                "lr_choice mean: a learning rate is chosen by its mean over seeds, so choices wait for every seed."
-            )
+            console.say("lr_choice mean: a rate is chosen by its mean over seeds, so choices wait for every seed.")
 
 
 def _show_stages(root: Path, stages: Sequence[tuple[Stage, str, float | None]]) -> None:
@@ -141,17 +121,15 @@ def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
         names = ("unshared", "shared")
         console.print_json({layout: dict(zip(names, map(vars, both), strict=True)) for layout, both in layouts.items()})
         return
-    rows = console.table(
-        "GB on each GPU", "", "weights", "gradients", "optimizer", "activations", "peak", "shared", "peak"
-    )
+    parts = "weights", "gradients", "optimizer", "activations", "peak", "shared", "peak"
+    rows = console.table("GB on each GPU", "", *parts)
     for layout, (plain, shared) in layouts.items():
         values = (*vars(plain).values(), shared.activations, shared.peak)
         rows.add_row(layout, *(f"{value / 1e9:,.1f}" for value in values))
     console.print_table(rows)
     unit = "pairs" if largest.method.stage == "preference" else "rows"
-    console.say(
-        f"{largest.name}: {largest.batch_size} {unit} a step, rows of {largest.context:,} tokens, {PROMPT:.0%} prompt"
-    )
+    length = f"rows of {largest.context:,} tokens, {PROMPT:.0%} prompt"
+    console.say(f"{largest.name}: {largest.batch_size} {unit} a step, {length}")
     console.say("shared: activations and peak with prefix_sharing. A GPU also needs about 1 GB for CUDA itself.")
 
 
@@ -176,26 +154,25 @@ def _show_schedule(
     sources = Counter(known.source for known in durations.values())
     longest = schedules[counts[0]]
     path = [(names[key], durations[key].seconds) for key in longest.critical]
+    described = [
+        {
+            "gpus": count,
+            "makespan_seconds": schedule.makespan,
+            "utilisation": schedule.utilisation,
+            "gpu_hours": schedule.busy / 3600,
+            "rented_gpu_hours": count * schedule.makespan / 3600,
+        }
+        for count, schedule in schedules.items()
+    ]
     if as_json:
-        described = [
-            {
-                "gpus": count,
-                "makespan_seconds": schedule.makespan,
-                "utilisation": schedule.utilisation,
-                "gpu_hours": schedule.busy / 3600,
-                "rented_gpu_hours": count * schedule.makespan / 3600,
-            }
-            for count, schedule in schedules.items()
-        ]
         critical = [{"name": name, "seconds": seconds} for name, seconds in path]
         console.print_json({"schedules": described, "critical_path": critical, "durations": sources})
         return
-    rows = console.table(
-        f"{len(jobs)} stages to do", "GPUs", "makespan", "utilisation", "GPU hours", "rented GPU hours"
-    )
-    for count, schedule in schedules.items():
-        hours = f"{schedule.busy / 3600:,.1f}", f"{count * schedule.makespan / 3600:,.1f}"
-        rows.add_row(str(count), duration(schedule.makespan), f"{schedule.utilisation:.0%}", *hours)
+    columns = "GPUs", "makespan", "utilisation", "GPU hours", "rented GPU hours"
+    rows = console.table(f"{len(jobs)} stages to do", *columns)
+    for row in described:
+        hours = f"{row['gpu_hours']:,.1f}", f"{row['rented_gpu_hours']:,.1f}"
+        rows.add_row(str(row["gpus"]), duration(row["makespan_seconds"]), f"{row['utilisation']:.0%}", *hours)
     console.print_table(rows)
     most = sorted(path, key=lambda step: -step[1])[:LONGEST]
     steps = ", ".join(f"{name} ({duration(seconds)})" for name, seconds in path if (name, seconds) in most)
@@ -205,7 +182,7 @@ def _show_schedule(
         console.say(line)
     if sources["estimated"]:
         console.say(
-            f"Estimated for an {GPU.name}, with responses and rows as long as allowed; --seconds states what is known."
+            f"Estimated for an {GPU.name}, with the longest responses and rows; --seconds states what is known."
         )
 
 
@@ -218,13 +195,9 @@ def _stated(values: Sequence[str], known: Iterable[Stage]) -> dict[str, float]:
     for value in values:
         name, _, text = value.rpartition("=")
         console.check_name("--seconds", name, names)
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = -1.0
-        if not (isfinite(seconds) and seconds >= 0):
+        if not text.replace(".", "", 1).isdecimal():
             console.refuse(f"--seconds: expected KIND=SECONDS, got {value}")
-        stated[name] = seconds
+        stated[name] = float(text)
     return stated
 
 
@@ -244,7 +217,5 @@ def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> Non
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with replacing(root / name) as file:
             file.write(text)
-    start = (
-        ["bash", f"{root}/slurm/submit.sh"] if kind == "slurm" else ["make", "-j", "2", "-k", "-f", f"{root}/Makefile"]
-    )
-    console.say(f"Wrote {len(missing)} stages: {shlex.join(start)}")
+    start, script = ("bash", "slurm/submit.sh") if kind == "slurm" else ("make -j 2 -k -f", "Makefile")
+    console.say(f"Wrote {len(missing)} stages: {start} {shlex.quote(f'{root}/{script}')}")

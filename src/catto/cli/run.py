@@ -6,54 +6,46 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
+from typer import Argument, Option
 
 from catto.cli import console
 from catto.problems import listed
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from catto.experiment.runner import Display, Outcome
     from catto.experiment.stages import Stage
     from catto.recipe import Recipe
 
     Cluster: TypeAlias = Callable[[Path, Recipe, Sequence[Stage], Display], Outcome]
 
-RUN_EXAMPLES = console.examples(
-    "catto run quickstart",
-    "catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1",
-    "catto run mine.yaml --on ray --address auto",
-)
-STAGE_EXAMPLES = console.examples("catto stage runs/quickstart 5f2c81d09ab34e67")
-VERIFY_EXAMPLES = console.examples("catto verify runs/quickstart", "catto run quickstart --repair")
-RECIPE_EXAMPLES = console.examples(
-    "catto recipe list", "catto recipe show quickstart", "catto recipe copy quickstart mine.yaml"
-)
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=console.recipes)
-]
+def recipes() -> list[str]:
+    """Return the names that the shell completes a recipe to; where none fits, it offers files."""
+    from catto.recipe_file import shipped
+
+    return list(shipped())
+
+
+RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=recipes)]
 OutOption = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="The experiment's folder.", show_default="runs/<name>")
+    Path | None, Option(metavar="FOLDER", help="The experiment's folder.", show_default="runs/<name>")
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: evaluation.bins=15. May be repeated."),
+    list[str] | None, Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
 ]
-SeedOption = Annotated[
-    list[int] | None, typer.Option("--seed", min=0, max=console.MOST_SEED, help="Only these seeds. May be repeated.")
-]
-RepairOption = Annotated[
-    bool, typer.Option("--repair", help="Run damaged stages again; the damaged folders are kept, renamed.")
-]
+SeedsOption = Annotated[list[int] | None, console.seed_option("--seed", help="Only these seeds. May be repeated.")]
 RetryOption = Annotated[
-    bool,
-    typer.Option("--retry-refused", help="Ask what the teacher's server refused again, and redo what depends on it."),
+    bool, Option("--retry-refused", help="Ask what the teacher's server refused again, and redo what depends on it.")
 ]
 
 # Progress bars and notices of libraries would break the display.
@@ -84,7 +76,7 @@ def go(
     cluster: Cluster | None = None,
 ) -> None:
     """Run what is missing, here or on a cluster; exit with code 1 if a stage failed, with 130 if it was interrupted."""
-    from catto.cli.display import Left, RunDisplay, bars
+    from catto.cli.display import Left, RunDisplay
     from catto.experiment.graph import check_places, freeze
     from catto.experiment.runner import forget_refused, refused_stages, run, set_damaged_aside
     from catto.experiment.stages import done, ordered
@@ -96,16 +88,11 @@ def go(
     if any(stage.kind == "train" and not done(root, stage) for stage in ordered(list(goals))):
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
     freeze(root, recipe)
-    _silence()
-    try:
-        with bars() as shown:
-            display = RunDisplay(shown, Left(root, goals))
-            if retry_refused:
-                forget_refused(root, goals)
-            outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals, display)
-    except KeyboardInterrupt:
-        console.warn("interrupted; the same command resumes from here")
-        sys.exit(130)
+    with running() as shown:
+        display = RunDisplay(shown, Left(root, goals))
+        if retry_refused:
+            forget_refused(root, goals)
+        outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals, display)
     for stage, refused in refused_stages(root, goals):
         console.warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     for problem, log in outcome.failed.items():
@@ -122,8 +109,18 @@ def _posix() -> None:
         console.refuse("experiments run on Linux and macOS; on Windows, use WSL")
 
 
-def _silence() -> None:
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+@contextmanager
+def running() -> Iterator[Progress]:
+    """Yield the bars of a run that can be interrupted, with the libraries' own ones switched off."""
+    from catto.cli.display import bars
+
+    os.environ.update(QUIET | os.environ)
+    try:
+        with bars() as shown:
+            yield shown
+    except KeyboardInterrupt:
+        console.warn("interrupted; the same command resumes from here")
+        sys.exit(130)
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -142,51 +139,47 @@ def run(
     recipe: RecipeArgument,
     out: OutOption = None,
     sets: SetOption = None,
-    seeds: SeedOption = None,
+    seeds: SeedsOption = None,
     retry_refused: RetryOption = False,
-    repair: RepairOption = False,
-    on: Annotated[
-        Literal["here", "ray"], typer.Option(help="One stage after the other here, or on a Ray cluster.")
-    ] = "here",
+    repair: Annotated[bool, Option("--repair", help="Run damaged stages again; keep their folders, renamed.")] = False,
+    on: Annotated[Literal["here", "ray"], Option(help="One stage after the other here, or on a Ray cluster.")] = "here",
     address: Annotated[
-        str | None,
-        typer.Option(help="Of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT.", show_default="one started here"),
+        str | None, Option(help="Ray's: auto, HOST:PORT or ray://HOST:PORT.", show_default="one started here")
     ] = None,
 ) -> None:
-    """Run the missing stages of a recipe and report; a run that was interrupted or killed resumes where it was."""
+    """Run the missing stages of a recipe and report; a run that was interrupted or killed resumes where it was.
+
+    Examples:
+    catto run quickstart
+    catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1
+    catto run mine.yaml --on ray --address auto
+    """
     from catto.experiment.graph import Graph
     from catto.experiment.stages import place
-
-    read = read_recipe(recipe, sets, seeds)
-    if address is not None and on != "ray":
-        console.refuse("--address: needs --on ray")
-    root, goal = folder(read, out), Graph(read).report()
-    go(recipe, read, root, [goal], retry_refused, repair, _ray(address) if on == "ray" else None)
-    _show_results(place(root, goal), root / "report.html")
-
-
-def _ray(address: str | None) -> Cluster:
-    console.needs("ray", "ray", "--on ray")
-    from catto.experiment.ray_runner import run as run_on_ray
-
-    return partial(run_on_ray, address=address)
-
-
-def _show_results(report: Path, page: Path) -> None:
-    """Print the answer and its table, and copy the one-file page to where it is found first."""
     from catto.files import replacing
     from catto.report import numbers as store
     from catto.report.page import headline
     from catto.report.render import terminal
     from catto.report.tables import summary
 
+    read, cluster = read_recipe(recipe, sets, seeds), None
+    if address is not None and on != "ray":
+        console.refuse("--address: needs --on ray")
+    root, goal = folder(read, out), Graph(read).report()
+    if on == "ray":
+        console.needs("ray", "ray", "--on ray")
+        from catto.experiment.ray_runner import run as run_on_ray
+
+        cluster = partial(run_on_ray, address=address)
+    go(recipe, read, root, [goal], retry_refused, repair, cluster)
+    report, page = place(root, goal), root / "report.html"
     numbers = store.read(report / "numbers.json")
     if numbers is not None:  # None: the file was deleted
         told = headline(numbers)
         for line in (told.answer, *told.warnings):
             console.say(line)
         console.print_table(terminal(summary(numbers)))
-    if (report / page.name).exists():
+    if (report / page.name).exists():  # the one-file page is copied to where it is found first
         with replacing(page) as file:
             file.write((report / page.name).read_text(encoding="utf-8"))
         console.say(f"Report: {page}")
@@ -196,20 +189,20 @@ def _show_results(report: Path, page: Path) -> None:
 
 
 def stage(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")
-    ],
-    key: Annotated[str, typer.Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
+    folder: Annotated[Path, Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")],
+    key: Annotated[str, Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
     recipe: Annotated[
-        str,
-        typer.Option(metavar="HASH", help="Of several recipes in RUN/recipes, this one.", show_default="used last"),
+        str, Option(metavar="HASH", help="Of several recipes in RUN/recipes, this one.", show_default="used last")
     ] = "",
 ) -> None:
     """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.
 
     `catto plan --export` stores the recipe in the folder and writes these commands. A finished stage is not run again.
+
+    Examples:
+    catto stage runs/quickstart 5f2c81d09ab34e67
     """
-    from catto.cli.display import Bar, bars
+    from catto.cli.display import Bar
     from catto.experiment.graph import find_stage
     from catto.experiment.runner import missing_needs, run_stage
     from catto.experiment.stages import done
@@ -223,13 +216,8 @@ def stage(
         return
     if wanted.kind == "train":
         console.needs("torch", "train", "training")
-    _silence()
-    try:
-        with bars() as shown:
-            ending = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
-    except KeyboardInterrupt:
-        console.warn("interrupted; the same command resumes from here")
-        sys.exit(130)
+    with running() as shown:
+        ending = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
     if ending.outcome == "failed":
         console.warn(f"{wanted.name}: {ending.problem}; its log: {ending.log}")
         sys.exit(1)
@@ -239,10 +227,14 @@ def stage(
 # ---- verify ---------------------------------------------------------------------------------------------------------
 
 
-def verify(folder: Annotated[Path, typer.Argument(help="An experiment's folder, such as runs/quickstart.")]) -> None:
+def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such as runs/quickstart.")]) -> None:
     """Compare every file of every finished stage with the size and SHA-256 that were recorded when it was written.
 
     Exit with code 1 if a stage is damaged; `catto run --repair` runs such stages again.
+
+    Examples:
+    catto verify runs/quickstart
+    catto run quickstart --repair
     """
     from catto.cli.display import progress
     from catto.experiment.stages import account, check, finished
@@ -273,10 +265,8 @@ def verify(folder: Annotated[Path, typer.Argument(help="An experiment's folder, 
 # ---- recipe ---------------------------------------------------------------------------------------------------------
 
 
-app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.", epilog=RECIPE_EXAMPLES)
-NameArgument = Annotated[
-    str, typer.Argument(help="The recipe's name, as in `catto recipe list`.", autocompletion=console.recipes)
-]
+app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.")
+NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autocompletion=recipes)]
 
 
 def _shipped(name: str) -> Path:
@@ -286,9 +276,13 @@ def _shipped(name: str) -> Path:
     return shipped()[name]
 
 
-@app.command("list", epilog=console.examples("catto recipe list"))
+@app.command("list")
 def names() -> None:
-    """List the shipped recipes, each with the first sentence of its own comment."""
+    """List the shipped recipes, each with the first sentence of its own comment.
+
+    Examples:
+    catto recipe list
+    """
     from catto.recipe_file import shipped
 
     for name, path in shipped().items():
@@ -297,18 +291,25 @@ def names() -> None:
         console.say(f"{name:12s} {comment.partition('. ')[0].rstrip('.')}")
 
 
-@app.command("show", epilog=console.examples("catto recipe show quickstart"))
+@app.command()
 def show(name: NameArgument) -> None:
-    """Print a recipe as it is written."""
+    """Print a recipe as it is written.
+
+    Examples:
+    catto recipe show quickstart
+    """
     console.say(_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
 
 
-@app.command("copy", epilog=console.examples("catto recipe copy quickstart mine.yaml"))
+@app.command()
 def copy(
-    name: NameArgument,
-    path: Annotated[Path | None, typer.Argument(help="Where to copy it.", show_default="NAME.yaml")] = None,
+    name: NameArgument, path: Annotated[Path | None, Argument(help="Where to.", show_default="NAME.yaml")] = None
 ) -> None:
-    """Copy a recipe to change it; an existing file is not overwritten."""
+    """Copy a recipe to change it; an existing file is not overwritten.
+
+    Examples:
+    catto recipe copy quickstart mine.yaml
+    """
     source, path = _shipped(name), path or Path(f"{name}.yaml")
     if path.is_dir():
         path /= source.name

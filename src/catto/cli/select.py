@@ -6,65 +6,52 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import examples, number, real_option, refuse, say, span
+from catto.cli.console import number, real_option, refuse, say, span
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
+    from catto.metrics.ranking import Within
+    from catto.metrics.selection import Selected
     from catto.records import FinalAnswer, Prediction, Protocol
 
 MOST = "most confident"
-EXAMPLES = examples(
-    "catto select predictions.jsonl --k 4 8",
-    "catto select predictions.jsonl --k 4 --fit-tau validation.jsonl",
-    "catto select predictions.jsonl --k 4 --tau 1.3 --json",
-    'catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl',
-)
-
-TauOption = Annotated[
-    float | None,
-    real_option(
-        min=0.01,
-        max=100.0,
-        help="Rank by the label's confidence at this temperature.",
-        show_default="as the file states it",
-    ),
-]
-StopOption = Annotated[
-    float | None,
-    real_option(
-        min=0.0,
-        max=1.0,
-        help="With --adaptive: the most confident stops at this confidence.",
-        show_default="chosen on this file, which should be of validation questions",
-    ),
-]
 
 
 def select(
-    file: Annotated[Path, typer.Argument(help="Predictions with several samples per question.")],
-    k: Annotated[list[int], typer.Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
-    more: Annotated[list[int] | None, typer.Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
-    tau: TauOption = None,
-    fit_tau: Annotated[
-        Path | None, typer.Option(help="Fit the ranking's tau on these greedy validation predictions.")
+    file: Annotated[Path, Argument(help="Predictions with several samples per question.")],
+    k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
+    more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
+    tau: Annotated[
+        float | None,
+        real_option(min=0.01, max=100.0, help="Rank by the confidence at this temperature.", show_default="as stated"),
     ] = None,
-    rule: Annotated[str | None, typer.Option(help="With --out: how the final answers are chosen.")] = None,
-    calibrator: Annotated[Path | None, typer.Option(help="With --out: calibrate the confidences.")] = None,
-    adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Stop sampling a question when its choice is settled.")
-    ] = False,
-    stop: StopOption = None,
-    out: Annotated[Path | None, typer.Option(help="Write one final answer per question: a .jsonl file.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=console.MOST_SEED, help="Seed of the intervals' resamples.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")] = False,
+    fit_tau: Annotated[Path | None, Option(help="Fit tau on these greedy validation predictions.")] = None,
+    rule: Annotated[str | None, Option(help="With --out: how the final answers are chosen.")] = None,
+    calibrator: Annotated[Path | None, Option(help="With --out: calibrate the confidences.")] = None,
+    adaptive: Annotated[bool, Option("--adaptive", help="Stop sampling when the choice is settled.")] = False,
+    stop: Annotated[
+        float | None,
+        real_option(min=0.0, max=1.0, help="With --adaptive: stop at this confidence.", show_default="the file's best"),
+    ] = None,
+    out: Annotated[Path | None, Option(help="Write one final answer per question: a .jsonl file.")] = None,
+    seed: console.SeedOption = 0,
+    as_json: console.JsonOption = False,
 ) -> None:
     """Choose one of k samples: by confidence, by votes, by likelihood; beside them one random sample and the oracle.
 
     Also printed: how well confidence orders the samples of the same question, and how many had no readable answer.
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
+    With --adaptive and without --stop, the most confident stops at the lowest confidence that loses no right answer of
+    this file, which should be of validation questions.
+
+    Examples:
+    catto select predictions.jsonl --k 4 8
+    catto select predictions.jsonl --k 4 --fit-tau validation.jsonl
+    catto select predictions.jsonl --k 4 --tau 1.3 --json
+    catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
     from catto.calibrate import open_fitted, write_final
     from catto.files import read_records
@@ -74,11 +61,11 @@ def select(
     from catto.records import Prediction
 
     sizes = [*k, *(more or ())]
-    if out is not None and (rule is None or len(sizes) > 1 or tau is not None or fit_tau is not None):
-        refuse("--out: needs --rule and one --k, and takes a --calibrator in place of a tau")
     if out is None and (rule is not None or calibrator is not None):
         refuse("--rule and --calibrator: for the final answers that --out writes")
-    if out is not None and rule is not None:
+    if out is not None:
+        if rule is None or len(sizes) > 1 or tau is not None or fit_tau is not None:
+            refuse("--out: needs --rule and one --k, and takes a --calibrator in place of a tau")
         console.check_name("--rule", rule, selection.RULES)
         console.writable_file("--out", out, source=file)
     if stop is not None and not adaptive:
@@ -87,33 +74,29 @@ def select(
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
     predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
+    written = ""
     with console.refusing(place=f"{file}: "):
         if fit_tau is not None:
             tau = temperature.fit_tau(list(read_records(fit_tau, Prediction))).tau
         samples = selection.candidates(predictions, tau)
         rows = [row for size in sizes for row in selection.select(samples, size, seed=seed)]
         rescaled = predictions if tau is None else temperature.rescaled(predictions, tau)
-        saved = _adaptive_rows(rescaled, sizes, stop, adaptive)
+        saved = _adaptive_rows(rescaled, sizes, stop) if adaptive else []
         if out is not None and rule is not None:
             applied = None if calibrator is None else open_fitted(calibrator)
             ranked_by = predictions if applied is None else applied.ranked(predictions)
-            final = write_final(out, predictions, _protocol(ranked_by, rule, sizes[0], adaptive, stop), applied)
+            protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop)
+            mean = _means(write_final(out, predictions, protocol, applied))
+            taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
+            written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
     within, counts = selection.within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
-    rate = counts.share("fallback")
     if as_json:
-        known = {"fallback_rate": rate, "sources": jsonable(counts), "within": jsonable(within)}
+        known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
         console.print_json([{**jsonable(row), **known} for row in rows] + saved)
         return
     if counts.warning is not None:
         say(counts.warning)
-    made = console.table(str(file), "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
-    for row in rows:
-        accuracy = f"{number(row.accuracy, True)}\n{span(row.low, row.high, True)}"
-        subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
-        made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, f"{100 * rate:.1f} %")
-    console.print_table(made)
-    if saved:
-        _show_adaptive(saved)
+    _show(str(file), rows, saved, f"{100 * counts.share('fallback'):.1f} %")
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
     questions, size = samples.label.shape
@@ -121,17 +104,10 @@ def select(
     drawn = ", ".join(f"{value:g}" for value in sorted({one.temperature for one in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
-    if out is not None:
-        mean = _means(final)
-        taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
-        say(f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %.")
-    if not within.pairs:
-        say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
-        return
-    value = f"{number(within.value, True)} (95 % interval {span(within.low, within.high, True)})"
-    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
-    say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
-    if tau is None:
+    if written:
+        say(written)
+    say(_told_within(within, questions))
+    if tau is None and within.pairs:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
@@ -150,27 +126,42 @@ def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, 
     return Protocol(rule=rule, k=k, temperature=temperatures.pop(), fallback=fallback, stop=stop)
 
 
-def _adaptive_rows(
-    predictions: list[Prediction], sizes: list[int], stop: float | None, adaptive: bool
-) -> list[dict[str, Any]]:
+def _adaptive_rows(predictions: list[Prediction], sizes: list[int], stop: float | None) -> list[dict[str, Any]]:
     """Return what stopping early saves of the first k samples: mean samples, tokens and accuracy, beside all k."""
     from catto.calibrate import final_answers
     from catto.metrics.selection import VOTES
 
     rows: list[dict[str, Any]] = []
-    for k, rule, early in product(sizes if adaptive else (), (MOST, *VOTES), (False, True)):
+    for k, rule, early in product(sizes, (MOST, *VOTES), (False, True)):
         protocol = _protocol(predictions, rule, k, early, stop if early and rule == MOST else None)
         rows.append({"rule": rule, "k": k, "stop": protocol.stop, **_means(final_answers(predictions, protocol))})
     return rows
 
 
-def _show_adaptive(rows: list[dict[str, Any]]) -> None:
-    made = console.table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
+def _show(title: str, rows: list[Selected], saved: list[dict[str, Any]], fallback: str) -> None:
+    """Print the rules, and what stopping early saves where it was asked for."""
+    made = console.table(title, "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
     for row in rows:
-        means = f"{row['samples']:.2f}", "-" if row["tokens"] is None else f"{row['tokens']:.0f}"
-        ended = "-" if row["stop"] is None else f"{row['stop']:.4g}" if row["rule"] == MOST else "settled"
-        made.add_row(row["rule"], str(row["k"]), ended, *means, number(row["accuracy"], True))
+        accuracy = f"{number(row.accuracy, True)}\n{span(row, True)}"
+        subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
+        made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, fallback)
     console.print_table(made)
+    made = console.table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
+    for mean in saved:
+        tokens = "-" if mean["tokens"] is None else f"{mean['tokens']:.0f}"
+        ended = "-" if mean["stop"] is None else f"{mean['stop']:.4g}" if mean["rule"] == MOST else "settled"
+        cells = ended, f"{mean['samples']:.2f}", tokens, number(mean["accuracy"], True)
+        made.add_row(mean["rule"], str(mean["k"]), *cells)
+    if saved:
+        console.print_table(made)
+
+
+def _told_within(within: Within, questions: int) -> str:
+    if not within.pairs:
+        return "AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win."
+    value = f"{number(within.value, True)} (95 % interval {span(within, True)})"
+    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
+    return f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick."
 
 
 def _means(answers: list[FinalAnswer]) -> dict[str, Any]:

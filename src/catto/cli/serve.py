@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from catto.cli import console
-from catto.cli.console import check_name, examples, needs, real_option, refuse, refusing, say, warn, writable_file
+from catto.cli.console import check_name, needs, real_option, refuse, refusing, say, warn, writable_file
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -17,48 +17,44 @@ if TYPE_CHECKING:
     from catto.engines.server import ServerEngine
     from catto.records import Protocol
 
-EXAMPLES = examples(
-    "catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json",
-    "catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json",
-    "catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95",
-)
 MOST = "most confident"
 DEFAULT = "the threshold's, else "
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
-    upstream: Annotated[str, typer.Option(help="The model's server: its address, ending in /v1.")],
-    task: Annotated[
-        str, typer.Option(help="Task with the labels, or a YAML file of one.", autocompletion=console.tasks)
-    ],
-    calibrator: Annotated[Path | None, typer.Option(help="What `catto calibrate fit` wrote.")] = None,
-    threshold: Annotated[Path | None, typer.Option(help="Abstain below: what `calibrate threshold` wrote.")] = None,
-    model: Annotated[str | None, typer.Option(help="The upstream's model.", show_default="its only one")] = None,
-    k: Annotated[int | None, typer.Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
-    rule: Annotated[str | None, typer.Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
+    upstream: Annotated[str, Option(help="The model's server: its address, ending in /v1.")],
+    task: Annotated[str, Option(help="Task with the labels, or a YAML file of one.", autocompletion=console.tasks)],
+    calibrator: Annotated[Path | None, Option(help="What `catto calibrate fit` wrote.")] = None,
+    threshold: Annotated[Path | None, Option(help="Abstain below: what `calibrate threshold` wrote.")] = None,
+    model: Annotated[str | None, Option(help="The upstream's model.", show_default="its only one")] = None,
+    k: Annotated[int | None, Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
+    rule: Annotated[str | None, Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
     temperature: Annotated[
         float | None, real_option(min=0, max=2, help="Of sampling.", show_default=DEFAULT + "0")
     ] = None,
-    stop: Annotated[
-        float | None, real_option(min=0, max=1, help="Sample up to this confidence, or a settled vote.")
-    ] = None,
-    max_k: Annotated[int, typer.Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
-    concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
-    queue: Annotated[int, typer.Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
+    stop: Annotated[float | None, real_option(min=0, max=1, help="Stop at this confidence, or a settled vote.")] = None,
+    max_k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
+    concurrency: Annotated[int, Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
+    queue: Annotated[int, Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
     deadline: Annotated[
-        float, real_option(min=1, max=1_000_000, help="Seconds for an answer, with queue and retries.")
+        float, real_option(min=1, max=1e6, help="Seconds for an answer, with queue and retries.")
     ] = 120.0,
-    abstention: Annotated[str, typer.Option(help="What is answered below the threshold.")] = "I do not know.",
-    log: Annotated[Path | None, typer.Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8080,
+    abstention: Annotated[str, Option(help="What is answered below the threshold.")] = "I do not know.",
+    log: Annotated[Path | None, Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
+    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen at.")] = 8080,
 ) -> None:
     """Serve OpenAI's chat completions with a calibrated confidence in every answer, or an abstention.
 
     A request is sent to the upstream k times, with log-probabilities. The label is read as in `catto eval`, its
     confidence calibrated, one answer chosen and returned with a `catto` object. Below the threshold the gateway says
     that it abstains. Keys: OPENAI_API_KEY is sent to the upstream, CATTO_API_KEY is asked of clients where it is set.
+
+    Examples:
+    catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json
+    catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json
+    catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95
     """
     for package in ("fastapi", "uvicorn"):
         needs(package, "serve", "catto serve")

