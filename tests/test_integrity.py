@@ -185,7 +185,7 @@ def publish(root: Path, stage: Stage, name: str, value: object) -> None:
     """Make a stage of one file."""
     with Attempt(root, stage, content(root, stage)) as attempt:
         write(attempt.out / name, value)
-        assert attempt.publish({})
+        attempt.publish({})
 
 
 def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_with_it(tmp_path: Path) -> None:

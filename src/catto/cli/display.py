@@ -153,7 +153,7 @@ class Left:
     """How long the missing stages take: as long as finished ones of the same method, or else of the same kind."""
 
     def __init__(self, root: Path, goals: Sequence[Stage]) -> None:
-        from catto.experiment.runner import seconds_of
+        from catto.experiment.cost import took
         from catto.experiment.stages import done, ordered
 
         self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
@@ -161,7 +161,7 @@ class Left:
         self._missing = {stage.key: stage for stage in stages}
         for stage in stages:
             if done(root, stage):
-                self.ended(stage, "done", seconds_of(root, stage) or 0.0)
+                self.ended(stage, "done", took(root, stage) or 0.0)
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Take a stage off the list, and learn from one that is done."""

@@ -204,12 +204,12 @@ def stage(
     """
     from catto.cli.display import Bar
     from catto.experiment.graph import find_stage
-    from catto.experiment.runner import missing_needs, run_stage
+    from catto.experiment.runner import run_stage, unseen
     from catto.experiment.stages import done
 
     _posix()
     wanted = find_stage(folder, key, recipe)
-    if missing := missing_needs(folder, wanted):
+    if missing := unseen(folder, wanted.needs.values(), wanted.name):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
     if done(folder, wanted):
         console.say(f"{wanted.name}: done already")

@@ -178,24 +178,36 @@ def locked(root: Path) -> Iterator[None]:
 
     A run on the same machine is known to live or not at once; the heartbeat of one on another machine is watched.
     """
-    path, watch = root / RUNNING, Watch()
+    path, watch, told = root / RUNNING, Watch(), False
     heart = Heart(path, secrets.token_hex(8))
+    mine, aside = (path.with_name(f"{path.name}.{heart.token}{end}") for end in ("", ".dead"))
     with files.writing(path, path):
         root.mkdir(parents=True, exist_ok=True)
-    told = False
-    while not _claimed(path, heart.text()):
-        record = heartbeat(path)[1]
-        host, pid = (str(record.get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
-        alive, who = watch.alive(path), f"another run (process {pid} on {host})"
-        if alive:
-            raise DataError(root, None, f"{who} is working in this folder; wait for it, or give another --out")
-        if alive is None:
-            if not told:
-                logger.warning("%s: waiting up to %.0f s to see whether %s is alive", root, STALE, who)
-            told = True
-            time.sleep(min(1.0, BEAT))
-        else:
-            _unclaim(path, record.get("token"))
+        while True:
+            try:
+                mine.write_text(heart.text(), encoding="utf-8")
+                files.link(mine, path)
+                break
+            except FileExistsError:
+                record = heartbeat(path)[1]
+            finally:
+                mine.unlink(missing_ok=True)
+            host, pid = (str(record.get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
+            alive, who = watch.alive(path), f"another run (process {pid} on {host})"
+            if alive:
+                raise DataError(root, None, f"{who} is working in this folder; wait for it, or give another --out")
+            if alive is None:
+                if not told:
+                    logger.warning("%s: waiting up to %.0f s to see whether %s is alive", root, STALE, who)
+                told = True
+                time.sleep(min(1.0, BEAT))
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+                if heartbeat(aside)[1].get("token") != record.get("token"):  # another run's has come into its place
+                    with contextlib.suppress(FileExistsError):
+                        files.link(aside, path)
+                aside.unlink()
     heart.start()
     try:
         yield
@@ -203,35 +215,6 @@ def locked(root: Path) -> Iterator[None]:
         heart.stop()
         if not heart.lost:
             path.unlink(missing_ok=True)
-
-
-def _claimed(path: Path, text: str) -> bool:
-    """Create a file with this text, whole; False if there is one."""
-    mine = _beside(path)
-    with files.writing(path, path):
-        try:
-            mine.write_text(text, encoding="utf-8")
-            files.link(mine, path)
-        except FileExistsError:
-            return False
-        finally:
-            mine.unlink(missing_ok=True)
-    return True
-
-
-def _unclaim(path: Path, token: str | None) -> None:
-    """Remove the file of a dead run; if another run's has come into its place, that is put back."""
-    aside = _beside(path)
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if heartbeat(aside)[1].get("token") != token:
-            with contextlib.suppress(FileExistsError):
-                files.link(aside, path)
-        aside.unlink()
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(3)}")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -299,7 +282,7 @@ def settled(root: Path, stage: Stage, content: str) -> bool:
         return False
     for aside in asides:
         _delete(aside, place(root, stage))
-    for one in (stage, *(need for need in stage.needs.values() if need.whole is not None)):
+    for one in (stage, *stage.shards):
         for folder in (root / "stages").glob(f"{one.folder}{PART}*"):
             shutil.rmtree(folder, ignore_errors=True)
     return True
@@ -379,8 +362,10 @@ class Attempt:
             half.mkdir(parents=True)
             (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
             try:
-                if source is not None:
-                    _take(source, half)
+                if source is not None:  # the files of a finished stage are never written to
+                    for name in stages.account(source)["files"]:
+                        (half / name).parent.mkdir(parents=True, exist_ok=True)
+                        files.link(source / name, half / name)
                 elif old is not None:
                     _inherit(old, half, self.out)
                 return
@@ -419,8 +404,8 @@ class Attempt:
                 if self._watch.still(half):
                     _discard(self.root, self.stage, half)
 
-    def publish(self, details: Mapping[str, Any]) -> bool:
-        """Make this attempt the stage; False if another one is, LostError if another one will be."""
+    def publish(self, details: Mapping[str, Any]) -> None:
+        """Make this attempt the stage, if no other one is by now; LostError if another one will be."""
         if not (self.out / ATTEMPT).exists():
             raise LostError(LOST)
         for left in self.out.rglob(".*.part"):  # what a killed run was writing
@@ -429,27 +414,22 @@ class Attempt:
             raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
         stages.write(self.out / DONE, stages.record(self.stage, self.out, self.content, details))
         self.heart.stop()  # what is linked no longer changes
-        won = self._won()
-        if not settled(self.root, self.stage, self.content):
-            raise LostError(LOST)
-        return won
-
-    def _won(self) -> bool:
         place = pointer(self.root, self.stage, self.content)
         place.parent.mkdir(exist_ok=True)
         while True:
             try:
                 files.link(self.out / ATTEMPT, place)
                 files.sync_folder(place.parent)
-                return True
             except FileExistsError:
-                if heartbeat(place)[1].get("token") == self.heart.token:  # NFS repeats a link whose answer was lost
-                    return True
-                if settled(self.root, self.stage, self.content):
-                    return False
-                place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
+                mine = heartbeat(place)[1].get("token") == self.heart.token  # NFS repeats a link whose answer was lost
+                if not mine and not settled(self.root, self.stage, self.content):
+                    place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
+                    continue
             except FileNotFoundError:  # discarded by another attempt
-                return False
+                pass
+            break
+        if not settled(self.root, self.stage, self.content):
+            raise LostError(LOST)
 
 
 def _reached(folder: Path) -> tuple[bool, int, int, str]:
@@ -467,26 +447,19 @@ def _reached(folder: Path) -> tuple[bool, int, int, str]:
 
 def _inherit(earlier: Path, half: Path, out: Path) -> None:
     """Copy an earlier attempt to `half`, which will be `out`; raise OSError if it changes meanwhile."""
+
+    def copy(source: str, target: str) -> None:
+        """Link weights, which are large and never written to again; copy what may be."""
+        (files.link if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
+
     if (earlier / "checkpoints").exists():
         from catto.training.monitor import copy_newest
 
         copy_newest(earlier / "checkpoints", half / "checkpoints", out / "checkpoints")
     ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT)
-    shutil.copytree(earlier, half, ignore=ignored, copy_function=_copy, dirs_exist_ok=True)
+    shutil.copytree(earlier, half, ignore=ignored, copy_function=copy, dirs_exist_ok=True)
     if (half / "training.json").exists():  # the checkpoints are being deleted
         shutil.rmtree(half / "checkpoints", ignore_errors=True)
-
-
-def _copy(source: str, target: str) -> None:
-    """Link weights, which are large and never written to again; copy what may be."""
-    (files.link if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
-
-
-def _take(finished: Path, half: Path) -> None:
-    """Link the files of a finished stage, which are never written to."""
-    for name in stages.account(finished)["files"]:
-        (half / name).parent.mkdir(parents=True, exist_ok=True)
-        files.link(finished / name, half / name)
 
 
 def reopen(root: Path, stage: Stage) -> list[Path]:

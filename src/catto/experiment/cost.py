@@ -16,15 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from catto.experiment.stages import (
-    QuestionSettings,
-    ResponseSettings,
-    Stage,
-    TextSettings,
-    TrainSettings,
-    account,
-    place,
-)
+from catto.engines import is_hub_id
+from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage, TrainSettings, account, place
 from catto.files import read_json
 from catto.recipe import ModelSettings, Recipe, Resources
 from catto.records import Split
@@ -106,15 +99,15 @@ def network(model: ModelSettings) -> Network | None:
         heads = scratch.width // scratch.heads * scratch.heads
         return Network(scratch.layers, scratch.width, scratch.intermediate, heads, heads, WORDS, True)
     name = model.path or ""
-    folder = Path(name) / "config.json"
-    if not folder.is_file():
+    path = Path(name) / "config.json"
+    if not path.is_file() and is_hub_id(name):
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json") if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
-        if not isinstance(cached, str):
-            return KNOWN.get(name)
-        folder = Path(cached)
-    config = read_json(folder)
+        cached = try_to_load_from_cache(name, "config.json")
+        path = Path(cached) if isinstance(cached, str) else path
+    if not path.is_file():
+        return KNOWN.get(name)
+    config = read_json(path)
     config = config.get("text_config", config)
     if "num_experts_per_tok" in config:  # a mixture of experts
         return None
@@ -198,12 +191,7 @@ def group(stage: Stage) -> str:
         return f"train {stage.method}"
     if stage.whole is not None:
         return f"{kind} shard"
-    return f"{kind} joined" if joins(stage) else kind
-
-
-def joins(stage: Stage) -> bool:
-    """Whether a stage only joins what its shards have generated."""
-    return any(need.whole is not None for need in stage.needs.values())
+    return f"{kind} joined" if stage.shards else kind
 
 
 def took(root: Path, stage: Stage) -> float | None:
@@ -253,8 +241,7 @@ class Costs:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.network = recipe, network(recipe.model)
-        known = None if self.network is None else float(self.network.parameters)
-        self.parameters = parameters(recipe.model.path or "") if known is None else known
+        self.parameters = self.network.parameters if self.network else parameters(recipe.model.path or "")
         self.width = 2 if recipe.model.dtype == "bfloat16" else 4
         self.uncounted: dict[Split, set[str]] = defaultdict(set)  # tasks whose questions are not counted
 
@@ -271,14 +258,11 @@ class Costs:
 
     def tokens(self, stage: Stage[TrainSettings]) -> int:
         """Bound the tokens of a training: a pair counts twice, and the third stream on top of it."""
-        settings, recipe = stage.settings, self.recipe
+        settings, teacher = stage.settings, self.recipe.teacher
+        each = teacher.pairs_per_question if settings.method.stage == "preference" else teacher.n
         asked = self.questions(stage.needs["teacher"].needs["questions"])
-        if settings.method.stage != "preference":
-            rows = settings.block.rows or asked * recipe.teacher.n
-        else:
-            pairs = settings.pairs or settings.block.rows or asked * recipe.teacher.pairs_per_question
-            rows = pairs * self.rows(settings)
-        return recipe.context * rows * settings.epochs
+        elements = settings.pairs or settings.block.rows or asked * each
+        return self.recipe.context * elements * self.rows(settings) * settings.epochs
 
     def rows(self, settings: TrainSettings) -> int:
         """Count the rows of one element of a batch: of a pair two, and those of the third stream."""
@@ -290,12 +274,11 @@ class Costs:
         """Count the responses that a stage generates or asks for."""
         if isinstance(stage.settings, ResponseSettings):
             return self.questions(stage.needs["questions"]) * stage.settings.teacher.n
-        settings: TextSettings = stage.settings
-        if joins(stage):
+        if stage.shards:  # it only joins what they have generated
             return 0
-        asked, each = self.questions(stage.needs["held_out"]), settings.temperatures
+        asked, each = self.questions(stage.needs["held_out"]), stage.settings.temperatures
         samples = each if isinstance(each, int) else len(each)
-        return -(-min(asked, settings.limit or asked) * samples // (settings.shard or (1, 1))[1])
+        return -(-min(asked, stage.settings.limit or asked) * samples // (stage.settings.shard or (1, 1))[1])
 
     def seconds(self, stage: Stage) -> float | None:
         """Estimate how long a stage takes on GPUs of the kind `GPU`; None for a model of unknown size."""
@@ -332,19 +315,19 @@ class Costs:
         line counts.
         """
         measured: dict[str, list[float]] = defaultdict(list)
-        for stage, seconds in taken:
-            measured[group(stage)].append(seconds)
+        for stage, took in taken:
+            measured[group(stage)].append(took)
         durations = {}
         for stage in missing:
             line = group(stage)
-            if line in stated or stage.kind in stated:
-                durations[stage.key] = Duration(stated[line if line in stated else stage.kind], "stated")
-            elif line in measured:
-                durations[stage.key] = Duration(median(measured[line]), "measured")
-            elif (estimate := self.seconds(stage)) is not None:
-                durations[stage.key] = Duration(estimate, "estimated")
-            else:
+            seconds, source = stated.get(line, stated.get(stage.kind)), "stated"
+            if seconds is None and line in measured:
+                seconds, source = median(measured[line]), "measured"
+            if seconds is None:
+                seconds, source = self.seconds(stage), "estimated"
+            if seconds is None:
                 raise ValueError(f"how long {stage.name} takes is unknown: state --seconds '{line}=...'")
+            durations[stage.key] = Duration(seconds, source)
         return durations
 
     @property
@@ -354,9 +337,10 @@ class Costs:
 
     def lines(self, missing: Iterable[Stage]) -> list[str]:
         """Say what the missing trainings and the teacher need; nothing where there is nothing to train or ask."""
-        stages, lines = list(missing), []
+        stages, lines, teacher = list(missing), [], self.recipe.teacher
         self.uncounted.clear()
-        if trainings := [stage for stage in stages if stage.kind == "train"]:
+        trainings, asking = ([stage for stage in stages if stage.kind == kind] for kind in ("train", "responses"))
+        if trainings:
             tokens = sum(map(self.tokens, trainings))
             length = "with rows as long as the context"
             lines.append(f"{len(trainings)} trainings: up to {tokens / 1e6:,.0f} million tokens, {length}")
@@ -368,11 +352,10 @@ class Costs:
             lines.append(f"{counted}: {size:,.0f} GB of GPU memory for {held}, then activations")
             hours = f"{tokens / self.speed / 3600:,.0f} GPU hours at {self.speed:,.0f} tokens/s"
             lines.append(f"up to {hours} ({TRAINING:.0%} of an {GPU.name}'s {GPU.operations / 1e12:.0f} TFLOP/s)")
-        if self.recipe.teacher.source == "server":
-            requests = sum(self.requests(stage) for stage in stages if stage.kind == "responses")
-            generated = requests * self.recipe.teacher.max_tokens / 1e6
-            text = f"teacher: {requests:,} requests, up to {generated:,.0f} million generated tokens"
-            lines += [text] if any(stage.kind == "responses" for stage in stages) else []
+        if asking and teacher.source == "server":
+            requests = sum(map(self.requests, asking))
+            generated = f"up to {requests * teacher.max_tokens / 1e6:,.0f} million generated tokens"
+            lines.append(f"teacher: {requests:,} requests, {generated}")
         return lines + self.left_out()
 
     def left_out(self) -> list[str]:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import ray
 
 from catto.experiment import attempts, runner, stages, steps
-from catto.experiment.cost import sort_of, usual_gpus
+from catto.experiment.cost import sort_of, took, usual_gpus
 from catto.experiment.graph import Graph
 from catto.experiment.runner import Display, Ending, Outcome
 from catto.experiment.stages import Stage
@@ -86,13 +86,25 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
-    """Show the stages until all have ended."""
-    outcome, running = Outcome(), _Running(root, missing, display)
+    """Show the stages until all have ended: progress by the heartbeats of the attempts, ends by the tasks."""
+    outcome, watch, began = Outcome(), attempts.Watch(), dict[str, float]()
     pending = {stage.key: stage for stage in missing}
+
+    def start(stage: Stage) -> None:
+        if stage.key not in began:
+            began[stage.key] = time.monotonic()
+            display.started(stage, len(began), len(missing))
+
     while pending:
         ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=LOOK)
-        running.look(pending)
-        for stage in [stage for stage in missing if stage.key in pending and tasks[stage.key] in set(ready)]:
+        begun = attempts.begun(root)
+        for stage in pending.values():
+            for path in (folder / stages.ATTEMPT for folder in begun.get(stage.folder, ())):
+                if watch.alive(path):
+                    start(stage)
+                    if progress := attempts.heartbeat(path)[1].get("progress"):
+                        display.progress(stage, *progress)
+        for stage in [stage for stage in pending.values() if tasks[stage.key] in set(ready)]:
             del pending[stage.key]
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
@@ -102,39 +114,10 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
                 ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
-            running.start(stage)
+            start(stage)
             outcome.add(stage, ending)
-            display.ended(stage, ending.outcome, running.seconds(stage))
+            display.ended(stage, ending.outcome, took(root, stage) or time.monotonic() - began[stage.key])
     return outcome
-
-
-class _Running:
-    """What the heartbeats of the attempts show."""
-
-    def __init__(self, root: Path, missing: Sequence[Stage], display: Display) -> None:
-        self.root, self.total, self.display = root, len(missing), display
-        self.watch = attempts.Watch()
-        self.began: dict[str, float] = {}
-
-    def start(self, stage: Stage) -> None:
-        """Show that a stage has started, once."""
-        if stage.key not in self.began:
-            self.began[stage.key] = time.monotonic()
-            self.display.started(stage, len(self.began), self.total)
-
-    def seconds(self, stage: Stage) -> float:
-        """Return how long a stage ran, by its own account if it has finished."""
-        return runner.seconds_of(self.root, stage) or time.monotonic() - self.began[stage.key]
-
-    def look(self, pending: Mapping[str, Stage]) -> None:
-        """Show the progress of the stages whose attempts are alive."""
-        begun = attempts.begun(self.root)
-        for stage in pending.values():
-            for folder in begun.get(stage.folder, ()):
-                if self.watch.alive(folder / stages.ATTEMPT):
-                    self.start(stage)
-                    if progress := attempts.heartbeat(folder / stages.ATTEMPT)[1].get("progress"):
-                        self.display.progress(stage, *progress)
 
 
 # ---- resources ------------------------------------------------------------------------------------------------------
@@ -147,28 +130,23 @@ def cluster_options(
 
     Ray itself would wait for such a node for ever.
     """
+
+    def amounts(of: Mapping[str, float]) -> str:
+        return f"{of['CPU']:g} CPU, {of['GPU']:g} GPU and {of['memory'] / 1e9:g} GB of memory"
+
     options = {}
     for name in sorted({sort_of(recipe, stage) for stage in missing}):
         block = getattr(recipe.resources, name)
         gpus = block.gpus
         if gpus is None:  # one for each process, where the cluster has any
             gpus = usual_gpus(recipe, name) * any(node.get("GPU", 0) >= 1 for node in nodes)
-        asked = {"CPU": block.cpus, "GPU": gpus, "memory": float(block.bytes)}
+        asked = {"CPU": block.cpus, "GPU": gpus, "memory": block.bytes}
         if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
             most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
-            lacking = {kind: count for kind, count in asked.items() if most[kind] < count}
-            told = "; ".join(
-                f"{_amount(kind, count)}, but no node has more than {_amount(kind, most[kind])}"
-                for kind, count in lacking.items()
-            )
-            together = " and ".join(_amount(kind, count) for kind, count in asked.items() if count)
-            raise DataError(f"resources.{name}", None, told or f"no node has all of {together}")
+            told = f"no node has all of {amounts(asked)}; the most that one has of each: {amounts(most)}"
+            raise DataError(f"resources.{name}", None, told)
         options[name] = {"num_cpus": block.cpus, "num_gpus": gpus} | ({"memory": block.bytes} if block.bytes else {})
     return options
-
-
-def _amount(kind: str, count: float) -> str:
-    return f"{count / 1e9:g} GB of memory" if kind == "memory" else f"{count:g} {kind}{'s' * (count != 1)}"
 
 
 # ---- in a worker ----------------------------------------------------------------------------------------------------
@@ -189,7 +167,7 @@ def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -
     stage = _graphs[text].get(key)
     if stage is None:
         raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
-    if missing := runner.missing_needs(Path(root), stage):
+    if missing := runner.unseen(Path(root), stage.needs.values(), stage.name):
         raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
     try:
         return runner.run_stage(Path(root), stage, lambda *_: None, _checked)

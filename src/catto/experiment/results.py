@@ -37,7 +37,7 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
         temperatures = (work.read("temperature", TEMPERATURE)["temperature"],) * temperatures
     work.write(TEMPERATURES, temperatures)
     questions, out = _questions(work, settings), work.out / GENERATIONS
-    shards = [place(work.root, need) / GENERATIONS for need in work.stage.needs.values() if need.whole is not None]
+    shards = [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]
     if shards:
         predictor.merge(ScoredGeneration, questions, shards, out)
         return

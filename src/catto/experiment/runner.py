@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ RUN = {
 ROOM = 2**20
 # What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
+# What done.json says of how a stage ran.
+HOW = {"seconds", "versions", "threads"}
 # These load a model of their own: the last one that was generated with is released first.
 LOADING = {"responses", "train"}
 Progress = Callable[[int, int, str], None]
@@ -151,8 +153,10 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
 
             with _logging_to(attempt.out / LOG):
                 _work(Work(stage, root, attempt.out, report), checked)
-            details = {"seconds": time.monotonic() - began, "versions": files.library_versions(), "threads": _threads()}
-            attempt.publish(details)
+            # The last bits of what torch computes depend on how many threads it has.
+            threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+            seconds, versions = time.monotonic() - began, files.library_versions()
+            attempt.publish({"seconds": seconds, "versions": versions, "threads": threads})
     except Exception as error:
         if attempts.settled(root, stage, content):  # by another attempt, which deleted the files of this one
             return Ending("done")
@@ -174,19 +178,13 @@ def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
         stages.check(finished, contents=True)
     except DataError:
         return False
-    record = stages.account(finished)
-    details = {name: record[name] for name in stages.DETAILS if name in record}
+    details = {name: value for name, value in stages.account(finished).items() if name in HOW}
     with attempts.Attempt(root, stage, content, finished) as attempt:
         attempt.publish({**details, "taken_over": finished.name})
     return True
 
 
-def missing_needs(root: Path, stage: Stage) -> list[str]:
-    """Return the names of needs that are not done, after waiting for them."""
-    return unseen(root, list(stage.needs.values()), stage.name)
-
-
-def unseen(root: Path, wanted: Sequence[Stage], name: str) -> list[str]:
+def unseen(root: Path, wanted: Collection[Stage], name: str) -> list[str]:
     """Return the names of stages that are not done. name: of what waits for them.
 
     A network file system may show what another machine has just finished up to a minute later, so this waits for it.
@@ -210,12 +208,6 @@ def _work(work: Work, checked: set[Path]) -> None:
             checked.add(folder)
     module, _, function = RUN[work.stage.kind].partition(".")
     getattr(importlib.import_module(f"catto.experiment.{module}"), function)(work)
-
-
-def _threads() -> int | None:
-    """Return how many threads torch computes with, on which the last bits depend; None without torch."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.get_num_threads())
 
 
 @contextlib.contextmanager
@@ -264,12 +256,6 @@ def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
         other = "begun" if stage.folder in begun else "to do"
         standing[stage.key] = "done" if ready and stages.done(root, stage) else other
     return [(stage, standing[stage.key]) for stage in all_stages]
-
-
-def seconds_of(root: Path, stage: Stage) -> float | None:
-    """Return how long a finished stage took."""
-    folder = place(root, stage)
-    return float(stages.account(folder)["seconds"]) if folder.exists() else None
 
 
 # ---- repairing and retrying -----------------------------------------------------------------------------------------

@@ -44,8 +44,6 @@ VERSION = 3
 # Files about how a stage ran are not sealed; the others are what it made.
 DONE, LOG, ATTEMPT = "done.json", "log.txt", "attempt.json"
 UNSEALED = frozenset({DONE, LOG, ATTEMPT, ".lock", "seconds.json", "job.json"})
-# What done.json says of how the stage ran.
-DETAILS = ("seconds", "versions", "threads")
 REPAIR = "--repair runs the stage again"
 _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 # Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
@@ -264,6 +262,11 @@ class Stage(Generic[S]):
     settings: S
     needs: Mapping[str, Stage] = field(default_factory=dict)
     whole: Stage | None = None  # of a shard: the stage whose work it does a part of
+
+    @property
+    def shards(self) -> list[Stage]:
+        """Those of its needs that do parts of its own work, which it joins."""
+        return [need for need in self.needs.values() if need.whole is not None]
 
     @property
     def inputs(self) -> dict[str, Stage]:

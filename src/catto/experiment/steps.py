@@ -14,15 +14,12 @@ from catto.engines import Context, Engine, Generation, Key, Request, Scores, ope
 from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
 from catto.files import library_versions, read_manifest, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
-from catto.records import Manifest, Question, Refusal, Split
+from catto.records import Manifest, Question, Refusal
 from catto.tasks import TASKS, Task, load
 from catto.tasks.own_file import own_task
 from catto.tasks.witnesses import generate as witness_questions
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
-
-WITNESS_SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
-
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ def questions_of(settings: QuestionSettings) -> tuple[list[Question], dict[str, 
     block, split, seed = settings.block, settings.split, settings.seed
     limit: int | None = getattr(block, split)
     if settings.task == "witnesses" and not block.own:
-        return list(witness_questions(split, limit or WITNESS_SIZES[split], seed=seed, **block.knobs())), {}
+        return list(witness_questions(split, limit, seed=seed, **block.knobs())), {}
     task = task_of(settings.task, block, settings.seeds or ())
     loaded = load(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
     questions = list(loaded)
