@@ -177,7 +177,8 @@ def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> Non
     found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, methods=[*BASE["methods"], *scaled]))
     assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | {"report"}
     cells = {
-        (cell.method, cell.budget) for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).cells()
+        (cell.place.method, cell.place.budget)
+        for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).cells()
     }
     assert {("rcft+ts", "paper"), ("rcft+ts", "matched"), ("dpo+catto+ts", None)} <= cells
 

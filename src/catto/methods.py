@@ -100,8 +100,6 @@ def method(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    if not known(name):
-        raise KeyError(name)
     start = name.removesuffix(SCALED)
     title = f"{METHODS[start].title} + temperature scaling"
     return replace(METHODS[start], title=title, start=start, stage="scaling", learning_rates=())

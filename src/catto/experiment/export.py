@@ -75,27 +75,24 @@ def slurm(root: Path, recipe: str, stages: Sequence[Stage], resources: Callable[
     number = {stage.key: place for place, members in enumerate(arrays) for stage in members}
     scripts, jobs = {}, []
     for place, members in enumerate(arrays):
-        kind, name = members[0].kind, f"{place:02d}-{members[0].kind}.sh"
+        kind, asked = members[0].kind, resources(members[0])
+        name = f"{place:02d}-{kind}.sh"
         needs = sorted({number[need.key] for stage in members for need in stage.needs.values() if need.key in number})
         after = f"--dependency=afterany:{':'.join(f'$job{need}' for need in needs)} " if needs else ""
         jobs.append(f"job{place}=$(submit {after}{name})")
+        # Slurm has no parts of a processor or a GPU.
+        options = [f"#SBATCH --cpus-per-task={ceil(asked.cpus)}"]
+        options += [f"#SBATCH --gres=gpu:{ceil(asked.gpus)}"] if asked.gpus else []
+        options += [f"#SBATCH --mem={ceil(asked.bytes / 2**20)}M"] if asked.bytes else []
         scripts[f"slurm/{name}"] = ARRAY.format(
             kind=kind,
             last=len(members) - 1,
-            resources=_directives(resources(members[0])),
+            resources="\n".join(options),
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
             command=_command(root, "${CATTO:-catto}"),
             recipe=recipe,
         )
     return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
-
-
-def _directives(asked: Resources) -> str:
-    """Return what a task asks Slurm for; it has no parts of a processor or a GPU."""
-    lines = [f"#SBATCH --cpus-per-task={ceil(asked.cpus)}"]
-    lines += [f"#SBATCH --gres=gpu:{ceil(asked.gpus)}"] if asked.gpus else []
-    lines += [f"#SBATCH --mem={ceil(asked.bytes / 2**20)}M"] if asked.bytes else []
-    return "\n".join(lines)
 
 
 def _command(root: Path, catto: str) -> str:

@@ -47,19 +47,18 @@ def contents(place: str | None) -> str | None:
     >>> contents("HuggingFaceTB/SmolLM2-135M") is None
     True
     """
-    path = Path(place or "")
-    if place is None or not (path.is_file() or path.is_dir()):
+    if place is None:
         return None
-    return _hash([path] if path.is_file() else (file for file in path.iterdir() if file.is_file()))
+    path = Path(place)
+    return _hash([path] if path.is_file() else filter(Path.is_file, path.glob("*")))
 
 
 def _task_contents(name: str, block: TaskSettings) -> str | None:
     """Hash the files that a task's questions are read from; None where they are generated, or the hub's."""
     try:
-        source = find(task_of(name, block), block.files, block.data_dir)
-    except (DataError, ValueError):  # the stage that reads it names what is missing
+        return _hash(find(task_of(name, block), block.files, block.data_dir).files)
+    except ValueError:  # the stage that reads it names what is missing
         return None
-    return _hash(source.files)
 
 
 def _hash(files: Iterable[Path]) -> str | None:
@@ -124,9 +123,8 @@ class Graph:
 
     def reasoning(self, model: Choice) -> Stage:
         """One sampled response of a start model to every validation question: what training is monitored on."""
-        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
-        questions = self.questions(task, "validation", seed)
-        return self._sampled(f"reasoning {title} {task} seed {seed}", model, questions)
+        questions = self.questions(model.settings.task, "validation", model.settings.seed)
+        return self._sampled(f"reasoning {model.settings.name}", model, questions)
 
     def stream(self, task: str, seed: int) -> Stage:
         """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
@@ -245,11 +243,9 @@ class Graph:
         others = {} if temperature is None else {"temperature": temperature}
         whole, count = Stage("generated", f"generated {name}", settings, needs | others), self.recipe.launch.shards
         shards: dict[str, Stage] = {}
-        for number in range(1, count + 1 if count > 1 else 1):
-            part = replace(settings, shard=(number, count))
-            shards[f"shard {number}"] = replace(
-                whole, name=f"{whole.name} shard {number} of {count}", settings=part, whole=whole
-            )
+        for number in range(1, count + 1) if count > 1 else ():
+            shard, part = f"{whole.name} shard {number} of {count}", replace(settings, shard=(number, count))
+            shards[f"shard {number}"] = replace(whole, name=shard, settings=part, whole=whole)
         needs["generated"] = replace(whole, needs={**whole.needs, **shards})
         title = name if temperatures == GREEDY else f"read {name}"
         return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
@@ -265,11 +261,11 @@ class Graph:
 
     def tau(self, model: Choice) -> Stage:
         """The temperature of a model's label token, fitted on its greedy validation predictions."""
-        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
-            validation = {"validation": self._validated(task, model.needs[f"model 0 seed {seed}"])}
-        return Stage("tau", f"tau {title} {task} seed {seed}", stages.StageSettings(), {"model": model, **validation})
+            (trained,) = model.needs.values()
+            validation = {"validation": self._validated(model.settings.task, trained)}
+        return Stage("tau", f"tau {model.settings.name}", stages.StageSettings(), {"model": model, **validation})
 
     def scaled(self, title: str, task: str, model: Choice) -> Stage:
         """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
@@ -283,8 +279,8 @@ class Graph:
 
     def sampling(self, model: Choice) -> Stage:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
-        title, task, seed = model.settings.title, model.settings.task, model.settings.seed
-        name, held_out = f"sampling {title} {task} seed {seed}", self.questions(task, "validation", seed)
+        held_out = self.questions(model.settings.task, "validation", model.settings.seed)
+        name = f"sampling {model.settings.name}"
         each = tuple(temperature for temperature in SAMPLING for _ in range(max(self.recipe.evaluation.k)))
         predicted = self._predicted(name, model, held_out, each, limit=SAMPLING_QUESTIONS)
         return Stage("sampling", name, stages.StageSettings(), {"predicted": predicted, "tau": self.tau(model)})
@@ -315,21 +311,11 @@ class Graph:
                 candidates = None if scaling or not recipe.evaluation.k else self.candidates(task, model)
                 # Validation predictions exist where a temperature is fitted or a learning rate chosen.
                 measured = self.tau(model) if scaling or candidates is not None else model
-                validation = [need for role, need in measured.needs.items() if role.startswith("validation")]
                 alike = task == source and not (scaling and recipe.evaluation.decode == "sample")
-                cell = stages.CellPlan(
-                    task=task,
-                    trained_on=source,
-                    method=name,
-                    budget=budget if row.budgeted else None,
-                    seed=seed,
-                    predictions=predictions,
-                    candidates=candidates,
-                    chosen=model,
-                    questions=self.questions(task, "test", seed),
-                    validation=tuple(validation) if alike else (),
-                )
-                cells.append(cell)
+                validation = [need for role, need in measured.needs.items() if alike and role.startswith("validation")]
+                named = stages.CellPlace(task, source, name, budget if row.budgeted else None, seed)
+                questions = self.questions(task, "test", seed)
+                cells.append(stages.CellPlan(named, predictions, candidates, model, questions, tuple(validation)))
         return cells
 
     def report(self) -> Stage[stages.ReportSettings]:
@@ -361,10 +347,8 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     recipe = load(source, overrides)
     for name, block in recipe.tasks.items():
         if name not in TASKS and not block.own:
-            culprit, known = blamed(source, overrides, ("tasks", name)), ", ".join(TASKS)
-            raise DataError(
-                culprit, None, f"tasks.{name}: neither one of {known} nor given a path{did_you_mean(name, TASKS)}"
-            )
+            told = f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path{did_you_mean(name, TASKS)}"
+            raise DataError(blamed(source, overrides, ("tasks", name)), None, told)
         # The embedded world and users' files have splits for any seed, the benchmarks for a few.
         seeds = recipe.seeds if name == "witnesses" or block.own else TASKS[name].seeds
         for seed in recipe.seeds:
@@ -441,11 +425,9 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
             graph = Graph(Recipe.model_validate(value))
         found = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
         if len(found) > 1:
-            raise DataError(
-                root, None, f"{key} is the beginning of {len(found)} keys: {found[0].key}, {found[1].key}, ..."
-            )
+            told = f"{key} is the beginning of {len(found)} keys: {found[0].key}, {found[1].key}, ..."
+            raise DataError(root, None, told)
         if found:
             return found[0]
-    raise DataError(
-        root, None, f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"
-    )
+    told = f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"
+    raise DataError(root, None, told)

@@ -132,7 +132,10 @@ def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
                 printed, mark, message = line.partition(MARK)
                 if printed.strip():
                     logger.info("%s", printed.rstrip())
-                told = _told(message) if mark else None
+                try:
+                    told = json.loads(message) if mark else None
+                except json.JSONDecodeError:  # mixed with another line: of an error, what arrived of it
+                    told = message.strip()[:MOST] if message.startswith('"') else None
                 if isinstance(told, list):
                     progress(*told)
                 elif told:
@@ -141,14 +144,6 @@ def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
             launched.terminate()  # where the stage is interrupted
     if launched.returncode:
         raise RuntimeError(problem or f"a process of the training was killed (exit code {launched.returncode})")
-
-
-def _told(message: str) -> Any:
-    """Read what a process reports; of an error whose line was mixed with another, what arrived of it."""
-    try:
-        return json.loads(message)
-    except json.JSONDecodeError:
-        return message.strip()[:MOST] if message.startswith('"') else None
 
 
 def _end_with_the_stage() -> None:
@@ -166,14 +161,11 @@ def main(file: str) -> None:
     def tell(message: Any) -> None:
         print(f"{MARK}{json.dumps(message)}", flush=True)
 
-    def progress(finished: int, total: int, note: str) -> None:
-        if first:
-            tell([finished, total, note])
-
     first = os.environ["RANK"] == "0"
     logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(name)s: %(message)s")
     try:
-        train(TypeAdapter(Job).validate_json(Path(file).read_bytes()), progress)
+        job = TypeAdapter(Job).validate_json(Path(file).read_bytes())
+        train(job, lambda *progress: tell(progress) if first else None)
     except Exception as error:
         tell(f"{type(error).__name__}: {error}"[:MOST])
         raise

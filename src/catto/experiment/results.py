@@ -138,7 +138,7 @@ def run_report(work: Work[stages.ReportSettings]) -> None:
     settings, recipe = work.settings, work.settings.recipe.model_dump(mode="json", exclude={"launch", "resources"})
     questions: dict[str, dict[int, str]] = {}
     for cell in settings.cells:
-        questions.setdefault(cell.task, {})[cell.seed] = _path(work.root, cell.questions, "test.jsonl")
+        questions.setdefault(cell.place.task, {})[cell.place.seed] = _path(work.root, cell.questions, "test.jsonl")
     results = Results(
         name=settings.recipe.name,
         recipe=recipe,
@@ -162,11 +162,7 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     if len(plan.validation) > 1:
         validation = chosen(root, plan.chosen, "validation")
     return Cell(
-        task=plan.task,
-        trained_on=plan.trained_on,
-        method=plan.method,
-        budget=plan.budget,
-        seed=plan.seed,
+        **plan.place._asdict(),
         predictions=_path(root, plan.predictions, SCALED if scaled else PREDICTIONS),
         candidates=None if candidates is None else _path(root, candidates, SCALED),
         validation=None if validation is None else _path(root, validation, PREDICTIONS),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from pydantic import BaseModel
 from typing_extensions import TypeVar
@@ -187,6 +187,11 @@ class ChoiceSettings(StageSettings):
     seeds: tuple[int, ...]
     rates: tuple[float, ...]
 
+    @property
+    def name(self) -> str:
+        """What the names of its stages end with."""
+        return f"{self.title} {self.task} seed {self.seed}"
+
 
 @dataclass(frozen=True)
 class TextSettings(StageSettings):
@@ -212,15 +217,21 @@ class PredictionSettings(StageSettings):
     parser: int
 
 
-@dataclass(frozen=True)
-class CellPlan:
-    """One cell of the tables and the stages that give its numbers."""
+class CellPlace(NamedTuple):
+    """Which cell of the tables it is, as `report.numbers.Cell` names it."""
 
     task: str
     trained_on: str
     method: str
     budget: Budget | None
     seed: int
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One cell of the tables and the stages that give its numbers."""
+
+    place: CellPlace
     predictions: Stage
     candidates: Stage | None
     chosen: Stage
@@ -240,8 +251,7 @@ class ReportSettings(StageSettings):
 
     def counted(self) -> dict[str, Any]:
         """Count which cells there are, in their order; their stages are among the needs."""
-        cells = [[cell.task, cell.trained_on, cell.method, cell.budget, cell.seed] for cell in self.cells]
-        return {**super().counted(), "cells": cells}
+        return {**super().counted(), "cells": [cell.place for cell in self.cells]}
 
 
 # ---- stages and their folders ---------------------------------------------------------------------------------------
