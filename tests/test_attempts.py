@@ -126,7 +126,7 @@ def paused(root: Path, at: int, meanwhile: Callable[[], None]) -> bool:
 
 def linked(root: Path) -> bool:
     """Whether an attempt has won that still works in its own folder."""
-    token = attempts.heartbeat(attempts.pointer(root, STAGE, stages.content(root, STAGE)))[1].get("token")
+    token = attempts.heartbeat(attempts.pointer(root, STAGE, stages.content(root, STAGE))).get("token")
     return any(folder.name.endswith(f".part-{token}") for folder in folders(root, STAGE))
 
 

@@ -94,7 +94,7 @@ def worker(out: Path, pattern: str, has: str, parent: int | None = None) -> tupl
     """The folder and the process of a running attempt at a stage that has got somewhere, on the node of a raylet."""
     for path in (out / "stages").glob(f"{pattern}.part-*/{has}"):
         folder = path.parents[len(Path(has).parts) - 1]
-        pid = attempts.heartbeat(folder / "attempt.json")[1].get("pid")
+        pid = attempts.heartbeat(folder / "attempt.json").get("pid")
         if pid is not None and path.stat().st_size and parent in (None, parent_of(pid)):
             return folder, int(pid)
     return None
@@ -109,7 +109,7 @@ def parent_of(pid: int) -> int | None:
 
 def done(out: Path) -> dict[str, str]:
     """The attempt by which every finished stage was made."""
-    return {folder.name: attempts.heartbeat(folder / "attempt.json")[1]["token"] for folder in finished(out)}
+    return {folder.name: attempts.heartbeat(folder / "attempt.json")["token"] for folder in finished(out)}
 
 
 def test_lost_nodes_workers_and_drivers_change_nothing(

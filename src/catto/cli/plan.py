@@ -138,7 +138,7 @@ def _show_schedule(
 ) -> None:
     """Print how long the missing stages take on each number of GPUs."""
     from catto.cli.display import duration
-    from catto.experiment.cost import GPU
+    from catto.experiment.cost import GPU, resources
     from catto.experiment.schedule import Job, simulate
 
     counts = [int(count) if count.strip().isdecimal() else 0 for count in gpus.split(",")]
@@ -147,7 +147,7 @@ def _show_schedule(
     jobs, names = [], {stage.key: stage.name for stage in missing}
     for stage in missing:
         needs = tuple(dict.fromkeys(need.key for need in stage.needs.values() if need.key in names))
-        jobs.append(Job(stage.key, needs, durations[stage.key].seconds, costs.resources(stage).gpus or 0))
+        jobs.append(Job(stage.key, needs, durations[stage.key].seconds, resources(costs.recipe, stage).gpus or 0))
         if jobs[-1].gpus > min(counts):
             console.refuse(f"--schedule: {stage.name} needs {jobs[-1].gpus:g} GPUs at once, more than {min(counts)}")
     schedules = {count: simulate(jobs, count) for count in counts}
@@ -204,12 +204,11 @@ def _stated(values: Sequence[str], known: Iterable[Stage]) -> dict[str, float]:
 def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> None:
     """Write the scripts and the recipe into the experiment's folder, and say how to start them."""
     from catto.experiment.export import makefile, slurm
-    from catto.experiment.graph import freeze, stored
+    from catto.experiment.graph import freeze
     from catto.files import replacing
 
-    name = stored(root, costs.recipe).stem
     with console.refusing(place="--export: "):
-        scripts = slurm(root, name, missing, costs.resources) if kind == "slurm" else makefile(root, name, missing)
+        scripts = slurm(root, costs.recipe, missing) if kind == "slurm" else makefile(root, costs.recipe, missing)
     freeze(root, costs.recipe)
     for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
         earlier.unlink()

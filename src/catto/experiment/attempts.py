@@ -91,7 +91,7 @@ class Heart(threading.Thread):
     def beat(self) -> None:
         """Write the next count; a file that was taken away is not created again."""
         self.beats += 1
-        if self.lost or heartbeat(self.path)[1].get("token", self.token) != self.token:
+        if self.lost or heartbeat(self.path).get("token", self.token) != self.token:
             self.lost = True
             return
         try:
@@ -133,42 +133,39 @@ def _started(pid: int) -> str | None:
     return None if state == "Z" else fields[18]
 
 
-def heartbeat(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a heartbeat and what it says; nothing where it is gone or being written."""
-    text = ""
+def heartbeat(path: Path) -> dict[str, Any]:
+    """Return what a heartbeat says; nothing where it is gone or being written."""
     with contextlib.suppress(OSError, ValueError):
-        text = path.read_text(encoding="utf-8")
-        return text, dict(json.loads(text))
-    return text, {}
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
 
 
 class Watch:
     """What one observer has seen of heartbeats."""
 
     def __init__(self) -> None:
-        self._seen: dict[Path, tuple[str, float]] = {}
+        self._seen: dict[Path, tuple[object, float]] = {}  # what was seen last, and since when
 
     def alive(self, path: Path) -> bool | None:
         """Whether the writer of a heartbeat lives; None while that is not known."""
         now = time.monotonic()  # before the file is read: the observer too may be paused in between
-        text, record = heartbeat(path)
+        record = heartbeat(path)
         if record.get("ended"):
             return False
         if record.get("host") == _host():
             return _started(int(record["pid"])) == str(record["started"])
-        before, since = self._seen.get(path, (text, now))
-        if text != before or path not in self._seen:
-            self._seen[path] = text, now
-        if text and text != before:
-            return True
+        before, since = self._seen.setdefault(path, (record, now))
+        if record != before:
+            self._seen[path] = record, now
+            return True if record else None
         return False if now - since > STALE else None
 
     def still(self, folder: Path) -> bool:
         """Whether no file in a folder came, went or grew for STALE seconds."""
         now = time.monotonic()
-        text = "\n".join(sorted(f"{path} {path.stat().st_size}" for path in folder.rglob("*")))
-        if folder not in self._seen or self._seen[folder][0] != text:
-            self._seen[folder] = text, now
+        sizes = {path: path.stat().st_size for path in folder.rglob("*")}
+        if self._seen.setdefault(folder, (sizes, now))[0] != sizes:
+            self._seen[folder] = sizes, now
         return now - self._seen[folder][1] > STALE
 
 
@@ -189,7 +186,7 @@ def locked(root: Path) -> Iterator[None]:
                 files.link(mine, path)
                 break
             except FileExistsError:
-                record = heartbeat(path)[1]
+                record = heartbeat(path)
             finally:
                 mine.unlink(missing_ok=True)
             host, pid = (str(record.get(name, "?")).partition(" ")[0] for name in ("host", "pid"))
@@ -204,7 +201,7 @@ def locked(root: Path) -> Iterator[None]:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
-                if heartbeat(aside)[1].get("token") != record.get("token"):  # another run's has come into its place
+                if heartbeat(aside).get("token") != record.get("token"):  # another run's has come into its place
                     with contextlib.suppress(FileExistsError):
                         files.link(aside, path)
                 aside.unlink()
@@ -254,22 +251,12 @@ def pointer(root: Path, stage: Stage, content: str) -> Path:
     return root / "won" / f"{stage.folder}-{content[:8]}"
 
 
-def twin(root: Path, content: str) -> Path | None:
-    """Return the folder of a finished stage, of any recipe, with this content."""
-    for path in (root / "won").glob(f"*-{content[:8]}"):
-        folder = root / "stages" / path.name.rpartition("-")[0]
-        with contextlib.suppress(DataError):  # a damaged one is no help
-            if _current(folder, content):
-                return folder
-    return None
-
-
 def settled(root: Path, stage: Stage, content: str) -> bool:
     """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts.
 
     Attempts at its shards are deleted too: once the whole is there, they are not needed.
     """
-    won = heartbeat(pointer(root, stage, content))[1].get("token")
+    won = heartbeat(pointer(root, stage, content)).get("token")
     winner = root / "stages" / f"{stage.folder}{PART}{won}"
     # Before the stage is looked at: what is moved aside later may be the stage itself, and is not deleted.
     asides = list((root / "stages").glob(f"{stage.folder}{ASIDE}*"))
@@ -327,7 +314,7 @@ def _discard(root: Path, stage: Stage, folder: Path) -> None:
     """Delete the folder of a dead attempt, or complete it if it has won."""
     with contextlib.suppress(OSError, DataError):  # another attempt discards or completes it, or it wakes up
         half = folder if folder.suffix == HALF else folder.rename(_half(folder))
-        if heartbeat(pointer(root, stage, _token(folder).split("-")[1]))[1].get("token") == _token(folder):
+        if heartbeat(pointer(root, stage, _token(folder).split("-")[1])).get("token") == _token(folder):
             settled(root, stage, stages.account(half)["content"])
         _delete(half, place(root, stage))
 
@@ -421,7 +408,7 @@ class Attempt:
                 files.link(self.out / ATTEMPT, place)
                 files.sync_folder(place.parent)
             except FileExistsError:
-                mine = heartbeat(place)[1].get("token") == self.heart.token  # NFS repeats a link whose answer was lost
+                mine = heartbeat(place).get("token") == self.heart.token  # NFS repeats a link whose answer was lost
                 if not mine and not settled(self.root, self.stage, self.content):
                     place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
                     continue

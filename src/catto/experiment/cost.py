@@ -224,9 +224,14 @@ def sort_of(recipe: Recipe, stage: Stage) -> str:
     return MODELS.get(stage.kind, "report")
 
 
-def usual_gpus(recipe: Recipe, sort: str) -> int:
-    """Return how many GPUs a stage has where the recipe does not say: one for each process with a model."""
-    return {"train": recipe.launch.processes, "predict": 1, "report": 0}[sort]
+def resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resources:
+    """Return what a stage gets of a cluster; with `gpus`, where the recipe says none, one for each of its processes."""
+    sort = sort_of(recipe, stage)
+    block: Resources = getattr(recipe.resources, sort)
+    if block.gpus is not None:
+        return block
+    usual = {"train": recipe.launch.processes, "predict": 1, "report": 0}[sort]
+    return block.model_copy(update={"gpus": usual * gpus})
 
 
 class Duration(NamedTuple):
@@ -299,12 +304,6 @@ class Costs:
         width = 0 if net is None else 4 * net.layers * net.keys
         cache = min(batch, requests) * (PROMPT * self.recipe.context + length / 2) * width
         return -(-requests // batch) * length * (self.width * size + cache) / (READING * GPU.bandwidth)
-
-    def resources(self, stage: Stage) -> Resources:
-        """Return what the recipe gives a stage of a cluster with GPUs."""
-        sort = sort_of(self.recipe, stage)
-        block: Resources = getattr(self.recipe.resources, sort)
-        return block if block.gpus is not None else block.model_copy(update={"gpus": usual_gpus(self.recipe, sort)})
 
     def durations(
         self, missing: Iterable[Stage], taken: Iterable[tuple[Stage, float]], stated: Mapping[str, float]

@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
+from catto.experiment.cost import resources
+from catto.experiment.graph import stored
 from catto.experiment.stages import Stage
-from catto.recipe import Resources
+from catto.recipe import Recipe
 
 # Slurm's default limit of an array's size.
 MOST = 1000
 
 
-def makefile(root: Path, recipe: str, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the Makefile: one target a stage, by the name of its folder.
+def makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
+    """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first.
 
-    recipe: the hash of the stored one. stages: what is needed comes first.
     Raises ValueError for a path with a line break, which no Makefile can hold.
     """
-    missing = {stage.key: stage.folder for stage in stages}
+    missing, hashed = {stage.key: stage.folder for stage in stages}, stored(root, recipe).stem
     rules = [f"all: {' '.join(missing.values())}".rstrip()]
     command = _command(root, "$(CATTO)").replace("$", "$$").replace("$$(CATTO)", "$(CATTO)")
     if "\n" in command:
         raise ValueError("a Makefile cannot name a folder with a line break in its path: use another")
     for stage in stages:
         needs = [missing[need.key] for need in stage.needs.values() if need.key in missing]
-        called = f"{command} {stage.key} --recipe {recipe}"
-        rules.append(f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip() + f"\n\t{called}")
+        target = f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip()
+        rules.append(f"{target}\n\t{command} {stage.key} --recipe {hashed}")
     head = "# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.\nCATTO ?= catto"
     return {"Makefile": "\n\n".join([head, f".PHONY: all {' '.join(missing.values())}".rstrip(), *rules]) + "\n"}
 
@@ -60,7 +61,7 @@ keys=(
 """
 
 
-def slurm(root: Path, recipe: str, stages: Sequence[Stage], resources: Callable[[Stage], Resources]) -> dict[str, str]:
+def slurm(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
     """Return `submit.sh` and one script for each array: the stages of one kind at one depth of the graph.
 
     An array starts when those with its needs have ended, whatever became of each task: a stage without its needs fails
@@ -75,7 +76,7 @@ def slurm(root: Path, recipe: str, stages: Sequence[Stage], resources: Callable[
     number = {stage.key: place for place, members in enumerate(arrays) for stage in members}
     scripts, jobs = {}, []
     for place, members in enumerate(arrays):
-        kind, asked = members[0].kind, resources(members[0])
+        kind, asked = members[0].kind, resources(recipe, members[0])
         name = f"{place:02d}-{kind}.sh"
         needs = sorted({number[need.key] for stage in members for need in stage.needs.values() if need.key in number})
         after = f"--dependency=afterany:{':'.join(f'$job{need}' for need in needs)} " if needs else ""
@@ -90,7 +91,7 @@ def slurm(root: Path, recipe: str, stages: Sequence[Stage], resources: Callable[
             resources="\n".join(options),
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
             command=_command(root, "${CATTO:-catto}"),
-            recipe=recipe,
+            recipe=stored(root, recipe).stem,
         )
     return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import ray
 
 from catto.experiment import attempts, runner, stages, steps
-from catto.experiment.cost import sort_of, took, usual_gpus
+from catto.experiment.cost import resources, sort_of, took
 from catto.experiment.graph import Graph
 from catto.experiment.runner import Display, Ending, Outcome
 from catto.experiment.stages import Stage
@@ -102,7 +102,7 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
             for path in (folder / stages.ATTEMPT for folder in begun.get(stage.folder, ())):
                 if watch.alive(path):
                     start(stage)
-                    if progress := attempts.heartbeat(path)[1].get("progress"):
+                    if progress := attempts.heartbeat(path).get("progress"):
                         display.progress(stage, *progress)
         for stage in [stage for stage in pending.values() if tasks[stage.key] in set(ready)]:
             del pending[stage.key]
@@ -134,18 +134,17 @@ def cluster_options(
     def amounts(of: Mapping[str, float]) -> str:
         return f"{of['CPU']:g} CPU, {of['GPU']:g} GPU and {of['memory'] / 1e9:g} GB of memory"
 
-    options = {}
-    for name in sorted({sort_of(recipe, stage) for stage in missing}):
-        block = getattr(recipe.resources, name)
-        gpus = block.gpus
-        if gpus is None:  # one for each process, where the cluster has any
-            gpus = usual_gpus(recipe, name) * any(node.get("GPU", 0) >= 1 for node in nodes)
-        asked = {"CPU": block.cpus, "GPU": gpus, "memory": block.bytes}
+    options, with_gpus = {}, any(node.get("GPU", 0) >= 1 for node in nodes)
+    sorts = {sort_of(recipe, stage): stage for stage in missing}
+    for name in sorted(sorts):
+        block = resources(recipe, sorts[name], gpus=with_gpus)
+        asked = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
         if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
             most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
             told = f"no node has all of {amounts(asked)}; the most that one has of each: {amounts(most)}"
             raise DataError(f"resources.{name}", None, told)
-        options[name] = {"num_cpus": block.cpus, "num_gpus": gpus} | ({"memory": block.bytes} if block.bytes else {})
+        memory = {"memory": block.bytes} if block.bytes else {}
+        options[name] = {"num_cpus": asked["CPU"], "num_gpus": asked["GPU"], **memory}
     return options
 
 

@@ -45,8 +45,6 @@ RUN = {
 ROOM = 2**20
 # What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
-# What done.json says of how a stage ran.
-HOW = {"seconds", "versions", "threads"}
 # These load a model of their own: the last one that was generated with is released first.
 LOADING = {"responses", "train"}
 Progress = Callable[[int, int, str], None]
@@ -135,8 +133,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     if attempts.settled(root, stage, content):
         return Ending("done")
     try:
-        twin = attempts.twin(root, content)
-        if twin is not None and take_over(root, stage, content, twin):
+        if take_over(root, stage, content):
             return Ending("unchanged")
         attempt = attempts.Attempt(root, stage, content)
     except (OSError, LostError, DataError) as error:
@@ -172,16 +169,22 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     return Ending("done")
 
 
-def take_over(root: Path, stage: Stage, content: str, finished: Path) -> bool:
-    """Make the stage from the files of a finished one with the same content, if those are whole."""
-    try:
-        stages.check(finished, contents=True)
-    except DataError:
-        return False
-    details = {name: value for name, value in stages.account(finished).items() if name in HOW}
-    with attempts.Attempt(root, stage, content, finished) as attempt:
-        attempt.publish({**details, "taken_over": finished.name})
-    return True
+def take_over(root: Path, stage: Stage, content: str) -> bool:
+    """Make the stage from the files of a finished one, of any recipe, with the same content, if one is whole."""
+    for won in (root / "won").glob(f"*-{content[:8]}"):
+        finished = root / "stages" / won.name.rpartition("-")[0]
+        try:
+            record = stages.account(finished)
+            if record["content"] != content:
+                continue
+            stages.check(finished, contents=True)
+        except DataError:  # deleted or damaged
+            continue
+        details = {name: value for name, value in record.items() if name in ("seconds", "versions", "threads")}
+        with attempts.Attempt(root, stage, content, finished) as attempt:
+            attempt.publish({**details, "taken_over": finished.name})
+        return True
+    return False
 
 
 def unseen(root: Path, wanted: Collection[Stage], name: str) -> list[str]:
