@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
@@ -192,12 +193,12 @@ def keywords(config: str) -> frozenset[str]:
     names: set[str] = set()
     for package, file, class_name in map(str.split, CONFIGS[config]):
         spec = find_spec(package)
-        path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
-        tree = ast.parse(path.read_text(encoding="utf-8") if path is not None and path.exists() else "")
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+        path = Path(spec.origin or "").parent / file if spec is not None else Path()
+        tree = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
         fields = {
             entry.target.id
-            for entry in (classes[0].body if classes else ())
+            for node in tree.body
+            for entry in (node.body if isinstance(node, ast.ClassDef) and node.name == class_name else ())
             if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
             if "ClassVar" not in ast.unparse(entry.annotation)
         }
@@ -215,10 +216,8 @@ def _refused(config: str, name: str, value: Any) -> str | None:
     if (config, name) == ("LoraConfig", "task_type"):
         return "is always CAUSAL_LM: leave it out"
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             return f"{value!r} is text in YAML; write {float(value):.1e}"
-        except ValueError:
-            pass
     if name == "learning_rate" and not (isinstance(value, int | float) and value > 0):
         return f"expected a number above 0, got {value!r}"
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:

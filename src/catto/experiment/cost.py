@@ -369,9 +369,8 @@ class Costs:
         """
         net, context = self.network, self.recipe.context
         if net is None:
-            raise ValueError(
-                f"the shape of {self.recipe.model.path} is unknown: no config.json here or in the hub's cache"
-            )
+            path = self.recipe.model.path
+            raise ValueError(f"the shape of {path} is unknown: no config.json here or in the hub's cache")
         prompt, paired = round(PROMPT * context), largest.method.stage == "preference"
         rank = (self.recipe.model.peft or {}).get("r", 32)
         options: dict[str, dict[str, Any]] = {"full": {}, f"LoRA {rank}": {"rank": rank}}

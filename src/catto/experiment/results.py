@@ -11,7 +11,7 @@ from statistics import fmean
 
 from catto.engines import ScoredGeneration
 from catto.experiment import stages
-from catto.experiment.stages import Stage, Work, chosen, place
+from catto.experiment.stages import Stage, Work, chosen, place, write
 from catto.experiment.steps import StoredEngine, engine_of, read_questions
 from catto.files import library_versions, read_json, read_records, write_records
 from catto.metrics.errors import ece
@@ -34,8 +34,8 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
     """
     settings, temperatures = work.settings, work.settings.temperatures
     if isinstance(temperatures, int):  # so many samples at the temperature that another stage found
-        temperatures = (work.read("temperature", TEMPERATURE)["temperature"],) * temperatures
-    work.write(TEMPERATURES, temperatures)
+        temperatures = (read_json(work.input("temperature") / TEMPERATURE)["temperature"],) * temperatures
+    write(work.out / TEMPERATURES, temperatures)
     questions, out = _questions(work, settings), work.out / GENERATIONS
     shards = [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]
     if shards:
@@ -58,7 +58,7 @@ def run_predicted(work: Work[stages.PredictionSettings]) -> None:
         StoredEngine(work, text.generating.evaluation, generations),
         _questions(work, text),
         read_records(generations, ScoredGeneration),
-        **_options(text, work.read("generated", TEMPERATURES)),
+        **_options(text, read_json(work.input("generated") / TEMPERATURES)),
         out=work.out / PREDICTIONS,
         progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),
     )
@@ -101,7 +101,7 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
         "validation": f"validation {role}" if scores else None,
         "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
     }
-    work.write("choice.json", choice)
+    write(work.out / "choice.json", choice)
 
 
 def run_tau(work: Work) -> None:
@@ -109,21 +109,21 @@ def run_tau(work: Work) -> None:
     needs = work.stage.needs
     validation = needs["validation"] if "validation" in needs else chosen(work.root, needs["model"], "validation")
     scaling = fit_tau(_predictions(place(work.root, validation)))
-    work.write(TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
+    write(work.out / TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
 
 
 def run_sampling(work: Work) -> None:
     """Choose the temperature at which candidates are sampled, by Confidence@k on validation questions."""
-    tau = work.read("tau", TEMPERATURE)["temperature"]
-    work.write(TEMPERATURE, asdict(choose_sampling(_predictions(work.input("predicted")), tau)))
+    tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
+    write(work.out / TEMPERATURE, asdict(choose_sampling(_predictions(work.input("predicted")), tau)))
 
 
 def run_scaled(work: Work) -> None:
     """Rescale the confidence of predictions by tau: greedy answers, or samples, which are ranked by it."""
-    tau = work.read("tau", TEMPERATURE)["temperature"]
+    tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
     predictions = _predictions(work.input("predicted"))
     fallback = fmean(prediction.source == "fallback" for prediction in predictions)
-    work.write(TAU, {"tau": tau, "temperature": predictions[0].temperature, "fallback_rate": fallback})
+    write(work.out / TAU, {"tau": tau, "temperature": predictions[0].temperature, "fallback_rate": fallback})
     write_records(work.out / SCALED, rescaled(predictions, tau))
 
 
@@ -148,7 +148,7 @@ def run_report(work: Work[stages.ReportSettings]) -> None:
         cells=tuple(_cell(work.root, cell) for cell in settings.cells),
         questions={task: tuple(by_seed.values()) for task, by_seed in questions.items()},
     )
-    work.write("results.json", results.model_dump(mode="json"))
+    write(work.out / "results.json", results.model_dump(mode="json"))
     counted, total = itertools.count(1), steps(results)
     build(results, work.root, work.out, lambda: work.progress(next(counted), total, "measuring"))
 
@@ -158,9 +158,8 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     rescaled_stage = plan.predictions if scaled else candidates
     tau = None if rescaled_stage is None else read_json(place(root, rescaled_stage) / TAU)
     training = read_json(place(root, chosen(root, plan.chosen)) / "training.json")
-    validation = plan.validation[0] if plan.validation else None
-    if len(plan.validation) > 1:
-        validation = chosen(root, plan.chosen, "validation")
+    several = len(plan.validation) > 1
+    validation = chosen(root, plan.chosen, "validation") if several else next(iter(plan.validation), None)
     return Cell(
         **plan.place._asdict(),
         predictions=_path(root, plan.predictions, SCALED if scaled else PREDICTIONS),

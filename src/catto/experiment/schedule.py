@@ -53,9 +53,8 @@ def simulate(jobs: Sequence[Job], gpus: int) -> Schedule:
     for job in reversed(jobs):
         tail[job.key] = job.seconds + max((tail[key] for key in after[job.key]), default=0.0)
     waiting = {job.key: len(job.needs) for job in jobs}
-    ready: dict[float, list[tuple[float, str]]] = defaultdict(
-        list
-    )  # by GPUs: jobs that could start, longest tail first
+    # By GPUs: jobs that could start, longest tail first.
+    ready: dict[float, list[tuple[float, str]]] = defaultdict(list)
     running: list[tuple[float, str]] = []
     starts, places = dict[str, float](), dict[str, list[int]]()
     free = [1.0] * min(gpus, sum(ceil(job.gpus) for job in jobs))  # of each GPU that can be in use

@@ -373,14 +373,6 @@ class Work(Generic[S]):
         """Return the folder of a model that it needs: a training's own, or the chosen one."""
         return place(self.root, chosen(self.root, self.stage.needs[role])) / "model"
 
-    def write(self, name: str, value: Any) -> None:
-        """Write a JSON file among the stage's own."""
-        write(self.out / name, value)
-
-    def read(self, role: str, name: str) -> Any:
-        """Read a JSON file of what it needs."""
-        return read_json(self.input(role) / name)
-
 
 # ---- what a finished stage holds ------------------------------------------------------------------------------------
 

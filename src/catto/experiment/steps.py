@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from catto.engines import Context, Engine, Generation, Key, Request, Scores, open_engine
-from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work
+from catto.experiment.stages import QuestionSettings, ResponseSettings, RowSettings, Work, write
 from catto.files import library_versions, read_manifest, read_records, write_records
 from catto.recipe import EvaluationSettings, TaskSettings
 from catto.records import Manifest, Question, Refusal
@@ -128,7 +128,7 @@ def run_rows(work: Work[RowSettings]) -> None:
     asked, kinds = work.settings.asked, work.settings.kinds
     summary = write_rows(_asked(work, asked), asked.teacher, work.input("responses") / GENERATIONS, work.out, kinds)
     if "preferences" in kinds:  # the teacher's, which `catto teach` prints
-        work.write("yield.json", summary.model_dump(mode="json"))
+        write(work.out / "yield.json", summary.model_dump(mode="json"))
 
 
 def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
