@@ -107,8 +107,7 @@ class Graph:
 
     def responses(self, task: str) -> Stage[ResponseSettings]:
         """The teacher's responses to the training questions, unread: what may cost money."""
-        needs = {"questions": self.questions(task)}
-        return Stage("responses", f"responses {task}", self._asked(self.recipe.teacher, "train"), needs)
+        return self._asked(task, self.questions(task), self.recipe.teacher)
 
     def teacher(self, task: str) -> Stage:
         """The rows from the teacher's responses."""
@@ -116,10 +115,8 @@ class Graph:
 
     def traces(self, task: str, seed: int) -> Stage:
         """One teacher response to every validation question: what SFT is monitored on."""
-        name = f"traces {task} seed {seed}"
-        settings = self._asked(self.recipe.teacher.model_copy(update={"n": 1}), "validation")
-        needs = {"questions": self.questions(task, "validation", seed)}
-        return self._rows(name, Stage("responses", f"responses {name}", settings, needs))
+        name, questions = f"traces {task} seed {seed}", self.questions(task, "validation", seed)
+        return self._rows(name, self._asked(name, questions, self.recipe.teacher.model_copy(update={"n": 1})))
 
     def reasoning(self, model: Choice) -> Stage:
         """One sampled response of a start model to every validation question: what training is monitored on."""
@@ -131,9 +128,12 @@ class Graph:
         model = self.chosen(task, seed, "sft", "matched")
         return self._sampled(f"stream sft {task} seed {seed}", model, self.questions(task), self.recipe.outcome)
 
-    def _asked(self, teacher: TeacherSettings, split: Split) -> ResponseSettings:
-        parser = answers.VERSION if teacher.source == "responses" else None
-        return ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser)
+    def _asked(
+        self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
+    ) -> Stage[ResponseSettings]:
+        parser, split = answers.VERSION if teacher.source == "responses" else None, questions.settings.split
+        settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser)
+        return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
     def _sampled(
         self, name: str, model: Choice, questions: Stage[QuestionSettings], outcome: OutcomeSettings | None = None

@@ -151,7 +151,8 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
             with _logging_to(attempt.out / LOG):
                 _work(Work(stage, root, attempt.out, report), checked)
             # The last bits of what torch computes depend on how many threads it has.
-            threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+            torch = sys.modules.get("torch")
+            threads = None if torch is None else torch.get_num_threads()
             seconds, versions = time.monotonic() - began, files.library_versions()
             attempt.publish({"seconds": seconds, "versions": versions, "threads": threads})
     except Exception as error:
