@@ -56,9 +56,10 @@ def contents(place: str | None) -> str | None:
 def _task_contents(name: str, block: TaskSettings) -> str | None:
     """Hash the files that a task's questions are read from; None where they are generated, or the hub's."""
     try:
-        return _hash(find(task_of(name, block), block.files, block.data_dir).files)
+        source = find(task_of(name, block), block.files, block.data_dir)
     except ValueError:  # the stage that reads it names what is missing
         return None
+    return _hash(source.files)
 
 
 def _hash(files: Iterable[Path]) -> str | None:
