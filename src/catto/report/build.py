@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 from catto.files import library_versions, read_records, replacing
+from catto.metrics.statistics import Tick
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.cards import experiment_cards
 from catto.report.drawing import render_figure
 from catto.report.figures import pictures
-from catto.report.measuring import Answered, Tick, answers_of, measure_results, read_predictions
+from catto.report.measuring import Answered, answers_of, measure_results, read_predictions
 from catto.report.numbers import Results
 from catto.report.page import Browser, page
 from catto.report.render import csv_text, latex, markdown

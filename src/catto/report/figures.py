@@ -15,7 +15,7 @@ from matplotlib.ticker import NullFormatter
 
 from catto.methods import SCALED, Budget
 from catto.metrics.binning import reliability
-from catto.metrics.ranking import RiskCoverage, Threshold, risk_coverage
+from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
 from catto.report.drawing import BLUE, GREY, INK, RED, percent
@@ -23,8 +23,6 @@ from catto.report.measuring import Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.reliability import Panel, reliability_figure
 from catto.report.tables import Row, method_order, method_title, row_order, setting_title, task_order, task_title
-
-__all__ = ["KINDS", "Picture", "draw_risk", "look", "pictures"]
 
 # Methods differ by marker too, for grey print and colour blindness.
 LOOKS = {
@@ -98,6 +96,10 @@ class Picture:
                 axes.tick_params(labelbottom=True)
             axes.grid(True)
             kind.draw(axes, content)
+            if kind.shares:
+                axes.set_xlim(0, 1)
+                axes.xaxis.set_major_formatter(percent)
+                axes.yaxis.set_major_formatter(percent)
             axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
             for line in axes.lines:
                 line.sticky_edges.x.extend([0, 100] if kind.x in (ECE, ACCURACY) else [])
@@ -114,14 +116,6 @@ class Picture:
         return figure
 
 
-def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
-    """Yield every figure of the report. answers: those of `numbers.cells`, in the same order."""
-    for budget in numbers.budgets:
-        yield from score_pictures(numbers, budget)
-        yield from answer_pictures(numbers, answers, budget)
-    yield from training_pictures(results, numbers)
-
-
 def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
     """The numbers of the score tables, and Confidence@k."""
     for setting, title in tables.SETTING_TITLES.items():
@@ -133,10 +127,10 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
             "world": [group for group in groups if "true_error" in group.others],
         }
         for kind, shown in kinds.items():
-            contents = by_task((record.task, (record.method, None), record) for record in shown)
-            if contents:
+            if contents := by_task((record.task, (record.method, None), record) for record in shown):
                 tasks = tuple(dict.fromkeys(record.task for record in shown))
-                yield Picture(kind, setting, tables.SETTING_STEMS[setting], title, contents, budget, tasks)
+                stem = title.lower().replace(" ", "-")
+                yield Picture(kind, setting, stem, title, contents, budget, tasks)
     sampled = [group for group in numbers.block("in", budget) if group.selection]
     for task in tables.tasks_of(sampled):
         by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
@@ -172,8 +166,14 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
                 yield Picture("reliability", "one", name, title, [panel], cell.budget, (cell.task,), (cell.method,))
 
 
-def training_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
-    """Validation over training, learning rates and training time."""
+def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
+    """Yield every figure of the report; at the end validation over training, learning rates and training time.
+
+    answers: those of `numbers.cells`, in the same order.
+    """
+    for budget in numbers.budgets:
+        yield from score_pictures(numbers, budget)
+        yield from answer_pictures(numbers, answers, budget)
     trained = tables.trained_cells(results)
     tasks = tuple(sorted({cell.trained_on for cell, _ in trained}, key=task_order))
     for task in tasks:
@@ -304,27 +304,14 @@ def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
     axes.hist(parts, np.linspace(0, 1, bins + 1).tolist(), weights=weights, label=["right", "wrong"], **style)
     for patch in axes.patches:
         patch.sticky_edges.y.extend([0, 1])
-    axes.set_xlim(0, 1)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(percent)
 
 
-def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], threshold: Threshold | None = None) -> None:
-    """How often answers are wrong when only the most confident are given, one curve a method.
-
-    threshold: mark the target risk, and the point of the threshold if there is one.
-    """
+def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage]) -> None:
+    """How often answers are wrong when only the most confident are given, one curve a method."""
     for place, (method, curve) in enumerate(curves.items()):
         line, label = ("-", "--", ":", "-.")[place % 4], method_title(method)  # for grey print
         axes.step(curve.coverage, curve.risk, line, where="pre", color=look(method)[0], linewidth=1.4, label=label)
-    if threshold is not None:
-        axes.axhline(threshold.risk, color=GREY, linewidth=0.8, label=f"risk {100 * threshold.risk:g} %")
-    if threshold is not None and threshold.threshold is not None:
-        label = f"confidence >= {threshold.threshold:.4g}"
-        axes.plot(threshold.coverage, threshold.errors / threshold.answered, "o", color=INK, markersize=5, label=label)
-    axes.set(xlim=(0, 1), ylim=(0, min(1, axes.get_ylim()[1])))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(percent)
+    axes.set_ylim(0, min(1, axes.get_ylim()[1]))
 
 
 def draw_history(axes: Axes, content: tuple[str, Trainings]) -> None:
@@ -370,6 +357,7 @@ class Kind(NamedTuple):
     height: float | None = None  # None: by the number of rows
     share: bool = True  # whether all panels have the same axes
     columns: int = 5  # most panels side by side
+    shares: bool = False  # whether both axes are shares of answers
 
 
 KINDS = {
@@ -378,8 +366,8 @@ KINDS = {
     "seeds": Kind(draw_seeds, ECE),
     "world": Kind(draw_world, ECE),
     "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.6),
-    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3),
-    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 5.0),
+    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3, shares=True),
+    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 5.0, shares=True),
     "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
     "learning-rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
     "training": Kind(draw_minutes, "Minutes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from pathlib import Path
@@ -13,27 +13,25 @@ import numpy as np
 
 from catto.files import read_records, sha256
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
-from catto.methods import BUDGETS, METHODS, Budget, known, method, order
+from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method, order
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
-from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
+from catto.metrics.statistics import Answers, Interval, SeedSummary, Tick, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.problems import DataError, locating
 from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
 
-Tick = Callable[[], None]
 Questions = Mapping[str, Mapping[str, Question]]
 
 BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
 # The metrics with an interval; the other headline ones are slow to resample, and read beside these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
-BRIER_PARTS = ("reliability", "resolution", "uncertainty")
 # Swaps for each comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m)
 # < 0.02. With a fixed number of swaps nothing in a large table could be shown.
 SWAPS = 50
@@ -178,7 +176,7 @@ def measure_cell(
     others = replace(settings, metrics=tuple(name for name in HEADLINE if name not in metrics)).functions()
     split = brier_split(one.confidence, one.correct, bins=settings.bins)
     values = {name: metric(one.confidence, one.correct) for name, metric in others.items()}
-    values |= {f"brier_{part}": getattr(split, part) for part in BRIER_PARTS}
+    values |= {f"brier_{part}": getattr(split, part) for part in ("reliability", "resolution", "uncertainty")}
     metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
     selection, sampled = selection_of(one.cell, folder)
     return CellNumbers(
@@ -243,7 +241,7 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
         return {}
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
-    if cell.tau is not None and known(cell.method) and method(cell.method).stage == "scaling":
+    if cell.tau is not None and cell.method.endswith(SCALED):
         with locating(path):
             predictions = rescaled(predictions, cell.tau)
     validation = answers_of(cell, predictions, path, unparsed)
@@ -352,20 +350,20 @@ def _versus(
 
 def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
-    baselines = [group for group in groups if group.method == BASELINE]
-    forced = {(one.budget, one.trained_on, one.task) for one in baselines if one.sources.forced}
-    families: dict[tuple[Budget | None, bool], list[tuple[int, str]]] = defaultdict(list)
+    places = [(group.budget, group.trained_on, group.task) for group in groups]
+    unread = {place for place, one in zip(places, groups, strict=True) if one.method == BASELINE and one.sources.forced}
+    families: dict[tuple[Budget | None, str], dict[tuple[int, str], float]] = defaultdict(dict)
     for index, group in enumerate(groups):
-        if not group.sources.forced and (group.budget, group.trained_on, group.task) not in forced:
-            families[group.budget, group.task == group.trained_on] += [(index, metric) for metric in group.versus]
-    p_values: dict[tuple[int, str], float] = {}
+        if not group.sources.forced and places[index] not in unread:
+            p_values = {(index, metric): one.p_value for metric, one in group.versus.items()}
+            families[group.budget, group.setting] |= p_values
+    corrected: dict[tuple[int, str], float] = {}
     for family in families.values():
-        p_values |= zip(family, holm([groups[index].versus[metric].p_value for index, metric in family]), strict=True)
+        corrected |= zip(family, holm([*family.values()]), strict=True)
     judged = []
     for index, group in enumerate(groups):
-        versus = {
-            name: replace(one, p_corrected=p_values.get((index, name), nan)) for name, one in group.versus.items()
-        }
+        pairs = group.versus.items()
+        versus = {name: replace(one, p_corrected=corrected.get((index, name), nan)) for name, one in pairs}
         judged.append(group.model_copy(update={"versus": versus}))
     return judged
 
@@ -399,24 +397,20 @@ def decide(
                 runs[group.method][place] = Answers(names, loss if exact else loss**2, one.correct)
     places = sorted({place for mine in runs.values() for place in mine})
     complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
-    losses = {
-        name: float(np.mean([np.mean(np.asarray(run.confidence)) for run in complete[name]])) for name in complete
+    means = {
+        name: float(np.mean([np.asarray(one.confidence).mean() for one in mine])) for name, mine in complete.items()
     }
+    losses = dict(sorted(means.items(), key=lambda pair: pair[1]))
     if len(losses) < 2:
         return None
-    first, *others = sorted(losses, key=losses.__getitem__)
+    first, *others = losses
     pairs, settings = len(losses) * (len(losses) - 1) // 2, replace(settings, metrics=("mean_confidence",))
     behind = {}
     for name in others:  # the mean "confidence" is that of the losses
         (difference,) = compare_runs(complete[name], complete[first], settings, SWAPS * pairs).values()
         behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
-    return Verdict(
-        input=key,
-        metric="true_error" if exact else "brier",
-        n=min(group.n for group in groups),
-        losses={name: losses[name] for name in (first, *others)},
-        behind=behind,
-    )
+    n = min(group.n for group in groups)
+    return Verdict(input=key, metric="true_error" if exact else "brier", n=n, losses=losses, behind=behind)
 
 
 def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
@@ -429,18 +423,13 @@ def papers_budget(name: str, budget: Budget | None, training: Training | None) -
         return False
     if training is None:
         return True
-    trained = METHODS[method(name).start] if method(name).stage == "scaling" else method(name)
-    effort = trained.effort["paper"]
+    effort = METHODS[name.removesuffix(SCALED)].effort["paper"]
     pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
     return pairs and training.epochs in (None, effort.epochs)
 
 
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
     """Return how the model of a cell, or the one that it rescales, was trained; None where nothing is recorded."""
-    if cell.training is not None or not known(cell.method) or method(cell.method).stage != "scaling":
-        return cell.training
-    start = (cell.task, cell.trained_on, method(cell.method).start, cell.seed)
-    for one in results.cells:
-        if (one.task, one.trained_on, one.method, one.seed) == start and one.budget in (None, budget):
-            return one.training
-    return None
+    wanted = (cell.task, cell.trained_on, cell.method.removesuffix(SCALED), cell.seed)
+    models = (one for one in results.cells if (one.task, one.trained_on, one.method, one.seed) == wanted)
+    return next((one.training for one in models if one.budget in (None, budget)), None)

@@ -231,9 +231,7 @@ class Numbers(Record):
 
 def read(path: Path) -> Numbers | None:
     """Read numbers written earlier; None where there are none, or of another version."""
-    if not path.exists():
-        return None
-    text = path.read_bytes()
+    text = path.read_bytes() if path.exists() else b""
     if f'"version": {VERSION},'.encode() not in text[:200]:
         return None
     try:

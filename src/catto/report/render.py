@@ -20,25 +20,15 @@ from catto.report.numbers import GroupNumbers
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["Better", "Column", "Entry", "Line", "Table", "csv_text", "latex", "markdown", "terminal"]
-
 Better = Literal["higher", "lower"] | None
 
 TEMPLATES = Path(__file__).parent / "templates"
+LATEX_WORDS = dict(zip("\\~^<>|", ("backslash", "asciitilde", "asciicircum", "less", "greater", "bar"), strict=True))
+LATEX_MATHS = dict(zip("†±↑↓", (r"^{\dagger}", r"\pm", r"\uparrow", r"\downarrow"), strict=True))
 LATEX_SPECIAL = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        "†": r"$^{\dagger}$",
-        "±": r"$\pm$",
-        "↑": r"$\uparrow$",
-        "↓": r"$\downarrow$",
-    }
+    | {sign: f"\\text{word}{{}}" for sign, word in LATEX_WORDS.items()}
+    | {sign: f"${maths}$" for sign, maths in LATEX_MATHS.items()}
 )
 MARKDOWN_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|~"})
 CSV_HEAD = (
@@ -201,16 +191,8 @@ def csv_text(table: Table) -> str:
             else:
                 numbers += [entry.scale * end for end in (versus.difference, versus.low, versus.high)]
                 numbers += [versus.p_value, versus.p_corrected]
-            texts = [
-                table.name,
-                table.budget or "",
-                line.block,
-                line.method,
-                column.task,
-                column.heading,
-                column.metric,
-            ]
-            texts += [entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
+            texts = [table.name, table.budget or "", line.block, line.method, column.task, column.heading]
+            texts += [column.metric, entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
             # One line: the writer quotes no carriage return, and some readers end a row there. A quote before what a
             # spreadsheet would read as a formula.
             texts = [" ".join(text.split()) for text in texts]

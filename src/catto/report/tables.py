@@ -43,7 +43,6 @@ TASK_TITLES = {
 }
 BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget", None: "One budget"}
 SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}
-SETTING_STEMS: dict[Setting, str] = {"in": "in-distribution", "out": "out-of-distribution"}
 PAPERS_K = (4, 8)
 PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution table were trained on
 
@@ -119,7 +118,8 @@ def specs() -> dict[str, Spec]:
     for spec in TypeAdapter(tuple[Spec, ...]).validate_python(tomllib.loads(text)["table"]):
         for setting in spec.settings:
             place = SETTING_TITLES.get(setting, "")
-            texts = {"setting": setting, "stem": SETTING_STEMS.get(setting), "place": place, "where": place.lower()}
+            where = place.lower()
+            texts = {"setting": setting, "stem": where.replace(" ", "-"), "place": place, "where": where}
             named = {key: getattr(spec, key).format(**texts) for key in ("kind", "stem", "title")}
             single[named["stem"]] = replace(spec, settings=(setting,), **named)
     return single
