@@ -13,12 +13,14 @@ import hashlib
 import json
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field
+from numpy.typing import ArrayLike
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from catto import files
 from catto.files import library_versions, manifest_path, read_manifest
@@ -42,8 +44,7 @@ FINAL = "final answers"
 OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
-@dataclass(frozen=True)
-class LabelTable:
+class LabelTable(NamedTuple):
     """Label log-probabilities as columns. logprobs: (N, K); answer, gold: (N,) columns of it; gold None: not known.
 
     Rows with fewer than K labels are filled up with labels of probability 0.
@@ -78,15 +79,6 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
     return LabelTable(filled, np.array(places["label"]), gold)
 
 
-class FitNotes(BaseModel, extra="ignore", frozen=True):
-    """What the manifest of a calibrator notes: what it reads, the file and the questions it was fitted on."""
-
-    on: On = "confidence"
-    fitted_on: str | None = None
-    questions: tuple[str, ...] | None = None
-    protocol: Protocol | None = None
-
-
 @dataclass(frozen=True)
 class Fitted:
     """A calibrator, what it reads, and the digests of the questions it was fitted on (None: not known).
@@ -95,7 +87,7 @@ class Fitted:
     """
 
     calibrator: Calibrator
-    on: On
+    on: On = "confidence"
     questions: tuple[str, ...] | None = None
     protocol: Protocol | None = None
     rows: int | None = None
@@ -112,32 +104,37 @@ class Fitted:
         """
         if self.protocol is not None:
             return list(predictions)
-        if self.on == "confidence" or not isinstance(self.calibrator, Temperature):
+        if self.on == "confidence":
             new = self.calibrator.apply([one.confidence for one in predictions]).tolist()
         else:
-            new = [self._of_labels(self.calibrator, one) for one in predictions]
+            new = [0.0 if one.label is None else self._of_sample(one, one.label) for one in predictions]
         pairs = zip(predictions, new, strict=True)
         return [one.model_copy(update={"confidence": 0.0 if one.label is None else value}) for one, value in pairs]
 
-    @staticmethod
-    def _of_labels(calibrator: Temperature, one: Prediction) -> float:
-        known = one.label_logprobs
-        if one.label is None:
-            return 0.0
-        if known is None:
+    def _of_sample(self, one: Prediction, label: str) -> float:
+        if one.label_logprobs is None:
             raise ValueError(f"{one.name} has no label_logprobs, which the calibrator reads")
-        rescaled = calibrator.apply_labels([list(known.values())])[0]
-        return float(np.exp(rescaled[list(known).index(one.label)]))
+        labels, logprobs = zip(*one.label_logprobs.items(), strict=True)
+        return float(self._of_labels([logprobs], np.array([labels.index(label)]))[0])
+
+    def _of_labels(self, logprobs: ArrayLike, place: Ints) -> Floats:
+        """Return the calibrated probability of one label of each row, by its column. (N, K), (N,) -> (N,)."""
+        if not isinstance(self.calibrator, Temperature):
+            raise ValueError("only a temperature can be applied to label log-probabilities")
+        rescaled = self.calibrator.apply_labels(logprobs)
+        return np.asarray(np.exp(rescaled[np.arange(len(rescaled)), place]), dtype=np.float64)
 
     def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
         if self.on == "confidence":
             return self.calibrator.apply(answers.confidence)
-        if not isinstance(self.calibrator, Temperature):
-            raise DataError(answers.source, None, "only a temperature can be applied to label log-probabilities")
         labels = read_labels(answers.source, names)
-        rescaled = self.calibrator.apply_labels(labels.logprobs)
-        return np.asarray(np.exp(rescaled[np.arange(len(rescaled)), labels.answer]), dtype=np.float64)
+        with locating(answers.source):
+            return self._of_labels(labels.logprobs, labels.answer)
+
+    def shared(self, questions: Iterable[str]) -> int:
+        """Count the fit questions, as far as they were kept, that are among these too."""
+        return len({*(self.questions or ())} & {*_digests(questions)})
 
 
 def fit_file(
@@ -159,12 +156,11 @@ def fit_file(
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
-    protocol = _final_notes(path).get("protocol") if manifest_path(path).exists() else None
-    noted = FitNotes(on=on, fitted_on=path.name, questions=known, protocol=protocol)
+    notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": _final_notes(path).get("protocol")}
     save(calibrator, out)
-    made: dict[str, Any] = {"counts": {"rows": len(answers)}, "versions": library_versions()}
-    files.write_manifest(out, Manifest(kind="calibrator", **made, notes=noted.model_dump()))
-    return Fitted(calibrator, on, known, noted.protocol, len(answers)), answers
+    counts = {"rows": len(answers)}
+    files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
+    return open_fitted(out), answers
 
 
 def _check_other_file(path: Path, out: Path, what: str) -> None:
@@ -180,18 +176,13 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
             raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
+    made = {**manifest.notes, "calibrator": calibrator, "rows": manifest.counts.get("rows")}
     with locating(place, value=manifest.notes, field="notes."):
-        noted = FitNotes.model_validate(manifest.notes)
-    return Fitted(calibrator, on or noted.on, noted.questions, noted.protocol, manifest.counts.get("rows"))
+        return Fitted(**made if on is None else made | {"on": on})
 
 
 def _digests(questions: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({hashlib.sha256(question.encode()).hexdigest()[:12] for question in questions}))
-
-
-def shared_questions(fitted: Fitted, answers: Confidences) -> int:
-    """Count the fit questions, as far as they were kept, that are among the answers too."""
-    return len(set(fitted.questions or ()) & set(_digests(answers.question or ())))
 
 
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
@@ -254,11 +245,12 @@ def write_final(
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
     answers = final_answers(predictions, protocol, fitted)
-    shared = set(fitted.questions or ()) & set(_digests(one.question for one in answers)) if fitted else ()
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
-        "fitted_on": len(shared),  # questions that the calibrator was fitted on
+        "fitted_on": fitted.shared(one.question for one in answers)
+        if fitted
+        else 0,  # questions that the calibrator was fitted on
         "models": sorted({one.model for one in predictions}),
     }
     counts = {"answers": len(answers)}
@@ -268,8 +260,8 @@ def write_final(
 
 def _final_notes(path: Path) -> dict[str, Any]:
     """The notes of a file of final answers; none where it is another file."""
-    manifest = read_manifest(path)
-    return manifest.notes if manifest.kind == FINAL else {}
+    manifest = read_manifest(path) if manifest_path(path).exists() else None
+    return manifest.notes if manifest is not None and manifest.kind == FINAL else {}
 
 
 class RiskThreshold(Record):
@@ -302,7 +294,7 @@ class RiskThreshold(Record):
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
     _check_other_file(path, out, "the threshold")
-    notes = _final_notes(path) if manifest_path(path).exists() else {}
+    notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
     if shared := notes.get("fitted_on"):

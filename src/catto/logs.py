@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import exp, inf, isfinite, log
+from math import exp, inf, isfinite, log, nan
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -57,17 +57,15 @@ class ColumnNames:
 
 def probability_of(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
-    value = number = nested(fields, name)
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = None
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
-        percent = isinstance(number, int | float) and 1 < number <= 100
-        hint = "; divide percentages by 100" if percent else ""
+    value = nested(fields, name)
+    try:
+        number = nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = nan
+    if not 0 <= number <= 1:
+        hint = "; divide percentages by 100" if 1 < number <= 100 else ""
         raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
-    return float(number)
+    return number
 
 
 def truth_of(name: str, fields: Fields) -> bool:

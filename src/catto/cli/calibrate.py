@@ -87,7 +87,7 @@ def apply(
     Examples:
     catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
     """
-    from catto.calibrate import apply_file, open_fitted, shared_questions
+    from catto.calibrate import apply_file, open_fitted
     from catto.logs import ColumnNames
     from catto.measure import GradedAnswers
 
@@ -95,7 +95,7 @@ def apply(
     fitted = open_fitted(calibrator, on)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     answers, calibrated = apply_file(fitted, file, names, out)
-    if shared := shared_questions(fitted, answers):
+    if shared := fitted.shared(answers.question or ()):
         warn(f"{shared} of the questions the calibrator was fitted on are in {file}: the numbers flatter it")
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
