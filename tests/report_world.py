@@ -95,7 +95,6 @@ class Measured:
     results: Results
     folder: Path
     cells: list[Answered]
-    questions: dict[str, dict[str, Question]]
     numbers: Numbers
     browser: Browser
 
@@ -105,9 +104,8 @@ def measured(world: World) -> Measured:
     """Write, read and measure a world once; its folder goes with the process."""
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
     results = write_world(folder, world)
-    answers, questions, browser = read(results, folder)
-    numbers = measure_results(results, folder, answers, questions)
-    return Measured(results, folder, answers, questions, numbers, browser)
+    answers, browser = read(results, folder)
+    return Measured(results, folder, answers, measure_results(results, folder, answers), browser)
 
 
 @cache

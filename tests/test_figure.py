@@ -98,11 +98,6 @@ def test_unknown_ending_and_unwritable_place_are_told(tmp_path: Path) -> None:
         write_figure(partial(reliability_figure, [PANEL]), tmp_path / "file" / "a.svg")
 
 
-def test_no_panels_is_refused() -> None:
-    with pytest.raises(ValueError, match="panels is empty"):
-        reliability_figure([])
-
-
 def test_a_full_disk_leaves_the_old_figure_and_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

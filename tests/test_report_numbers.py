@@ -140,8 +140,11 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
             "questions": {"own": ("q.jsonl",)},
         }
     )
-    cells = [answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / "p.jsonl") for cell in results.cells]
-    found = measure_results(results, tmp_path, cells, {"own": {"q": question}})
+    (cell,) = results.cells
+    answers = answers_of(
+        cell, list(read_predictions(cell, tmp_path)), tmp_path / "p.jsonl", {"q": question}, "fallback"
+    )
+    found = measure_results(results, tmp_path, [answers])
     others = [found.cells[0].others[name] for name in ("true_error", "regret", "bayes_accuracy")]
     assert others == pytest.approx([0.6, 0.4, 1.0], abs=1e-12)
     assert found.budgets == (None,)
@@ -156,7 +159,7 @@ def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Me
     # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
     cells = [cell.model_copy(update={"others": {"fallback_rate": 0.123}}) for cell in known.cells]
     spoiled = known.model_copy(update={"cells": tuple(cells)})
-    arguments = (world.results, world.folder, world.cells, world.questions)
+    arguments = (world.results, world.folder, world.cells)
     assert {cell.others["fallback_rate"] for cell in measure_results(*arguments, spoiled).cells} == {0.123}
     stale = spoiled.model_copy(update={"cells": tuple(cell.model_copy(update={"input": "x"}) for cell in cells)})
     afresh = measure_results(*arguments, stale)
@@ -190,14 +193,14 @@ def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) 
     cell = next(cell for cell in world.results.cells if cell.trained_on == "mmlu")
     predictions = list(read_predictions(cell, world.folder))
     path = world.folder / cell.predictions
-    strict, lenient = answers_of(cell, predictions, path, "wrong"), answers_of(cell, predictions, path)
+    strict, lenient = (answers_of(cell, predictions, path, {}, unparsed) for unparsed in ("wrong", "fallback"))
     assert strict.correct.tolist() == (lenient.correct & ~lenient.fallback).tolist()
     assert strict.correct.sum() < lenient.correct.sum()
 
 
 def test_ticks_are_as_many_as_announced(world: Measured) -> None:
     ticks = []
-    measure_results(world.results, world.folder, world.cells, world.questions, world.numbers, lambda: ticks.append(1))
+    measure_results(world.results, world.folder, world.cells, world.numbers, lambda: ticks.append(1))
     assert len(ticks) == steps(world.results) == len(world.numbers.cells) + len(world.numbers.groups)
 
 
@@ -246,13 +249,13 @@ def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test
     test = confident(tmp_path, "t.jsonl", [(0.9, True)] * 8 + [(0.95, False), (0.1, True)])
     place = {"task": "own", "trained_on": "own", "method": "sft", "budget": None, "seed": 0}
     cell = Cell(**place, predictions=test, validation=validation)
-    answers = answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / test)
+    answers = answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / test, {}, "fallback")
     bound = 1 - (0.05 / len(THRESHOLDS)) ** (1 / 200)
     wanted = {"risk_promised": 1.0, "risk_threshold": 0.32, "risk_bound": bound, "risk_coverage": 0.9}
-    assert risk_of(answers, tmp_path) == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
+    assert risk_of(answers, tmp_path, "fallback") == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
     confident(tmp_path, "v.jsonl", [(0.9, True)] * 40)
-    assert risk_of(answers, tmp_path) == {"risk_promised": 0.0, "risk_coverage": 0.0}
-    assert risk_of(replace(answers, cell=cell.model_copy(update={"validation": None})), tmp_path) == {}
+    assert risk_of(answers, tmp_path, "fallback") == {"risk_promised": 0.0, "risk_coverage": 0.0}
+    assert risk_of(replace(answers, cell=cell.model_copy(update={"validation": None})), tmp_path, "fallback") == {}
 
 
 def crossing(right: bool, temperature: float, sample: int) -> Prediction:
@@ -276,7 +279,8 @@ def test_a_rescaled_models_threshold_is_fitted_on_rescaled_answers(tmp_path: Pat
     place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "v.jsonl"}
     for method, threshold in (("sft", 0.72), ("sft+ts", 0.48)):
         cell = Cell(method=method, tau=2.0, validation="v.jsonl", **place)
-        assert risk_of(answers_of(cell, rows, tmp_path), tmp_path)["risk_threshold"] == threshold
+        answers = answers_of(cell, rows, tmp_path, {}, "fallback")
+        assert risk_of(answers, tmp_path, "fallback")["risk_threshold"] == threshold
 
 
 def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_their_sampling(tmp_path: Path) -> None:
@@ -339,9 +343,9 @@ def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measur
     groups, first = world.numbers.first_screen, next(iter(world.numbers.verdict.losses))
     unread = Sources(free=9, fallback=51)
     forced = [g.model_copy(update={"sources": unread}) if g.method == first else g for g in groups]
-    verdict = decide(forced, world.cells, world.questions, settings)
+    verdict = decide(forced, world.cells, settings)
     assert set(verdict.losses) == set(world.numbers.verdict.losses) - {first}
-    assert decide([g for g in groups if g.method == first], world.cells, world.questions, settings) is None
+    assert decide([g for g in groups if g.method == first], world.cells, settings) is None
     twins = [group for group in groups if group.method == "dpo"]
     twins += [group.model_copy(update={"method": "twin"}) for group in twins]
     same = [
@@ -349,4 +353,4 @@ def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measur
         for one in world.cells
         if one.cell.method == "dpo"
     ]
-    assert decide(twins, [*world.cells, *same], world.questions, settings).leaders == ["dpo", "twin"]
+    assert decide(twins, [*world.cells, *same], settings).leaders == ["dpo", "twin"]

@@ -303,7 +303,7 @@ def browser_rows(quota: int) -> tuple[Browser, list[Prediction]]:
     world = measured(SMALL)
     cell = world.results.cells[0]
     predictions = list(read_records(world.folder / cell.predictions, Prediction))
-    browser = Browser(world.questions, quota)
+    browser = Browser(world.browser.questions, quota)
     browser.add(cell, predictions)
     return browser, predictions
 
@@ -319,7 +319,7 @@ def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
 def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
     """30 rows a cell, at most 70 in all: two cells are whole; with the third and fourth each keeps 70 // 4 = 17."""
     world = measured(SMALL)
-    cell, browser = world.results.cells[0], Browser(world.questions, 70, expected=4)
+    cell, browser = world.results.cells[0], Browser(world.browser.questions, 70, expected=4)
     predictions = list(read_records(world.folder / cell.predictions, Prediction))
     kept = []
     for number in range(4):

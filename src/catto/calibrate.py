@@ -248,9 +248,8 @@ def write_final(
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
-        "fitted_on": fitted.shared(one.question for one in answers)
-        if fitted
-        else 0,  # questions that the calibrator was fitted on
+        # How many of the questions the calibrator was fitted on.
+        "fitted_on": fitted.shared(one.question for one in answers) if fitted else 0,
         "models": sorted({one.model for one in predictions}),
     }
     counts = {"answers": len(answers)}

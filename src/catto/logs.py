@@ -178,10 +178,7 @@ def _unpacked(path: Path, file: IO[bytes], log: zipfile.ZipFile, member: zipfile
     file.seek(member.header_offset)
     header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
     file.seek(sum(struct.unpack("<HH", header[26:])), os.SEEK_CUR)
-    try:
-        return bytes(arrow.input_stream(arrow.py_buffer(file.read(member.compress_size)), compression="zstd").read())
-    except OSError as error:
-        raise DataError(path, None, f"broken zip file: {error}") from None
+    return bytes(arrow.input_stream(arrow.py_buffer(file.read(member.compress_size)), compression="zstd").read())
 
 
 def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:

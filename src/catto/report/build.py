@@ -28,8 +28,8 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     Numbers and figures of an earlier build in `out` with the same inputs are kept. `tick` is called
     `catto.report.measuring.steps(results)` times.
     """
-    answers, questions, browser = read(results, folder)
-    numbers = measure_results(results, folder, answers, questions, store.read(out / "numbers.json"), tick)
+    answers, browser = read(results, folder)
+    numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), tick)
     _write(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:
@@ -54,8 +54,8 @@ def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) 
     return out / "report.html"
 
 
-def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict[str, Question]], Browser]:
-    """Read an experiment's answers, questions, and the predictions that the page shows."""
+def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
+    """Read an experiment's answers with their questions, and the predictions that the page shows."""
     if not results.cells:
         raise ValueError("results has no cells, expected at least one")
     questions = {
@@ -65,9 +65,10 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], dict[str, dict
     browser, answers = Browser(questions, expected=len(results.cells)), []
     for cell in results.cells:
         predictions = list(read_predictions(cell, folder))
-        answers.append(answers_of(cell, predictions, folder / cell.predictions, results.evaluation.unparsed))
+        asked, path = questions.get(cell.task, {}), folder / cell.predictions
+        answers.append(answers_of(cell, predictions, path, asked, results.evaluation.unparsed))
         browser.add(cell, predictions)
-    return answers, questions, browser
+    return answers, browser
 
 
 def _write(path: Path, text: str) -> None:

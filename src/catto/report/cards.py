@@ -24,8 +24,6 @@ from catto.report.numbers import Numbers
 from catto.report.reliability import Panel, reliability_figure
 from catto.tasks import TASKS
 
-__all__ = ["experiment_cards", "model_card", "predictions_card", "write_cards"]
-
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
 TITLE = "Predictions of"

@@ -26,8 +26,6 @@ from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
 
-Questions = Mapping[str, Mapping[str, Question]]
-
 BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
 # The metrics with an interval; the other headline ones are slow to resample, and read beside these.
@@ -41,11 +39,15 @@ RISK, DELTA = 0.05, 0.05
 
 @dataclass(frozen=True)
 class Answered(GradedAnswers):
-    """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read."""
+    """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read.
+
+    asked: the questions of its task by their id; empty where they are not known.
+    """
 
     cell: Cell
     label: list[str | None]
     model: str
+    asked: Mapping[str, Question]
 
 
 def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:
@@ -60,7 +62,9 @@ def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:
         yield prediction
 
 
-def answers_of(cell: Cell, predictions: Sequence[Prediction], path: Path, unparsed: Unparsed = "fallback") -> Answered:
+def answers_of(
+    cell: Cell, predictions: Sequence[Prediction], path: Path, asked: Mapping[str, Question], unparsed: Unparsed
+) -> Answered:
     """Put predictions that were read from `path` into columns."""
     if not predictions:
         raise DataError(path, None, "holds no rows")
@@ -74,6 +78,7 @@ def answers_of(cell: Cell, predictions: Sequence[Prediction], path: Path, unpars
         cell=cell,
         label=[one.label for one in predictions],
         model=predictions[0].model,
+        asked=asked,
     )
     return answers.unparsed_wrong() if unparsed == "wrong" else answers
 
@@ -118,12 +123,7 @@ def steps(results: Results) -> int:
 
 
 def measure_results(
-    results: Results,
-    folder: Path,
-    cells: Sequence[Answered],
-    questions: Questions,
-    known: Numbers | None = None,
-    tick: Tick = lambda: None,
+    results: Results, folder: Path, cells: Sequence[Answered], known: Numbers | None = None, tick: Tick = lambda: None
 ) -> Numbers:
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
     evaluation = results.evaluation
@@ -138,19 +138,11 @@ def measure_results(
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
         key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
-        numbers.append(old.get(key) or measure_cell(one, folder, questions, settings, evaluation.unparsed, key))
+        numbers.append(old.get(key) or measure_cell(one, folder, settings, evaluation.unparsed, key))
         tick()
-    groups, planned = [], plan_groups([one.cell for one in cells])
-    methods = Counter(group.table for group in planned if group.baseline)
-    for group in planned:
-        swaps = max(evaluation.resamples, SWAPS * len(COMPARED) * methods[group.table])
-        members = [cells[index].cell for index in group.cells]
-        papers = all(
-            papers_budget(cell.method, group.table[0], trained_model(cell, group.table[0], results)) for cell in members
-        )
-        inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
-        key = content_hash([group.table[0], swaps, papers, inputs])
-        groups.append(old.get(key) or measure_group(group, cells, numbers, settings, swaps, papers, key))
+    groups = []
+    for group in measure_groups(results, cells, numbers, settings, old):
+        groups.append(group)
         tick()
     made = Numbers(
         level=settings.level,
@@ -159,15 +151,13 @@ def measure_results(
         cells=tuple(numbers),
         groups=tuple(correct_groups(groups)),
     )
-    return made.model_copy(update={"verdict": decide(made.first_screen, cells, questions, settings, known)})
+    return made.model_copy(update={"verdict": decide(made.first_screen, cells, settings, known)})
 
 
 # ---- cells
 
 
-def measure_cell(
-    one: Answered, folder: Path, questions: Questions, settings: MeasureSettings, unparsed: Unparsed, key: str
-) -> CellNumbers:
+def measure_cell(one: Answered, folder: Path, settings: MeasureSettings, unparsed: Unparsed, key: str) -> CellNumbers:
     """Measure one method on one task at one seed."""
     resampled, sources = measure_runs([one.by_question], settings), Sources.of(one.read_as or ())
     metrics = {name: metric.interval for name, metric in resampled.items()}
@@ -190,7 +180,7 @@ def measure_cell(
         sources=sources,
         selection=selection,
         others={
-            **against_posterior(one, questions.get(one.cell.task, {})),
+            **against_posterior(one),
             "fallback_rate": sources.share("fallback"),
             "plain_rate": sources.share("plain"),
             "accuracy_unparsed_wrong": float(one.unparsed_wrong().correct.mean()),
@@ -231,7 +221,7 @@ def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval
     return rules, sampled | ({"auroc_within": within.value} if within.pairs else {})
 
 
-def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dict[str, float]:
+def risk_of(one: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]:
     """Fit the threshold that keeps the RISK on the validation answers, and apply it to the test answers.
 
     risk_promised: 1, or 0 where no threshold can promise it and nothing is answered.
@@ -244,7 +234,7 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
     if cell.tau is not None and cell.method.endswith(SCALED):
         with locating(path):
             predictions = rescaled(predictions, cell.tau)
-    validation = answers_of(cell, predictions, path, unparsed)
+    validation = answers_of(cell, predictions, path, {}, unparsed)
     fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
@@ -254,29 +244,29 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed = "fallback") -> dic
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
-def posteriors_of(one: Answered, questions: Mapping[str, Question]) -> tuple[list[dict[str, float]], Floats]:
+def posteriors_of(one: Answered) -> tuple[list[dict[str, float]], Floats]:
     """Return the exact posterior of each question, and its probability of the answer; nothing where one has none."""
-    for row, name in enumerate(one.question or (), 1):
-        if questions and name not in questions:
+    exact = []
+    for row, name in enumerate(one.question or () if one.asked else (), 1):
+        if name not in one.asked:
             raise DataError(one.source, row, f"question: {name!r} is not among the task's questions")
-    asked = [questions[name] for name in one.question or ()] if questions else []
-    exact = [question.posterior for question in asked if question.posterior is not None]
-    if len(exact) < len(asked):
-        exact = []
-    answers = zip(exact, one.label, strict=False)  # no posterior, no answer
-    return exact, np.array([posterior.get(label or "", 0.0) for posterior, label in answers])
+        exact.append(one.asked[name].posterior)
+    known = [posterior for posterior in exact if posterior is not None]
+    if len(known) < len(one):
+        return [], np.array([])
+    return known, np.array([posterior.get(label or "", 0.0) for posterior, label in zip(known, one.label, strict=True)])
 
 
-def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[str, float]:
+def against_posterior(one: Answered) -> dict[str, float]:
     """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
 
     true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
     the gold one. regret: mean of the largest posterior probability less that of the answer given.
     """
-    exact, given = posteriors_of(one, questions)
+    exact, given = posteriors_of(one)
     if not exact:
         return {}
-    golds = [questions[name].gold for name in one.question or ()]
+    golds = [one.asked[name].gold for name in one.question or ()]
     bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
     return {
         "true_error": float(np.abs(one.confidence - given).mean()),
@@ -288,45 +278,49 @@ def against_posterior(one: Answered, questions: Mapping[str, Question]) -> dict[
 # ---- groups
 
 
-def measure_group(
-    group: Group,
-    cells: Sequence[Answered],
-    numbers: Sequence[CellNumbers],
-    settings: MeasureSettings,
-    swaps: int,
-    papers: bool,
-    key: str,
-) -> GroupNumbers:
-    """Measure one method on one task over its seeds, and against DPO."""
-    settings = replace(settings, metrics=(*COMPARED, GAP))
-    # The seeds of a method share their questions.
-    runs, baseline = ([cells[index].by_question for index in indices] for indices in (group.cells, group.baseline))
-    resampled, seeds = measure_runs(runs, settings), [numbers[index] for index in group.cells]
-    null = resampled["ece"].null
-    assert null is not None  # as of every calibration metric
-    settings = replace(settings, metrics=COMPARED)
-    return GroupNumbers(
-        **seeds[0].model_dump(include={"task", "trained_on", "method"}),
-        budget=group.table[0],
-        seeds=tuple(one.seed for one in seeds),
-        input=key,
-        n=max(one.n for one in seeds),
-        metrics=_spreads([one.metrics for one in seeds]),
-        intervals={name: resampled[name].interval for name in COMPARED},
-        gap=resampled[GAP].interval,
-        null=null,
-        sources=Sources.total_of(one.sources for one in seeds),
-        papers_budget=papers,
-        versus=_versus(runs, baseline, settings, swaps),
-        versus_seed={
-            one.seed: _versus([run], [base], settings) for one, run, base in zip(seeds, runs, baseline, strict=False)
-        },
-        selection={
-            k: _spreads([one.selection[k] for one in seeds])
-            for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
-        },
-        others=_spreads([one.others for one in seeds]),
-    )
+def measure_groups(
+    results: Results, cells: Sequence[Answered], numbers: Sequence[CellNumbers], settings: MeasureSettings, old: Any
+) -> Iterator[GroupNumbers]:
+    """Measure each method on each task over its seeds, and against DPO. old: groups of an earlier build, by input."""
+    planned = plan_groups([one.cell for one in cells])
+    methods = Counter(group.table for group in planned if group.baseline)
+    for group in planned:
+        budget, seeds = group.table[0], [numbers[index] for index in group.cells]
+        swaps = max(results.evaluation.resamples, SWAPS * len(COMPARED) * methods[group.table])
+        members = [cells[index].cell for index in group.cells]
+        papers = all(papers_budget(cell.method, budget, trained_model(cell, budget, results)) for cell in members)
+        key = content_hash([budget, swaps, papers, [numbers[index].input for index in (*group.cells, *group.baseline)]])
+        if key in old:
+            yield old[key]
+            continue
+        # The seeds of a method share their questions.
+        runs, baseline = ([cells[index].by_question for index in indices] for indices in (group.cells, group.baseline))
+        resampled = measure_runs(runs, replace(settings, metrics=(*COMPARED, GAP)))
+        null, compared = resampled["ece"].null, replace(settings, metrics=COMPARED)
+        assert null is not None  # as of every calibration metric
+        yield GroupNumbers(
+            **seeds[0].model_dump(include={"task", "trained_on", "method"}),
+            budget=budget,
+            seeds=tuple(one.seed for one in seeds),
+            input=key,
+            n=max(one.n for one in seeds),
+            metrics=_spreads([one.metrics for one in seeds]),
+            intervals={name: resampled[name].interval for name in COMPARED},
+            gap=resampled[GAP].interval,
+            null=null,
+            sources=Sources.total_of(one.sources for one in seeds),
+            papers_budget=papers,
+            versus=_versus(runs, baseline, compared, swaps),
+            versus_seed={
+                one.seed: _versus([run], [base], compared)
+                for one, run, base in zip(seeds, runs, baseline, strict=False)
+            },
+            selection={
+                k: _spreads([one.selection[k] for one in seeds])
+                for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
+            },
+            others=_spreads([one.others for one in seeds]),
+        )
 
 
 def _spreads(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
@@ -369,11 +363,7 @@ def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
 
 
 def decide(
-    groups: Sequence[GroupNumbers],
-    answers: Sequence[Answered],
-    questions: Questions,
-    settings: MeasureSettings,
-    known: Numbers | None = None,
+    groups: Sequence[GroupNumbers], answers: Sequence[Answered], settings: MeasureSettings, known: Numbers | None = None
 ) -> Verdict | None:
     """Compare the method with the lowest loss with all others; None of fewer than two methods on the same questions.
 
@@ -390,7 +380,7 @@ def decide(
     for group in groups:
         for one in answers if group.method not in forced else ():
             if group.holds(one.cell):
-                truth = posteriors_of(one, questions[group.task])[1] if exact else one.correct
+                truth = posteriors_of(one)[1] if exact else one.correct
                 loss = np.abs(one.confidence - truth)
                 names = [(group.task, name) for name in one.question or ()]
                 place = group.task, group.trained_on, one.cell.seed

@@ -29,8 +29,6 @@ from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, 
 from catto.report.render import Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
-__all__ = ["Browser", "Headline", "headline", "inline_svg", "page", "script_json"]
-
 MOST_ROWS = 20_000
 LONGEST = 4_000  # characters of a response on the page; the file has all of it
 RIGHT, FALLBACK, CUT, PLAIN = 1, 2, 4, 8
@@ -97,17 +95,12 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
 
 def _first_pictures(numbers: Numbers, drawn: Drawn) -> list[tuple[Picture, str]]:
     """Return the reliability diagrams of the first screen: DPO's and the best of the others', on the first task."""
-    groups = numbers.first_screen
+    groups, verdict = numbers.first_screen, numbers.verdict
     place = min(groups, key=lambda group: task_order(group.task))
-    ranked = [*numbers.verdict.losses] if numbers.verdict else [group.method for group in groups]
-    shown = [name for name in ranked if name == BASELINE] + [name for name in ranked if name != BASELINE]
-    wanted = [f"{place.stem}-{name}" for name in shown[:2]]
-    found = {
-        picture.tag: (picture, svg)
-        for picture, svg in drawn
-        if picture.section == "one" and picture.budget in (None, place.budget)
-    }
-    return [found[tag] for tag in wanted if tag in found]
+    ranked = [*verdict.losses] if verdict else [group.method for group in groups]
+    shown = sorted(ranked, key=lambda name: name != BASELINE)[:2]
+    single = [pair for pair in drawn if pair[0].section == "one" and pair[0].budget in (None, place.budget)]
+    return [pair for name in shown for pair in single if pair[0].tag == f"{place.stem}-{name}"]
 
 
 def script_json(value: object) -> str:
@@ -207,18 +200,16 @@ class Browser:
     def data(self) -> dict[str, Any]:
         """Columns: cell, question, answer, confidence, flags, response; with what they refer to."""
         columns = [list(column) for column in zip(*self.rows, strict=True)] or [[] for _ in range(6)]
-        asked: list[dict[str, Any]] = []
-        numbers: dict[tuple[str, str, str], int] = {}
-        for task, name, gold in columns[1]:
-            if (task, name, gold) not in numbers:
-                numbers[task, name, gold] = len(asked)
-                asked.append({"id": name, "gold": gold})
-                if (question := self.questions.get(task, {}).get(name)) is not None:
-                    options = [(option.label, option.text) for option in question.options]
-                    asked[-1] |= {"parts": list(question.fields.items()), "options": options}
-                    if question.posterior is not None:
-                        asked[-1]["posterior"] = {option: round(p, 4) for option, p in question.posterior.items()}
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(columns[1]))}
         columns[1] = [numbers[key] for key in columns[1]]
+        asked: list[dict[str, Any]] = []
+        for task, name, gold in numbers:
+            asked.append({"id": name, "gold": gold})
+            if (question := self.questions.get(task, {}).get(name)) is not None:
+                options = [(option.label, option.text) for option in question.options]
+                asked[-1] |= {"parts": list(question.fields.items()), "options": options}
+                if question.posterior is not None:
+                    asked[-1]["posterior"] = {option: round(p, 4) for option, p in question.posterior.items()}
         return {"cells": self.cells, "questions": asked, "columns": columns}
 
 
@@ -292,9 +283,9 @@ def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."
     tasks = len({group.task for group in judged})
-    within = Counter({group.method: 0 for group in judged})
-    within.update(group.method for group in judged if group.within_null)
-    always = [name for name in sorted(within, key=method_order) if within[name] == tasks]
+    names_judged = sorted({group.method for group in judged}, key=method_order)
+    within = {name: sum(one.within_null for one in judged if one.method == name) for name in names_judged}
+    always = [name for name, count in within.items() if count == tasks]
     sometimes, others = sum(0 < count < tasks for count in within.values()), len(within) - len(always)
     who = f"{_join(map(method_title, always))} {'is' if len(always) == 1 else 'are'}" if always else "No method is"
     where = {1: "", 2: " on both tasks"}.get(tasks, f" on all {tasks} tasks")
@@ -313,10 +304,10 @@ def _against_dpo(groups: Sequence[GroupNumbers]) -> str:
     for metric, title, words in (("ece", "ECE", ("lower", "higher")), ("accuracy", "accuracy", ("higher", "lower"))):
         parts = []
         for word, mark in zip(words, ("*", "†"), strict=True):
-            marked = (group.method for group in groups if group.versus and group.versus[metric].mark(metric) == mark)
-            counts = sorted(Counter(marked).items(), key=lambda pair: method_order(pair[0]))
-            shares = [f" ({count} of {tasks} tasks)" if count < tasks else "" for _, count in counts]
-            titles = [method_title(name) + share for (name, _), share in zip(counts, shares, strict=True)]
+            judged = (group for group in groups if group.versus)
+            counts = Counter(one.method for one in judged if one.versus[metric].mark(metric) == mark)
+            shares = {name: "" if count == tasks else f" ({count} of {tasks} tasks)" for name, count in counts.items()}
+            titles = [method_title(name) + shares[name] for name in sorted(shares, key=method_order)]
             parts += [f"{word} for {_join(titles)}"] if titles else []
         none = f"no significant difference in {title}"
         clauses.append(f"{title} is significantly {' and '.join(parts)}" if parts else none)

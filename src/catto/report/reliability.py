@@ -53,8 +53,6 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     >>> [axes.get_ylabel() for axes in drawn.axes]
     ['Accuracy', 'Share of answers']
     """
-    if not panels:
-        raise ValueError("panels is empty")
     drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2))
     axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
     for panel, upper, lower in zip(panels, *axes, strict=True):

@@ -174,12 +174,10 @@ def summary(numbers: Numbers) -> Table:
             low, high = 100 * null.low, 100 * null.high
             return Entry(text=f"{low:.{digits}f} to {high:.{digits}f}", null=(low, high))
         entries = [_entry(spec, column, group) for group in mine]
-        values = [one.value for one in entries if one.value is not None]
+        made, values = entries[0], [one.value for one in entries if one.value is not None]
         if count > 1:
             mean = sum(values) / count
             made = Entry(mean, f"{mean:.{digits}f}") if len(values) == count else Entry()
-        else:
-            made = entries[0]
         # The share of forced answers alone says where numbers describe the fallback.
         made.forced = "forced" if column.metric == "fallback_rate" and any(one.forced for one in entries) else ""
         if verdict is not None and len(verdict.leaders) < len(verdict.losses):
@@ -224,22 +222,20 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
         for column, k in repeated
     )
     places = {(group.method, group.task): group for group in groups}
-    lines = _lines(
-        ((group.method, None) for group in groups),
-        columns,
-        lambda row, column: _entry(spec, column, places.get((row[0], column.task))),
-    )
+
+    def entry(row: Row, column: Column) -> Entry:
+        return _entry(spec, column, places.get((row[0], column.task)))
+
+    lines = _lines(((group.method, None) for group in groups), columns, entry)
     title, name = f"{title}, {BUDGET_TITLES[budget].lower()}", "-".join(filter(None, (name, budget)))
     table = Table(name, title, spec.caption, columns, lines, budget, spec.kind)
     for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
         for _, block in table.blocks() if column.better else ():
-            rivals = [line.entries[place] for line in block]
-            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
-            if len(rivals) > 1:
-                pick = max if column.better == "higher" else min
-                best = pick(rivals, key=lambda entry: entry.value or 0.0)
-                for entry in rivals:
-                    entry.best = entry.text == best.text
+            rivals = [one.entries[place] for one in block]
+            rivals = [one for one in rivals if one.value is not None and not one.forced]
+            pick = max if column.better == "higher" else min
+            for one in rivals if len(rivals) > 1 else ():
+                one.best = one.text == pick(rivals, key=lambda rival: rival.value or 0.0).text
     return table
 
 
