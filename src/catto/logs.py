@@ -117,21 +117,16 @@ def answer_probability(name: str, fields: Fields) -> float:
     return exp(min(logprobs[answer], 0.0))
 
 
-def format_of(first: Fields, names: ColumnNames) -> str:
-    """Return the tool that wrote a file with this first row; a table that has the column needs no reader."""
-    if names.format != "auto":
-        return names.format
-    known = (name for name, (recognised, _) in READERS.items() if recognised(first))
-    return "catto" if "confidence" in first else next(known, "catto")
-
-
 def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
     """Yield (row, fields) of a file of answers, whichever tool wrote it. `auto` looks at the first row."""
     rows = _samples(path) if path.suffix.lower() == ".eval" else read_rows(path)
     first = next(rows, None)
     if first is None:
         return
-    name = format_of(first[1], names)
+    name: str = names.format
+    if name == "auto":  # a table that has the column needs no reader
+        tools = (tool for tool, (recognised, _) in READERS.items() if recognised(first[1]))
+        name = "catto" if "confidence" in first[1] else next(tools, "catto")
     records: Iterable[tuple[int, dict[str, Any]]] = chain([first], rows)
     if name == "catto":
         yield from records
@@ -187,10 +182,14 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
     Length-normalised: each is divided by the characters of its choice first, as for the harness's `acc_norm`.
     """
     answer: dict[str, Any] = {"question": str(record["doc_id"])}
-    replies = record["filtered_resps"]
-    if not all(isinstance(reply, list) and len(reply) == 2 and _is_number(reply[0]) for reply in replies):
+    try:  # pairs of a log-likelihood and whether it is the greedy one
+        pairs = [reply if isinstance(reply, list) else [] for reply in record["filtered_resps"]]
+        likelihoods = [float(score) for score, _ in pairs]
+    except (TypeError, ValueError):
         if names.confidence == "confidence" and "confidence" not in record:
-            raise ValueError("filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence")
+            raise ValueError(
+                "filtered_resps holds texts, no log-likelihoods: name a confidence by --confidence"
+            ) from None
         metric = next(iter(record.get("metrics") or ()), None)
         return answer | ({} if metric is None else {"correct": record[metric]})
     arguments = record["arguments"]
@@ -199,11 +198,14 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
     # An empty context asks for the choice's likelihood alone, which acc_mutual_info compares with.
     asked = [place for place, (context, _) in enumerate(requests) if context] or list(range(len(requests)))
     choices = [requests[place][1].removeprefix(" ") for place in asked]
-    scores = [float(replies[place][0]) for place in asked]
+    scores = [likelihoods[place] for place in asked]
     if names.length_normalised:
         scores = [score / max(len(choice), 1) for score, choice in zip(scores, choices, strict=True)]
-    logprobs = _log_softmax(scores)
     best = max(range(len(scores)), key=scores.__getitem__)
+    if not isfinite(scores[best]):
+        raise ValueError(f"filtered_resps: expected finite log-likelihoods, got {scores[best]}")
+    total = log(sum(exp(score - scores[best]) for score in scores))
+    logprobs = [min(score - scores[best] - total, 0.0) for score in scores]
     target, metric = str(record["target"]).strip(), "acc_norm" if names.length_normalised else "acc"
     golds = [place for place, choice in enumerate(choices) if choice.strip() == target]
     golds += [int(target)] if target.isdecimal() and int(target) < len(choices) else []
@@ -338,19 +340,3 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     return answer | (
         {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
     )
-
-
-def _is_number(value: object) -> bool:
-    try:
-        float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _log_softmax(scores: Sequence[float]) -> list[float]:
-    largest = max(scores)
-    if not -inf < largest < inf:
-        raise ValueError(f"filtered_resps: expected finite log-likelihoods, got {largest}")
-    total = log(sum(exp(score - largest) for score in scores))
-    return [min(score - largest - total, 0.0) for score in scores]

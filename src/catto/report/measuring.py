@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,8 +83,7 @@ def answers_of(
     return answers.unparsed_wrong() if unparsed == "wrong" else answers
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Cells that differ by seed alone, and the DPO cells of the same seeds and budget; both as indices of the cells.
 
     table: the budget, and whether the cells are tested on the task that they were trained on.

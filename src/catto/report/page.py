@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -213,8 +213,7 @@ class Browser:
         return {"cells": self.cells, "questions": asked, "columns": columns}
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(NamedTuple):
     """The page in words.
 
     question, answer: one sentence each. warnings: which numbers to mistrust. lead: which methods are calibrated.
