@@ -249,7 +249,7 @@ def test_brackets_in_names_are_text_not_markup(tmp_path: Path, capsys: Capture) 
 
 def test_foreign_source_column_is_no_fallback(tmp_path: Path) -> None:
     rows = [{"confidence": 0.5, "correct": 1, "source": "wikipedia"}]
-    assert read_graded(write_lines(tmp_path / "a.jsonl", rows)).fallback is None
+    assert read_graded(write_lines(tmp_path / "a.jsonl", rows)).read_as is None
 
 
 def test_few_resamples_where_rows_are_many() -> None:

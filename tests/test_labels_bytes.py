@@ -257,6 +257,6 @@ def test_plain_answers_are_counted_in_the_manifest_and_are_no_fallback(tmp_path:
     assert (counts["plain"], counts["fallback"], counts["predictions"]) == (2, 1, 4)
     table = read_graded(out, unparsed="wrong")
     assert isinstance(table, GradedAnswers)
-    assert table.fallback is not None
-    assert table.fallback.tolist() == [False, False, True, False]
+    assert table.read_as is not None
+    assert [kind == "fallback" for kind in table.read_as] == [False, False, True, False]
     assert table.correct.tolist() == [True, True, False, False]

@@ -114,11 +114,6 @@ class Confidences:
     by: list[str] | None
 
     @property
-    def fallback(self) -> Bools | None:
-        """Which answers had to be forced. (N,)."""
-        return None if self.read_as is None else np.array([kind == "fallback" for kind in self.read_as], dtype=np.bool_)
-
-    @property
     def sources(self) -> Sources | None:
         """How many answers were read in which way."""
         return None if self.read_as is None else Sources.of(self.read_as)
@@ -168,10 +163,11 @@ class GradedAnswers(Confidences):
 
     def unparsed_wrong(self) -> Self:
         """Count every answer that came from the fallback as wrong."""
-        if (fallback := self.fallback) is None:
+        if self.read_as is None:
             missing = "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
             raise DataError(self.source, None, missing)
-        return replace(self, correct=self.correct & ~fallback)
+        parsed = np.array([kind != "fallback" for kind in self.read_as], dtype=np.bool_)
+        return replace(self, correct=self.correct & parsed)
 
 
 def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed = "fallback") -> GradedAnswers:
@@ -390,7 +386,7 @@ def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, t
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
     metrics = measure_runs([answers.run], replace(settings, metrics=(*settings.metrics, GAP)), tick)
-    fallback = answers.fallback
+    sources = answers.sources
     return Summary(
         rows=len(answers),
         questions=answers.questions,
@@ -398,9 +394,9 @@ def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, t
         mean_confidence=float(answers.confidence.mean()),
         gap=metrics.pop(GAP).interval,
         debiased_ece=debiased_ece(answers.confidence, answers.correct, bins=settings.bins),
-        sources=answers.sources,
-        fallback_rate=None if fallback is None else float(fallback.mean()),
-        accuracy_unparsed_wrong=None if fallback is None else float((answers.correct & ~fallback).mean()),
+        sources=sources,
+        fallback_rate=None if sources is None else sources.share("fallback"),
+        accuracy_unparsed_wrong=None if sources is None else float(answers.unparsed_wrong().correct.mean()),
         settings=settings,
         metrics=metrics,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import groupby
 from math import isnan
 from pathlib import Path
@@ -152,30 +151,27 @@ class Table:
         return [(top, len(list(columns))) for top, columns in groupby(self.columns, key=lambda column: column.top)]
 
 
-@cache
-def _forms() -> Environment:
-    """The templates of Markdown and LaTeX. Their signs are << >> and <% %>: LaTeX has braces of its own."""
-    forms = Environment(
-        *("<%", "%>", "<<", ">>", "<#", "#>"),
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    for name, special in (("md", MARKDOWN_SPECIAL), ("tex", LATEX_SPECIAL)):
-        forms.filters[name] = lambda text, special=special: " ".join(text.translate(special).split())
-    return forms
+# The templates of Markdown and LaTeX. Their signs are << >> and <% %>: LaTeX has braces of its own.
+FORMS = Environment(
+    *("<%", "%>", "<<", ">>", "<#", "#>"),
+    loader=FileSystemLoader(TEMPLATES),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+for name, special in (("md", MARKDOWN_SPECIAL), ("tex", LATEX_SPECIAL)):
+    FORMS.filters[name] = lambda text, special=special: " ".join(text.translate(special).split())
 
 
 def markdown(table: Table) -> str:
     """Render for a page of Markdown: title, table, caption; the lines of an entry are separated by <br>."""
-    return _forms().get_template("table.md.j2").render(table=table)
+    return FORMS.get_template("table.md.j2").render(table=table)
 
 
 def latex(table: Table) -> str:
     """Render a booktabs table; it needs no other package."""
-    return _forms().get_template("table.tex.j2").render(table=table)
+    return FORMS.get_template("table.tex.j2").render(table=table)
 
 
 def csv_text(table: Table) -> str:

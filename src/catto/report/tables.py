@@ -233,9 +233,10 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
         for _, block in table.blocks() if column.better else ():
             rivals = [one.entries[place] for one in block]
             rivals = [one for one in rivals if one.value is not None and not one.forced]
-            pick = max if column.better == "higher" else min
-            for one in rivals if len(rivals) > 1 else ():
-                one.best = one.text == pick(rivals, key=lambda rival: rival.value or 0.0).text
+            if len(rivals) > 1:
+                best = (max if column.better == "higher" else min)(rivals, key=lambda one: one.value or 0.0)
+                for one in rivals:
+                    one.best = one.text == best.text
     return table
 
 
