@@ -56,7 +56,7 @@ class LabelTable(NamedTuple):
 
 
 def read_labels(path: Path, names: ColumnNames) -> LabelTable:
-    """Read the label log-probabilities of every row, with the place of the answer and of the gold label."""
+    """Read the label log-probabilities of a file with rows, with the place of the answer and of the gold label."""
     rows: list[list[float]] = []
     places: dict[str, list[int]] = {"label": [], "gold": []}
     for row, fields in read_answers(path, names):
@@ -71,8 +71,6 @@ def read_labels(path: Path, names: ColumnNames) -> LabelTable:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
                 places[name].append(list(logprobs).index(label))
         rows.append(list(logprobs.values()))
-    if not rows:
-        raise DataError(path, None, "holds no rows")
     width = max(map(len, rows))
     filled = np.array([row + [NO_LABEL] * (width - len(row)) for row in rows], dtype=np.float64)
     gold = np.array(places["gold"]) if len(places["gold"]) == len(rows) else None

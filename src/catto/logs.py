@@ -10,10 +10,11 @@ import os
 import reprlib
 import struct
 import zipfile
+from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from math import exp, inf, isfinite, log, nan
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -327,16 +328,11 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     if reading is None or said is None:
         whole = sum(token["logprob"] for token in tokens)
         return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
-    end, place = len(texts[0]), 0
-    while end <= reading.span[0]:
-        place += 1
-        end += len(texts[place])
-    token = tokens[place]
+    token = tokens[bisect_right(list(accumulate(map(len, texts))), reading.span[0])]
     known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
     known[reading.label] = token["logprob"]
     if said not in known:
         raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")
     answer = {"label": said, "confidence": exp(min(known[said], 0.0)), "source": "plain"}
-    return answer | (
-        {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
-    )
+    whole = {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
+    return answer | whole
