@@ -16,7 +16,7 @@ from catto.cli.select import select as select_command
 from catto.files import write_records
 from catto.measure import Sources
 from catto.metrics.binning import reliability
-from catto.metrics.catalogue import METRICS, correct_p_values, holm, mark
+from catto.metrics.catalogue import METRICS, Versus, correct_p_values, holm
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
 from catto.metrics.ranking import auroc_within
 from catto.metrics.selection import candidates, within_questions
@@ -212,7 +212,7 @@ def test_a_hair_in_one_direction_is_no_difference_however_small_its_p_value() ->
     assert found.p_value < 0.05
     assert found.high < 0
     assert correct_p_values({"ece": found})["ece"].mark("ece") == ""
-    assert mark(-0.008, (-0.012, -0.004), 0.004, "lower") == "*"
+    assert Versus(0.1, 0.108, -0.008, -0.012, -0.004, 0.95, 0.002, p_corrected=0.004).mark("ece") == "*"
 
 
 def test_compare_prints_corrected_p_values_and_marks(tmp_path: Path, capsys: Capture) -> None:

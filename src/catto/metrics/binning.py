@@ -11,7 +11,7 @@ in ON_COUNTS how it is computed for many resamples at once, without drawing or s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal, Protocol, TypeVar
 
@@ -169,6 +169,7 @@ class Groups:
     value: Floats
     count: Floats
     right: Floats
+    _tallies: dict[int, Reliability] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def rows(self) -> Floats:
@@ -186,10 +187,6 @@ class Groups:
         ranks = np.zeros((len(self.count), len(self.value) + 1), dtype=np.intp)
         np.cumsum(self.count, axis=-1, dtype=np.intp, out=ranks[:, 1:])  # 3x as fast as a sum of floats
         return np.subtract(ranks[:, -1:].copy(), ranks, out=ranks)
-
-    @cached_property
-    def _tallies(self) -> dict[int, Reliability]:
-        return {}
 
     def tally(self, bins: int) -> Reliability:
         """Return the sums of the bins of equal width that hold any of the confidences. (R, M)."""
@@ -314,16 +311,11 @@ def on_counts(metric: Callable[..., float]) -> Callable[[Floats], CountMetric]:
     if prepare is not None and set(options) <= {"bins"}:
         return partial(prepare, **options)
 
-    def on_rows(c: Floats) -> CountMetric:
-        def values(groups: Groups) -> Floats:
-            count, right = groups.count.astype(np.intp), groups.right.astype(np.intp)
-            rows = np.hstack([right, count - right])
-            confidences = (np.repeat(np.append(c, c), row) for row in rows)
-            firsts = right.sum(axis=-1)  # the right rows come first
-            return np.array(
-                [metric(x, np.arange(len(x)) < first) for x, first in zip(confidences, firsts, strict=True)]
-            )
+    def on_rows(groups: Groups) -> Floats:
+        count, right = groups.count.astype(np.intp), groups.right.astype(np.intp)
+        twice = np.append(groups.value, groups.value)
+        confidences = (np.repeat(twice, row) for row in np.hstack([right, count - right]))
+        firsts = right.sum(axis=-1)  # the right rows come first
+        return np.array([metric(x, np.arange(len(x)) < first) for x, first in zip(confidences, firsts, strict=True)])
 
-        return values
-
-    return on_rows
+    return lambda c: on_rows

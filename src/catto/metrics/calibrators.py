@@ -52,11 +52,9 @@ class Temperature(_Stored):
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
         """Fit tau to the correctness of the answers: sigmoid(logit(c) / tau). (N,), (N,)."""
-        from scipy.special import expit
-
         c, z = checked(confidence, correct)
         score = _logits(c)
-        return cls(tau=_best_tau(lambda beta: float(np.mean((expit(beta * score) - z) * score))))
+        return cls(tau=_best_tau(lambda beta: float(np.mean((_sigmoid(beta * score) - z) * score))))
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return sigmoid(logit(c) / tau). (N,) -> (N,)."""

@@ -121,39 +121,30 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected]
 
 
-def mark(
-    difference: float, interval: tuple[float, float], corrected: float, better: str | None, least: float = 0.005
-) -> Literal["", "*", "†"]:
-    """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
-
-    Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of 0,
-    and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap test
-    detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
-
-    >>> mark(-0.03, (-0.05, -0.01), 0.004, "lower")
-    '*'
-    >>> mark(-0.0008, (-0.0012, -0.0004), 0.004, "lower")
-    ''
-    """
-    # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
-    if better is None or not (corrected < ALPHA and abs(difference) >= least):
-        return ""
-    more, (low, high) = difference > 0, interval
-    if not (low > 0 if more else high < 0):
-        return ""
-    return "*" if more == (better == "higher") else "†"
-
-
 @dataclass(frozen=True)
 class Versus(Comparison):
     """A comparison with its p-value corrected for the number of comparisons; nan where it is not judged."""
 
     p_corrected: float = nan
 
-    def mark(self, metric: str) -> str:
-        """Return the mark that the difference of this metric earns; `true_error` is that of a report."""
+    def mark(self, metric: str) -> Literal["", "*", "†"]:
+        """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
+
+        Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of
+        0, and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap
+        test detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
+        metric: a name of METRICS, or `true_error`, that of a report.
+
+        >>> Versus(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002, p_corrected=0.004).mark("ece")
+        '*'
+        """
         better, least = ("lower", 0.005) if metric == "true_error" else (METRICS[metric].better, METRICS[metric].least)
-        return mark(self.difference, (self.low, self.high), self.p_corrected, better, least)
+        more = self.difference > 0
+        # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
+        beside_zero = self.low > 0 if more else self.high < 0
+        if better is None or not (beside_zero and self.p_corrected < ALPHA and abs(self.difference) >= least):
+            return ""
+        return "*" if more == (better == "higher") else "†"
 
 
 def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:

@@ -301,18 +301,17 @@ def _smooth_on_counts(c: Floats) -> binning.CountMetric:
         # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
         return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
 
-    def value(residual: Floats, rows: float) -> float:
-        if not residual.any():
-            return 0.0
-        cells = FEWEST_CELLS
-        while (sigma := fixed_point(residual, rows, cells)) * cells < FINE_ENOUGH and cells < MOST_CELLS:
-            finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
-            cells = min(MOST_CELLS, max(2 * cells, finer))
-        return sigma
-
     def values(rows: Groups) -> Floats:
-        residuals = zip(rows.right - rows.confidence_sum, rows.rows, strict=True)
-        return np.array([value(residual, count) for residual, count in residuals])
+        found = np.zeros(len(rows.rows))
+        for place, residual in enumerate(rows.right - rows.confidence_sum):
+            cells = FEWEST_CELLS
+            while residual.any():
+                sigma = found[place] = fixed_point(residual, rows.rows[place], cells)
+                if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
+                    break
+                finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
+                cells = min(MOST_CELLS, max(2 * cells, finer))
+        return found
 
     return values
 

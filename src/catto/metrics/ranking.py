@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import nan
 from typing import Unpack
 
 import numpy as np
@@ -103,23 +104,20 @@ def auroc_within(
     c, z = checked(confidence, correct)
     if len(question) != len(c):
         raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
-    codes: dict[object, int] = {}
-    code = np.array([codes.setdefault(name, len(codes)) for name in question], dtype=np.intp)
-    # Sorted by question, then confidence: each question is a run, and a run of equal confidences inside it a tie.
-    order = np.lexsort((c, code))
-    code, c, z = code[order], c[order], z[order]
-    starts = np.flatnonzero(np.append(True, (code[1:] != code[:-1]) | (c[1:] != c[:-1])))
-    right, wrong = (np.add.reduceat(side.astype(np.float64), starts) for side in (z, ~z))
-    owner = code[starts]
-    wrong_total: Floats = np.bincount(owner, wrong, len(codes)).astype(np.float64)
-    below = np.cumsum(wrong) - wrong - (np.cumsum(wrong_total) - wrong_total)[owner]
-    won: Floats = np.bincount(owner, right * (below + 0.5 * wrong), len(codes)).astype(np.float64)
-    pairs: Floats = np.bincount(owner, right, len(codes)) * wrong_total
-    mixed = pairs > 0
-    if not mixed.any():
-        return Within(float("nan"), float("nan"), float("nan"), 0, 0)
-    found = ratio_interval(won[mixed], pairs[mixed], **options)
-    return Within(found.value, found.low, found.high, int(mixed.sum()), int(pairs.sum()))
+    places: dict[object, list[int]] = {}
+    for place, name in enumerate(question):
+        places.setdefault(name, []).append(place)
+    won, pairs = [], []
+    for rows in places.values():
+        right, wrong = c[rows][z[rows]], np.sort(c[rows][~z[rows]])
+        if len(right) and len(wrong):
+            below, up_to = (np.searchsorted(wrong, right, side).sum() for side in ("left", "right"))
+            won.append((below + up_to) / 2)
+            pairs.append(float(len(right) * len(wrong)))
+    if not pairs:
+        return Within(nan, nan, nan, 0, 0)
+    found = ratio_interval(np.array(won), np.array(pairs), **options)
+    return Within(found.value, found.low, found.high, len(pairs), int(sum(pairs)))
 
 
 @dataclass(frozen=True)

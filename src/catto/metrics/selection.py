@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from functools import partial
+from itertools import combinations, groupby, islice
 from math import comb
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -154,21 +155,17 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     Every temperature has the same questions and k samples of each, ranked by their confidence at tau. In case of a tie
     the lowest temperature is chosen.
     """
-    groups: dict[float, list[Prediction]] = {}
-    for prediction in sorted(predictions, key=lambda prediction: prediction.temperature):
-        groups.setdefault(prediction.temperature, []).append(prediction)
-    samples = {temperature: candidates(group, tau) for temperature, group in groups.items()}
-    accuracy = {t: float(given.right(RULES["most confident"](given).place).mean()) for t, given in samples.items()}
-    questions, k = next(iter(samples.values())).label.shape
-    forced = {t: sum(prediction.source == "fallback" for prediction in group) for t, group in groups.items()}
-    return Sampling(
-        max(accuracy, key=lambda temperature: accuracy[temperature]),
-        tau,
-        k,
-        questions,
-        {str(temperature): value for temperature, value in accuracy.items()},
-        {str(temperature): count / len(groups[temperature]) for temperature, count in forced.items()},
-    )
+    accuracy: dict[str, float] = {}
+    fallback_rate: dict[str, float] = {}
+    by_temperature = attrgetter("temperature")
+    for temperature, group in groupby(sorted(predictions, key=by_temperature), by_temperature):
+        rows = list(group)
+        given = candidates(rows, tau)
+        accuracy[str(temperature)] = float(given.right(RULES["most confident"](given).place).mean())
+        fallback_rate[str(temperature)] = sum(one.source == "fallback" for one in rows) / len(rows)
+    questions, k = given.label.shape
+    best = max(accuracy, key=lambda temperature: accuracy[temperature])
+    return Sampling(float(best), tau, k, questions, accuracy, fallback_rate)
 
 
 class Choice(NamedTuple):
@@ -204,8 +201,9 @@ def _support(given: Candidates, weight: Floats) -> tuple[Floats, Ints]:
     return support, (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
 
 
-def _voted(given: Candidates, weight: Floats) -> Choice:
+def _voted(given: Candidates, rule: str) -> Choice:
     """Take the label with most weight."""
+    weight = VOTES[rule](given)
     support, place = _support(given, weight)
     rows, total = np.arange(len(place)), weight.sum(axis=1)
     share = np.divide(support[rows, place], total, out=np.zeros(len(place)), where=total > 0)
@@ -219,12 +217,10 @@ VOTES: dict[str, Callable[[Candidates], Floats]] = {
 }
 RULES: dict[str, Callable[[Candidates], Choice]] = {
     "most confident": lambda given: _picked(given, given.confidence),
-    "majority vote": lambda given: _voted(given, VOTES["majority vote"](given)),
-    "confidence-weighted vote": lambda given: _voted(given, VOTES["confidence-weighted vote"](given)),
+    **{rule: partial(_voted, rule=rule) for rule in VOTES},
     # The sample whose tokens were likeliest on average; one without that number comes last.
     "mean log-probability": lambda given: _picked(given, given.logprob),
-    "self-certainty": lambda given: _picked_by_tokens(given, "self-certainty"),
-    "lowest-group confidence": lambda given: _picked_by_tokens(given, "lowest-group confidence"),
+    **{rule: partial(_picked_by_tokens, rule=rule) for rule in TOKENS},
 }
 
 
@@ -315,10 +311,9 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     rows = []
     for rule, choices in picks.items():
         right = np.asarray(np.mean([correct for _, correct in choices], axis=0, dtype=np.float64))
-        interval = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
+        found = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
         error = np.nan if rule == "oracle" else float(np.mean([ece(*choice) for choice in choices]))
-        whole = exact or rule == "one random sample"
-        ends = (interval.low, interval.high, error, len(right), len(choices), whole)
+        ends = (found.low, found.high, error, len(right), len(choices), exact or rule == "one random sample")
         rows.append(Selected(rule, k, float(right.mean()), *ends))
     return rows
 

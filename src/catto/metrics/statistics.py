@@ -11,10 +11,11 @@ percentile interval, since resampling only adds to it: `held` removes such an in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, compress, permutations
+from math import isnan, nan
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
@@ -32,6 +33,7 @@ MetricFunction = Callable[..., float]
 Method = Literal["percentile", "bca"]
 Tick = Callable[[], object]  # called once per step of a progress bar
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
+Run = tuple[Floats, Bools, Ints]  # confidence, correct and number of the question of each row, (N,)
 
 H = TypeVar("H", "Interval", "Comparison")
 
@@ -108,29 +110,24 @@ def held(result: H) -> H:
     value = result.value if isinstance(result, Interval) else result.difference
     # Means of equal confidences differ by rounding. A comparison with nan is False.
     if value < result.low - 1e-12 or value > result.high + 1e-12:
-        return replace(result, low=float("nan"), high=float("nan"), reason=OUTSIDE)
+        return replace(result, low=nan, high=nan, reason=OUTSIDE)
     return result
 
 
-class _Resampled:
-    """The mean over runs of each metric, under weights of questions.
+def _resampler(metrics: Sequence[MetricFunction], runs: Iterable[Run]) -> Callable[[Weights], Floats]:
+    """Return what computes the mean over runs of each metric under weights of questions. (R, Q) -> (metrics, R).
 
     Each run is kept in rising order of confidence, so a resample is how often each distinct confidence occurs, and how
     often with a right answer: no row is copied or sorted again.
     """
+    ready = []
+    for c, z, question in runs:
+        order, starts, value = by_confidence(c)
+        ready.append((question[order], z[order], starts, value, [on_counts(metric)(value) for metric in metrics]))
 
-    def __init__(self, metrics: Mapping[str, MetricFunction], runs: Sequence[tuple[Floats, Bools, Ints]]) -> None:
-        """runs: confidence, correct and number of the question of each row, (N,)."""
-        self.runs = []
-        for confidence, correct, question in runs:
-            order, starts, value = by_confidence(confidence)
-            prepared = [on_counts(metric)(value) for metric in metrics.values()]
-            self.runs.append((question[order], correct[order], starts, value, prepared))
-
-    def values(self, weights: Weights) -> Floats:
-        """Return the metrics of each resample. (R, Q) -> (metrics, R)."""
+    def values(weights: Weights) -> Floats:
         means = []
-        for question, correct, starts, value, prepared in self.runs:
+        for question, correct, starts, value, prepared in ready:
             count = weights.take(question, axis=1).astype(np.float64)
             right = count * correct
             if len(starts) < len(question):
@@ -138,6 +135,8 @@ class _Resampled:
             rows = Groups(value, count, right)
             means.append([metric(rows) for metric in prepared])
         return np.asarray(np.mean(means, axis=0))
+
+    return values
 
 
 class BootstrapOptions(TypedDict, total=False):
@@ -193,19 +192,18 @@ def bootstrap_table(
         raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
     columns = [checked(run.confidence, run.correct) for run in runs]
     codes, questions = _numbered([run.question for run in runs], [c for c, _ in columns])
-    resampled = _Resampled(metrics, [(c, z, code) for (c, z), code in zip(columns, codes, strict=True)])
-    drawn = question_counts(questions, resamples, seed, tick)
-    draws = left_out = np.hstack([resampled.values(weights) for weights in drawn])
-    if method == "bca":
-        left_out = np.hstack([resampled.values(weights) for weights in _jackknife(questions)])
+    resampled = _resampler([*metrics.values()], [(*column, code) for column, code in zip(columns, codes, strict=True)])
+    draws = left_out = np.hstack(list(map(resampled, question_counts(questions, resamples, seed, tick))))
+    if method == "bca":  # leave out one part of the questions at a time; a single question stays
+        parts = min(questions, JACKKNIFE_PARTS)
+        part = default_rng(0).permutation(np.arange(questions) % parts)[None]
+        left_out = np.hstack([resampled(part != (place if parts > 1 else -1)) for place in range(parts)])
     intervals = {}
     for (name, metric), row, left in zip(metrics.items(), draws, left_out, strict=True):
         value = float(np.mean([metric(c, z) for c, z in columns]))
-        defined, tails = row[~np.isnan(row)], _tails(level)
-        usable = defined[:0] if np.isnan(value) else defined
-        if method == "bca" and len(usable):
-            tails = _bca_tails(tails, value, usable, left)
-        intervals[name] = Interval(value, *_quantiles(usable, tails), level, len(row) - len(defined))
+        band = _band(row, level, partial(_bca_tails, value, left) if method == "bca" else None)
+        low, high = (nan, nan) if isnan(value) else (band.low, band.high)
+        intervals[name] = Interval(value, low, high, level, band.undefined)
     return intervals
 
 
@@ -218,14 +216,13 @@ def _filled(options: BootstrapOptions) -> tuple[int, float, int, Tick]:
     return resamples, level, options.get("seed", 0), options.get("tick", lambda: None)
 
 
-def _tails(level: float) -> Floats:
-    return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
-
-
-def _quantiles(draws: Floats, tails: Floats) -> tuple[float, float]:
-    """Return the two quantiles; nan where no draw is defined."""
-    low, high = np.quantile(draws, tails).tolist() if len(draws) else (float("nan"), float("nan"))
-    return low, high
+def _band(draws: Floats, level: float, shift: Callable[[Floats, Floats], Floats] | None = None) -> NullBand:
+    """Return mean and central band of the draws that are defined; `shift` moves the tails, given these draws. (R,)."""
+    defined, tails = draws[~np.isnan(draws)], np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+    if not len(defined):
+        return NullBand(nan, nan, nan, level, len(draws))
+    low, high = np.quantile(defined, tails if shift is None else shift(defined, tails)).tolist()
+    return NullBand(float(defined.mean()), low, high, level, len(draws) - len(defined))
 
 
 def _numbered(questions: Sequence[Sequence[object] | None], confidences: Sequence[Floats]) -> tuple[list[Ints], int]:
@@ -294,14 +291,7 @@ def _drawn_counts(questions: int, resamples: int, seed: int) -> Iterator[Weights
         yield counts
 
 
-def _jackknife(questions: int) -> Iterator[Weights]:
-    """Yield weights with one part of the questions left out; parts are single questions up to 200. One is kept."""
-    parts = min(questions, JACKKNIFE_PARTS)
-    part = default_rng(0).permutation(np.arange(questions) % parts)
-    return (part[None] != (left_out if parts > 1 else -1) for left_out in range(parts))
-
-
-def _bca_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> Floats:
+def _bca_tails(value: float, left_out: Floats, draws: Floats, tails: Floats) -> Floats:
     """Shift the tail probabilities by bias and acceleration (Efron, 1987). (2,) -> (2,)."""
     normal = NormalDist()
     below = float(np.mean(draws < value) + 0.5 * np.mean(draws == value))
@@ -319,8 +309,8 @@ def ratio_interval(numerator: Floats, denominator: Floats, **options: Unpack[Boo
     """Return `sum(numerator) / sum(denominator)` and its percentile bootstrap interval over questions. (Q,), (Q,)."""
     resamples, level, seed, tick = _filled(options)
     parts = question_counts(len(numerator), resamples, seed, tick)
-    draws = np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts])
-    return Interval(float(numerator.sum() / denominator.sum()), *_quantiles(draws, _tails(level)), level)
+    band = _band(np.concatenate([(weights @ numerator) / (weights @ denominator) for weights in parts]), level)
+    return Interval(float(numerator.sum() / denominator.sum()), band.low, band.high, level)
 
 
 def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[BootstrapOptions]) -> NullBand:
@@ -360,12 +350,6 @@ def null_table(
             values.append(np.array([metric(rows) for metric in prepared]))
         draws += np.hstack(values) / len(confidences)
     return {name: _band(row, level) for name, row in zip(metrics, draws, strict=True)}
-
-
-def _band(draws: Floats, level: float) -> NullBand:
-    defined = draws[~np.isnan(draws)]
-    mean = float(defined.mean()) if len(defined) else float("nan")
-    return NullBand(mean, *_quantiles(defined, _tails(level)), level, len(draws) - len(defined))
 
 
 def compare(metric: MetricFunction, a: Answers, b: Answers, **options: Unpack[BootstrapOptions]) -> Comparison:
@@ -417,12 +401,12 @@ def compare_table(
             for ((c_a, z_a), (c_b, z_b)), code in zip(given, codes, strict=True)
         ]
         if chosen.any():
-            parts.append((chosen, _Resampled(dict(compress(metrics.items(), chosen)), runs)))
+            parts.append((chosen, _resampler([*compress(metrics.values(), chosen)], runs)))
 
     def differences(first: Weights, second: Weights) -> Floats:
         found = np.empty((len(metrics), len(first)))
         for chosen, resampled in parts:
-            found[chosen] = resampled.values(np.hstack([first, second])) - resampled.values(np.hstack([second, first]))
+            found[chosen] = resampled(np.hstack([first, second])) - resampled(np.hstack([second, first]))
         return found
 
     drawn = question_counts(questions, resamples, seed, tick)

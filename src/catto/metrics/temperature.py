@@ -58,9 +58,8 @@ def _stated(prediction: Prediction) -> float:
 def _curve(prediction: Prediction) -> Floats:
     """Return L on the grid, (G,)."""
     stored = prediction.logsumexp or {}
-    missing = next((str(tau) for tau in TAU_GRID if str(tau) not in stored), None)
-    if missing is not None:
-        raise ValueError(f"{prediction.name}: logsumexp has no entry for tau {missing}")
+    if missing := [tau for tau in TAU_GRID if str(tau) not in stored]:
+        raise ValueError(f"{prediction.name}: logsumexp has no entry for tau {missing[0]}")
     return np.array([stored[str(tau)] for tau in TAU_GRID])
 
 
@@ -120,21 +119,17 @@ def fit_tau(predictions: Sequence[Prediction]) -> Scaling:
     """
     from scipy.optimize import minimize_scalar
 
-    usable, gold_logprobs = [], []
-    for prediction in predictions:
-        if prediction.label_logprobs is not None and prediction.logsumexp is not None:
-            if prediction.gold not in prediction.label_logprobs:
-                raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
-            usable.append(prediction)
-            gold_logprobs.append(prediction.label_logprobs[prediction.gold])
+    usable = [one for one in predictions if one.label_logprobs is not None and one.logsumexp is not None]
     if not usable:
         raise ValueError("no prediction has label_logprobs and logsumexp: tau cannot be fitted")
     curves = np.stack([_curve(prediction) for prediction in usable])
-    rows = [_margins(prediction) for prediction in usable]
-    margins = np.full((len(rows), max(map(len, rows))), -np.inf)
-    for place, row in enumerate(rows):
-        margins[place, : len(row)] = row
-    gold = np.array(gold_logprobs) + curves[:, ONE]
+    margins = np.full((len(usable), max(len(one.label_logprobs or ()) for one in usable)), -np.inf)
+    gold = np.empty(len(usable))
+    for place, prediction in enumerate(usable):
+        row, labels = _margins(prediction), list(prediction.label_logprobs or ())
+        if prediction.gold not in labels:
+            raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
+        margins[place, : len(row)], gold[place] = row, row[labels.index(prediction.gold)]
 
     def nll(tau: float) -> float:
         return float(np.mean(at_tau(margins, curves, tau) - gold / tau))
@@ -146,11 +141,9 @@ def fit_tau(predictions: Sequence[Prediction]) -> Scaling:
     return Scaling(tau, nll(1.0), nll(tau), len(usable), len(predictions) - len(usable), tau in ends)
 
 
-def rescaled(predictions: Sequence[Prediction], tau: float, kind: Kind = "raw") -> list[Prediction]:
+def rescaled(predictions: Sequence[Prediction], tau: float) -> list[Prediction]:
     """Return the same answers with their confidence at tau."""
     return [
-        prediction.model_copy(
-            update={"confidence": confidence_at(prediction, tau, kind), "confidence_raw": _stated(prediction)}
-        )
-        for prediction in predictions
+        one.model_copy(update={"confidence": confidence_at(one, tau), "confidence_raw": _stated(one)})
+        for one in predictions
     ]
