@@ -68,12 +68,9 @@ class Journal(Generic[S]):
         """Whether the file is published; one of another run is refused."""
         if not manifest_path(self.path).exists():
             return False
-        if not self._names_this_run(self.path):
+        if read_manifest(self.path).recipe_hash != self.manifest.recipe_hash:
             raise DataError(self.path, None, self.other)
         return self.path.exists()
-
-    def _names_this_run(self, path: Path) -> bool:
-        return read_manifest(path).recipe_hash == self.manifest.recipe_hash
 
     def read(self) -> None:
         """Validate and index the stored lines; write nothing. Records of another run are refused."""
@@ -82,7 +79,7 @@ class Journal(Generic[S]):
             return
         if not manifest_path(self.part).exists():
             raise DataError(self.part, None, _NO_MANIFEST)
-        if not self._names_this_run(self.part):
+        if read_manifest(self.part).recipe_hash != self.manifest.recipe_hash:
             if any(not line.startswith(_REFUSED) for _, line in _whole_lines(self.part)):
                 raise DataError(self.part, None, self.other)
             return

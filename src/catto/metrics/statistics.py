@@ -230,14 +230,13 @@ def _numbered(questions: Sequence[Sequence[object] | None], confidences: Sequenc
     numbers: dict[object, int] = {}
     codes = []
     for ids, c in zip(questions, confidences, strict=True):
-        if ids is not None and len(ids) != len(c):
-            raise ValueError(f"questions has {len(ids)} rows, confidence has {len(c)}")
+        code = np.arange(len(c))
         if ids is not None:
+            if len(ids) != len(c):
+                raise ValueError(f"questions has {len(ids)} rows, confidence has {len(c)}")
             code = np.array([numbers.setdefault(name, len(numbers)) for name in ids], dtype=np.intp)
-        else:
-            code = np.arange(len(c))
-            if len(c) > BLOCK:  # by rising confidence, so that weights are read in the order of memory
-                code[np.argsort(c, kind="stable")] = np.arange(len(c))
+        elif len(c) > BLOCK:  # by rising confidence, so that weights are read in the order of memory
+            code[np.argsort(c, kind="stable")] = np.arange(len(c))
         codes.append(code)
     return codes, max(int(code.max()) for code in codes) + 1
 

@@ -80,9 +80,9 @@ def generate(
         raise ValueError(f"witnesses {witnesses}: expected at least 1")
     if not reliabilities or not all(0 < value < 1 for value in reliabilities):
         raise ValueError(f"reliabilities {tuple(reliabilities)}: expected numbers between 0 and 1, at least one")
-    for value in reliabilities:
-        if float(f"{100 * value:g}") / 100 != value:  # the text must say exactly what the posterior uses
-            raise ValueError(f"reliabilities: {value} is not a percentage of at most six digits")
+    # The text must say exactly what the posterior uses.
+    if inexact := [value for value in reliabilities if float(f"{100 * value:g}") / 100 != value]:
+        raise ValueError(f"reliabilities: {inexact[0]} is not a percentage of at most six digits")
     world = content_hash([options, witnesses, list(reliabilities)], 6)
     keys = (f"witnesses-{world}-{split}-{seed}-{index}" for index in range(n))
     return (_question(key, split, options, witnesses, reliabilities) for key in keys)

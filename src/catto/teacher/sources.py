@@ -105,18 +105,22 @@ class StoredResponses:
 
     def __init__(self, place: str, fields: ResponseFields, questions: Sequence[Question]) -> None:
         self.name, self.model, self.fields = f"responses {Path(place).name}", place, fields
-        self._questions = _by_text(questions) if fields.prompt else {question.id: question for question in questions}
+        known = _by_text(questions) if fields.prompt else {question.id: question for question in questions}
         self._stored: dict[Key, Generation] = {}
-        self._samples: Counter[str] = Counter()
+        samples: Counter[str] = Counter()
         unknown = 0
         for source, number, row in read_table(place):
             with locating(source, number):
                 name = _text(fields.question or fields.prompt or "", row)
-                question = self._questions.get(_folded(name) if fields.prompt else name)
+                question = known.get(_folded(name) if fields.prompt else name)
                 if question is None:
                     unknown += 1
-                else:
-                    self._add(row, question)
+                    continue
+                generation = self._generation(row, question, samples[question.id])
+                samples[question.id] += 1
+                if generation.key in self._stored:
+                    raise ValueError(f"{generation.name} occurs twice")
+                self._stored[generation.key] = generation
         if not self._stored:
             raise DataError(place, None, f"none of its {unknown} rows answers a question asked here")
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": unknown}
@@ -127,17 +131,14 @@ class StoredResponses:
             if request.key not in done and request.key in self._stored:
                 yield self._stored[request.key]
 
-    def _add(self, row: Mapping[str, Any], question: Question) -> None:
-        """Store one response; a given label is put into the one form, and must agree with the text."""
-        fields, sample = self.fields, self._samples[question.id]
+    def _generation(self, row: Mapping[str, Any], question: Question, sample: int) -> Generation:
+        """Read one response; a given label is put into the one form, and must agree with the text."""
+        fields = self.fields
         if fields.sample is not None:
             number = _text(fields.sample, row)
             if not number.isdecimal():
                 raise ValueError(f"{fields.sample}: expected a number from 0, got {number[:40]!r}")
             sample = int(number)
-        self._samples[question.id] += 1
-        if (question.id, sample) in self._stored:
-            raise ValueError(f"question {question.id} sample {sample} occurs twice")
         model = _text(fields.model, row) if fields.model else self.model
         text = _text(fields.text, row) if fields.text else ""
         reasoning = _text(fields.reasoning, row) if fields.reasoning else None
@@ -149,9 +150,7 @@ class StoredResponses:
             if parsed.label not in (None, label):
                 raise ValueError(f"{fields.label} is {label}, the text answers {parsed.label}")
             text = completion(reasoning or parsed.reasoning, label)
-        self._stored[question.id, sample] = Generation(
-            question=question.id, sample=sample, text=text, reasoning=reasoning, model=model
-        )
+        return Generation(question=question.id, sample=sample, text=text, reasoning=reasoning, model=model)
 
 
 def read_table(place: str) -> Iterator[tuple[str | Path, int, Mapping[str, Any]]]:
