@@ -118,16 +118,21 @@ def answer_probability(name: str, fields: Fields) -> float:
     return exp(min(logprobs[answer], 0.0))
 
 
+def format_of(first: Fields, names: ColumnNames) -> str:
+    """Return the tool that wrote a file with this first row; a table that has the column needs no reader."""
+    if names.format != "auto":
+        return names.format
+    known = (name for name, (recognised, _) in READERS.items() if recognised(first))
+    return "catto" if "confidence" in first else next(known, "catto")
+
+
 def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
     """Yield (row, fields) of a file of answers, whichever tool wrote it. `auto` looks at the first row."""
     rows = _samples(path) if path.suffix.lower() == ".eval" else read_rows(path)
     first = next(rows, None)
     if first is None:
         return
-    name: str = names.format
-    if name == "auto":  # a table that has the column needs no reader
-        tools = (tool for tool, (recognised, _) in READERS.items() if recognised(first[1]))
-        name = "catto" if "confidence" in first[1] else next(tools, "catto")
+    name = format_of(first[1], names)
     records: Iterable[tuple[int, dict[str, Any]]] = chain([first], rows)
     if name == "catto":
         yield from records
@@ -189,7 +194,7 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
     except (TypeError, ValueError):
         if names.confidence == "confidence" and "confidence" not in record:
             raise ValueError(
-                "filtered_resps holds texts, no log-likelihoods: name a confidence by --confidence"
+                "filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence"
             ) from None
         metric = next(iter(record.get("metrics") or ()), None)
         return answer | ({} if metric is None else {"correct": record[metric]})
