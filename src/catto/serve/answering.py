@@ -22,7 +22,8 @@ from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
-NO_SAMPLES = Candidates(("",), *np.zeros((4, 1, 0)))
+_NONE = np.zeros((1, 0))
+NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Sample(NamedTuple):
     """A response, and its continuation where it left something open; `unreadable`: why its label has no probability."""
 
     prediction: Prediction
-    replies: list[Generation]
+    replies: tuple[Generation, ...]
     unreadable: str | None
 
 
@@ -117,9 +118,10 @@ class Answerer:
         if wanted and self.continues and (text := left_open(self.engine, case, answer)):
             replies.append(await self.engine.continuation(self.client, chat, text))
             answer = continued(case, best_next(replies[1]))
-        read, unreadable = (NO_ANSWER, answer.refused) if isinstance(answer, Refusal) else (answer, None)
+        unreadable = answer.refused if isinstance(answer, Refusal) else None
+        read = NO_ANSWER if isinstance(answer, Refusal) else answer
         made = prediction(question, replies[0], read, request.temperature, request.seed, self.engine.name)
-        return Sample(made, replies, unreadable)
+        return Sample(made, tuple(replies), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
         """The rule's choice of the samples and what is known of it."""
@@ -149,17 +151,21 @@ class Answerer:
             "reason": uncalibrated or reason or (NO_LABEL if final.label is None else None),
         }
         if asked.return_candidates:
-            about["candidates"] = [
-                one.model_dump(include={"text", "label", "source"})
-                | {"confidence": None if uncalibrated else known.confidence, "confidence_raw": one.confidence}
-                for one, known in zip(predictions, calibrated, strict=True)
-            ]
-        replies = [reply for sample in samples for reply in sample.replies]
-        prompt, completion = (
-            sum(getattr(reply, name) or 0 for reply in replies) for name in ("prompt_tokens", "tokens")
-        )
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            known = [None if uncalibrated else one.confidence for one in calibrated]
+            about["candidates"] = [_candidate(*pair) for pair in zip(predictions, known, strict=True)]
+        chosen = samples[final.sample].replies[0]
+        usage = _usage([reply for sample in samples for reply in sample.replies])
         if abstained:
             return Answered(self.abstention, "stop", usage, about)
-        chosen = samples[final.sample].replies[0]
         return Answered(chosen.text, chosen.finish_reason or "stop", usage, about)
+
+
+def _candidate(one: Prediction, confidence: float | None) -> dict[str, Any]:
+    stated = {"confidence": confidence, "confidence_raw": one.confidence}
+    return {**one.model_dump(include={"text", "label", "source"}), **stated}
+
+
+def _usage(replies: list[Generation]) -> dict[str, int]:
+    prompt = sum(reply.prompt_tokens or 0 for reply in replies)
+    completion = sum(reply.tokens or 0 for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

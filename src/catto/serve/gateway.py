@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -111,10 +112,12 @@ def _joined(message: Any) -> Any:
     >>> _joined({"role": "user", "content": [{"type": "text", "text": "Is it "}, {"type": "text", "text": "so?"}]})
     {'role': 'user', 'content': 'Is it so?'}
     """
-    with suppress(KeyError, TypeError):
-        if message["content"] and all(part["type"] == "text" for part in message["content"]):
-            return {**message, "content": "".join(part["text"] for part in message["content"])}
-    return message
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    whole = [text for text in texts if isinstance(text, str)]
+    return {**message, "content": "".join(whole)} if len(whole) == len(parts) else message
 
 
 class Feedback(Record, strict=True):
@@ -266,8 +269,14 @@ class Guard:
                 LOG.info("%s %s %s %.0f ms", name, shortened(scope["path"], 80), message["status"], 1000 * seconds)
             await send(message)
 
-        most, announced = self.limits.max_bytes, int(headers.get(b"content-length", 0))
-        arrived, end = 0, asyncio.get_running_loop().time() + SENDING
+        given, key = headers.get(b"authorization", b""), f"Bearer {self.limits.key}".encode()
+        allowed = self.limits.key is None or hmac.compare_digest(given, key) or not scope["path"].startswith("/v1/")
+        answer = self.app if allowed else error(401, "missing or wrong API key", _CLOSE)
+        await answer(scope, self._limited(receive, int(headers.get(b"content-length", 0))), reply)
+
+    def _limited(self, receive: Any, announced: int) -> Any:
+        """`receive` with a limit of bytes, and of seconds until the whole body has arrived."""
+        most, arrived, end = self.limits.max_bytes, 0, asyncio.get_running_loop().time() + SENDING
 
         async def received() -> Any:
             nonlocal arrived, end
@@ -283,10 +292,7 @@ class Guard:
                 end = float("inf")
             return message
 
-        given, key = headers.get(b"authorization", b""), f"Bearer {self.limits.key}".encode()
-        allowed = self.limits.key is None or hmac.compare_digest(given, key) or not scope["path"].startswith("/v1/")
-        answer = self.app if allowed else error(401, "missing or wrong API key", _CLOSE)
-        await answer(scope, received, reply)
+        return received
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc]
@@ -333,9 +339,12 @@ class Gateway:
                 yield
 
         app = FastAPI(title="catto serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-        app.post("/v1/chat/completions", response_model=None)(self.chat)
-        app.post("/v1/feedback")(self.feedback)
-        app.get("/v1/models")(self.models)
+        codes = (400, 401, 404, 408, 413, 429, 502, 503, 504)
+        errors: dict[int | str, Any] = {code: {"description": HTTPStatus(code).phrase} for code in codes}
+        forms = {200: {"content": {"text/event-stream": {}}}, **errors}
+        app.post("/v1/chat/completions", responses=forms, response_model=None)(self.chat)
+        app.post("/v1/feedback", responses=errors)(self.feedback)
+        app.get("/v1/models", responses=errors)(self.models)
         app.get("/health")(self.health)
         app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         for kind in (RequestValidationError, HTTPException, FaultError, Exception):
@@ -366,10 +375,7 @@ class Gateway:
         if body.stream:
             usage = (body.stream_options or {}).get("include_usage", False)
             return Response(_events(head, answered, usage), media_type="text/event-stream")
-        message = {"role": "assistant", "content": answered.text, "refusal": None}
-        choice = {"index": 0, "message": message, "finish_reason": answered.finish_reason, "logprobs": None}
-        said = {"choices": [choice], "usage": answered.usage, "catto": answered.catto}
-        return JSONResponse({**head, "object": "chat.completion", **said})
+        return JSONResponse(_completion(head, answered))
 
     async def _answer(self, asked: Asked) -> Answered:
         try:
@@ -431,6 +437,13 @@ def run(gateway: Gateway, host: str, port: int) -> None:
     ending = int(gateway.limits.deadline)
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": ending}
     uvicorn.run(gateway.app(), host=host, port=port, http=PatientProtocol, **options)
+
+
+def _completion(head: dict[str, Any], answered: Answered) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answered.text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": answered.finish_reason, "logprobs": None}
+    body = {**head, "object": "chat.completion", "choices": [choice]}
+    return {**body, "usage": answered.usage, "catto": answered.catto}
 
 
 def _events(head: dict[str, Any], answered: Answered, usage: bool) -> str:
