@@ -99,7 +99,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"methods": ["sft", "sft"]}, "methods: one value occurs twice in sft, sft"),
     ({"train_on": "mmlu"}, "train_on: 'mmlu' is not among the tasks witnesses"),
     ({"teacher": {"source": "server", "model": "m"}}, "teacher: base_url: needed for source server"),
-    ({"teacher": {"source": "responses"}}, "teacher: responses: needed for source responses"),
+    ({"teacher": {"source": "responses"}}, "teacher: responses: name a file, a folder or a hub id"),
     (
         {"teacher": {"source": "witnesses", "temperature": [1.2, 0.6]}},
         "teacher: temperature: expected 0 <= low <= high",

@@ -152,13 +152,17 @@ def test_two_processes_are_one(tmp_path: Path, two_processes: Path, stream: bool
 
 @pytest.mark.parametrize("layout", [fsdp_run.name(layout) for layout in fsdp_run.layouts()])
 def test_fsdp_gives_the_gradients_of_one_process(two_processes: Path, layout: str) -> None:
-    """Wherever FSDP2 puts the head. With all weights rounded to bf16 a gradient is within a few roundings."""
+    """Wherever FSDP2 puts the head. With all weights rounded to bf16 a gradient is within a few roundings.
+
+    So is a log-probability, a difference of two logits of up to 16: a rounding of one moves it by up to 2^-5. How many
+    there are depends on the processor's instructions.
+    """
     for rank in json.loads((two_processes / "fsdp.json").read_text()):
         assert "error" not in rank[layout], rank[layout]["error"]
         rounded = "all in bf16" in layout
         assert rank[layout]["gradient"] < (0.05 if rounded else 1e-6)
         assert rank[layout]["loss"] < (0.05 if rounded else 1e-6)
-        assert rank[layout]["validation"] < (0.05 if rounded else 1e-6)
+        assert rank[layout]["validation"] < (4 * 2**-5 if rounded else 1e-6)
         assert rank[layout]["saved"] < (0.01 if rounded else 1e-6)
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import gzip
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,11 @@ from catto.files import read_json, read_records, replacing, replacing_bytes
 from catto.measure import MeasureSettings, Sources, compare_runs
 from catto.methods import KNOBS, METHODS, SCALED, order
 from catto.metrics.binning import reliability
+from catto.metrics.calibrators import Temperature
 from catto.metrics.catalogue import METRICS, Versus, holm
+from catto.metrics.errors import accuracy, ece, mean_confidence
+from catto.metrics.ranking import auroc
+from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
 from catto.report.build import read
 from catto.report.drawing import write_figure
@@ -35,7 +40,8 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 
 HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
-PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+outcome+ts")
+PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome")
+AMONG_LABELS = "+tl"  # the suffix of temperature scaling among the labels alone
 DIGITS = 6  # of a stored confidence
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -55,8 +61,8 @@ def collect(runs: Sequence[Path]) -> Results:
             found.append(Results.model_validate(read_json(path)))
             knobs = found[-1].recipe["preference"]["trl"]
             for cell in found[-1].cells:
-                stored = _stored(cell.model_copy(update={"method": _variant(cell.method, knobs)}), run)
-                known[_name(stored)] = stored
+                named = cell.model_copy(update={"method": _variant(cell.method, knobs)})
+                known |= {_name(stored): stored for stored in _stored(named, run)}
     newest = found[-1]
     cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
     evaluation = {
@@ -83,11 +89,36 @@ def _name(cell: Cell) -> str:
     return "-".join(filter(None, (cell.stem, str(cell.seed), cell.method, cell.budget)))
 
 
-def _stored(cell: Cell, run: Path) -> Cell:
-    """Copy the predictions of a cell without their texts; return the cell that names the copy."""
-    path = SUMMARY / f"{_name(cell)}.jsonl.gz"
-    lines = []
-    for prediction in read_records(run / cell.predictions, Prediction):
+def _stored(cell: Cell, run: Path) -> Iterator[Cell]:
+    """Copy the predictions of a cell without their texts; yield the cell that names the copy.
+
+    For every trained model there is a second one, whose confidence is rescaled among the labels alone, by the
+    temperature that fits the validation questions. `+ts` rescales the whole vocabulary, as the paper does.
+    """
+    predictions = list(read_records(run / cell.predictions, Prediction))
+    yield _copied(cell, predictions)
+    trained = "-".join(filter(None, (cell.method, cell.budget, cell.trained_on.replace("_", "-"))))
+    paths = list(run.glob(f"stages/validation-{trained}-seed-{cell.seed}-lr-*/predictions.jsonl"))
+    if cell.training is None or len(paths) != 1:
+        return
+    known = [one for one in read_records(paths[0], Prediction) if one.label_logprobs is not None]
+    labels = [list(one.label_logprobs or ()) for one in known]
+    scores = [list((one.label_logprobs or {}).values()) for one in known]
+    gold = [names.index(one.gold) for one, names in zip(known, labels, strict=True)]
+    tau = Temperature.fit_labels(scores, gold).tau
+    rescaled = [
+        one
+        if one.label_logprobs is None
+        else one.model_copy(update={"confidence": confidence_at(one, tau, "normalized")})
+        for one in predictions
+    ]
+    scaled = {"method": cell.method + AMONG_LABELS, "tau": tau, "training": None}
+    yield _copied(cell.model_copy(update=scaled), rescaled)
+
+
+def _copied(cell: Cell, predictions: Sequence[Prediction]) -> Cell:
+    path, lines = SUMMARY / f"{_name(cell)}.jsonl.gz", []
+    for prediction in predictions:
         short = {"text": "", "confidence": round(prediction.confidence, DIGITS), "model": cell.method}
         lines.append(prediction.model_copy(update=short).model_dump_json(exclude=DROPPED) + "\n")
     with replacing_bytes(path) as file:
@@ -101,26 +132,39 @@ def _stored(cell: Cell, run: Path) -> Cell:
 def write() -> None:
     """Measure the summary; fill the blocks of docs/results.md and draw the figures."""
     results = _summary()
-    answers, _, _ = read(results, SUMMARY)
-    numbers = measure_results(results, SUMMARY, answers, {})
-    blocks: dict[str, Callable[[], Iterator[str]]] = {
-        "scores": lambda: scores(numbers),
-        "goals": lambda: goals(numbers, answers),
-        "seeds": lambda: seeds(numbers),
-        "costs": lambda: costs(results),
+    answers, _ = read(results, SUMMARY)
+    numbers = measure_results(results, SUMMARY, answers)
+    blocks = {
+        "scores": scores(numbers),
+        "goals": goals(numbers, answers),
+        "seeds": seeds(numbers),
+        "costs": costs(results),
+        "ablation": ablation(numbers, answers),
     }
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
-        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        content = "\n".join(lines()) + "\n"
-        text, count = pattern.subn(lambda match, content=content: match[1] + content + match[2], text)
-        if count != 1:
-            raise SystemExit(f"{PAGE}: expected one block {name}, found {count}")
+        before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end {name} -->")
+        if not end:
+            raise SystemExit(f"{PAGE}: expected a block {name}")
+        text = "".join([before, begin, *(f"{line}\n" for line in lines), end, after])
     with replacing(PAGE) as file:
         file.write(text)
     for task in dict.fromkeys(cell.task for cell in results.cells if cell.setting == "in"):
         panels = [_panel(name, task, answers, numbers) for name in PANELS]
-        write_figure(lambda panels=panels: reliability_figure(panels), IMAGES / f"smollm2-{task}.svg")
+        write_figure(partial(reliability_figure, panels), IMAGES / f"smollm2-{task}.svg")
+
+
+def _title(name: str) -> str:
+    """The method in words; of a variant of the ablation, with the options that make it one."""
+    start, *options = re.split("-(?=" + "|".join(KNOBS) + ")", name)
+    scaled = " + scaling among labels" if start.endswith(AMONG_LABELS) else ""
+    words = "".join(f", {option.replace('_', ' ').replace('-', ' ')}" for option in options)
+    return method_title(start.removesuffix(AMONG_LABELS)) + scaled + words
+
+
+def _is_variant(name: str) -> bool:
+    return any(f"-{knob}-" in name for knob in KNOBS)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -129,10 +173,18 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield ""
 
 
-def _groups(numbers: Numbers) -> Iterator[tuple[str, list[GroupNumbers]]]:
+def _order(name: str) -> tuple[object, ...]:
+    """Methods as METHODS lists them, each before its two kinds of scaling."""
+    start = name.removesuffix(SCALED).removesuffix(AMONG_LABELS)
+    return order(start)[0], name.endswith(AMONG_LABELS), name
+
+
+def _groups(numbers: Numbers, variants: bool = False) -> Iterator[tuple[str, list[GroupNumbers]]]:
     """The methods of each pair of training set and task, in distribution first."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
-    for group in numbers.groups:
+    for group in sorted(numbers.groups, key=lambda group: _order(group.method)):
+        if _is_variant(group.method) != variants:
+            continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
     for _, groups in sorted(places.items(), key=lambda place: place[0]):
         yield setting_title(groups[0]), groups
@@ -159,7 +211,7 @@ def _scores(group: GroupNumbers) -> list[str]:
         return f"{value} {mark}".rstrip()
 
     return [
-        method_title(group.method) + (f", {group.budget}" if group.budget == "paper" else ""),
+        _title(group.method) + (f", {group.budget}" if group.budget == "paper" else ""),
         text("accuracy"),
         f"{100 * group.metrics['mean_confidence'].mean:.1f}",
         text("ece"),
@@ -170,6 +222,34 @@ def _scores(group: GroupNumbers) -> list[str]:
     ]
 
 
+def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
+    """What options of CATTO's term change, beside DPO on the same task and seed."""
+    for title, groups in _groups(numbers, variants=True):
+        place, rows = groups[0], []
+        beside = [group for _, others in _groups(numbers) for group in others if group.method in ("dpo", "dpo+catto")]
+        beside = [group for group in beside if (group.task, group.trained_on) == (place.task, place.trained_on)]
+        [dpo] = [one for one in answers if beside[0].holds(one.cell) and one.cell.seed == place.seeds[0]]
+        for group in [*beside, *groups]:
+            [mine] = [one for one in answers if group.holds(one.cell) and one.cell.seed == place.seeds[0]]
+            changed = sum(a != b for a, b in zip(mine.label, dpo.label, strict=True))
+            moved = 100 * float(np.abs(mine.confidence - dpo.confidence).mean())
+            values = [100 * metric(mine.confidence, mine.correct) for metric in (accuracy, mean_confidence, ece, auroc)]
+            texts = [f"{value:.1f}" for value in values]
+            rows.append([_title(group.method), *texts, f"{changed} of {len(mine)}", f"{moved:.1f}"])
+        heads = [
+            "method",
+            "accuracy",
+            "confidence",
+            "ECE",
+            "AUROC",
+            "other answers than DPO",
+            "mean change of confidence",
+        ]
+        yield f"**{title}**, seed {place.seeds[0]}:"
+        yield ""
+        yield from _table(heads, rows)
+
+
 def seeds(numbers: Numbers) -> Iterator[str]:
     """Accuracy and ECE of every seed."""
     for title, groups in _groups(numbers):
@@ -177,7 +257,7 @@ def seeds(numbers: Numbers) -> Iterator[str]:
         for group in groups:
             cells = [cell for cell in numbers.cells if group.holds(cell)]
             pairs = [[100 * cell.metrics[name].value for name in ("accuracy", "ece")] for cell in cells]
-            rows.append([method_title(group.method), *(f"{accuracy:.1f} / {ece:.1f}" for accuracy, ece in pairs)])
+            rows.append([_title(group.method), *(f"{accuracy:.1f} / {ece:.1f}" for accuracy, ece in pairs)])
         yield from _table([f"{title}: accuracy / ECE", *(f"seed {seed}" for seed in groups[0].seeds)], rows)
 
 
@@ -193,7 +273,7 @@ def costs(results: Results) -> Iterator[str]:
         steps, tokens, seconds = (
             fmean(getattr(run, field) for run in runs) for field in ("steps", "tokens", "seconds")
         )
-        rows.append([method_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"])
+        rows.append([_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"])
     yield from _table(["method", "models", "steps", "tokens", "minutes"], rows)
 
 
@@ -205,35 +285,41 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
     rows, families = [], []
     for title, groups in _groups(numbers):
         known = {group.method: group for group in groups}
-        if not {"dpo", "dpo+outcome", "dpo+ts", "dpo+outcome+ts"} <= known.keys():
+        if not {"dpo", "dpo+outcome"} <= known.keys():
             continue
         plain, ours = (100 * known[name].metrics["debiased_ece"].mean for name in ("dpo", "dpo+outcome"))
         reached = "yes" if ours <= plain / 4 else "no"
         rows.append(
             [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
         )
-        for metric in ("brier", "auroc", "accuracy", "ece"):
-            families.append((title, metric, _compare(known, metric, answers, numbers)))
-    corrected = holm([comparison.p_value for _, _, comparison in families])
-    for (title, metric, found), p in zip(families, corrected, strict=True):
+        for suffix in (SCALED, AMONG_LABELS):
+            for metric in ("brier", "auroc", "accuracy", "ece"):
+                families.append((title, suffix, metric, _compare(known, suffix, metric, answers, numbers)))
+    corrected = holm([family[-1].p_value for family in families])
+    for (title, suffix, metric, found), p in zip(families, corrected, strict=True):
         scale, decimals = (100, 1) if METRICS[metric].percent else (1, 3)
         better = found.difference < 0 if METRICS[metric].better == "lower" else found.difference > 0
         shown = Versus(**{**vars(found), "p_corrected": p}).mark(metric)
         reached = {"*": "yes", "†": "no, worse"}.get(shown, "better, within noise" if better else "no")
+        if metric == "accuracy":
+            reached = "no, lower" if shown == "†" else "yes"
         values = f"{scale * found.a:.{decimals}f}, {scale * found.b:.{decimals}f}"
         interval = f"{scale * found.low:+.{decimals}f} to {scale * found.high:+.{decimals}f}, p = {p:.3f}"
-        wanted = f"{METRICS[metric].title} of DPO + outcome + ts better than of DPO + ts"
+        scaled = "scaled" if suffix == SCALED else "scaled among labels"
+        how = "not lower" if metric == "accuracy" else "better"
+        wanted = f"{METRICS[metric].title}, both {scaled}: DPO + outcome {how} than DPO"
         rows.append([title, wanted, values, interval, reached])
     yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
 
 
-def _compare(known: dict[str, GroupNumbers], metric: str, answers: Sequence[Answered], numbers: Numbers) -> Versus:
+def _compare(
+    known: dict[str, GroupNumbers], suffix: str, metric: str, answers: Sequence[Answered], numbers: Numbers
+) -> Versus:
     """Compare outcome with DPO, both rescaled, over all seeds."""
-    runs = [
-        [one.by_question for one in answers if known[name].holds(one.cell)] for name in ("dpo+outcome+ts", "dpo+ts")
-    ]
+    groups = [known[name + suffix] for name in ("dpo+outcome", "dpo")]
+    runs = [[one.by_question for one in answers if group.holds(one.cell)] for group in groups]
     settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
-    (found,) = compare_runs(*runs, settings, swaps=20 * numbers.resamples).values()
+    (found,) = compare_runs(runs[0], runs[1], settings, swaps=20 * numbers.resamples).values()
     return Versus(**vars(found))
 
 
@@ -244,7 +330,7 @@ def _panel(name: str, task: str, answers: Sequence[Answered], numbers: Numbers) 
         np.concatenate([getattr(one, field) for one in cells]) for field in ("confidence", "correct")
     )
     sources = Sources.total_of(Sources.of(one.read_as or ()) for one in cells)
-    title = f"{method_title(name)}, {task_title(task)}" if name == PANELS[0] else method_title(name)
+    title = f"{_title(name)}, {task_title(task)}" if name == PANELS[0] else _title(name)
     return Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
 
 

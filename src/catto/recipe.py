@@ -123,10 +123,11 @@ class TeacherSettings(Settings):
         low, high = self.temperature
         if not 0 <= low <= high:
             raise ValueError(f"temperature: expected 0 <= low <= high, got {low}, {high}")
-        needed = {"server": ("model", "base_url"), "transformers": ("model",), "responses": ("responses",)}
-        for name in needed.get(self.source or "", ()):
+        for name in {"server": ("model", "base_url"), "transformers": ("model",)}.get(self.source or "", ()):
             if getattr(self, name) is None:
                 raise ValueError(f"{name}: needed for source {self.source}")
+        if self.source == "responses" and self.responses is None:
+            raise ValueError("responses: name a file, a folder or a hub id")
         if self.source == "labels" and self.reasoning:
             raise ValueError("reasoning: source labels draws labels and no reasoning, so set reasoning: false")
         return self
@@ -262,7 +263,9 @@ class Resources(Settings):
     @property
     def bytes(self) -> int:
         """The memory as a number."""
-        return int(float(self.memory[:-2]) * 1e3 ** " KMGT".index(self.memory[-2])) if self.memory else 0
+        if self.memory is None:
+            return 0
+        return int(float(self.memory[:-2]) * 1e3 ** " KMGT".index(self.memory[-2]))
 
 
 class ClusterResources(Settings):
