@@ -67,10 +67,22 @@ def test_collecting_a_run_adds_its_cells_and_replaces_them(study: Any, tmp_path:
     (stage / "b.jsonl").write_bytes(gzip.decompress((study.SUMMARY / second.predictions).read_bytes()))
     paths = ("stages/report-1/a.jsonl", "stages/report-1/b.jsonl")
     cells = [cell.model_copy(update={"predictions": path}) for cell, path in zip((first, second), paths, strict=True)]
-    results = study._summary().model_copy(update={"cells": tuple(cells)})
+    results = study._summary()
+    recipe = {**results.recipe, "preference": {"trl": {}}}
+    results = results.model_copy(update={"cells": tuple(cells), "recipe": recipe})
     (stage / "results.json").write_text(results.model_dump_json())
     before = {path.name: path.read_bytes() for path in study.SUMMARY.iterdir()}
     study.collect([tmp_path / "run"])
     changed = {path.name for path in study.SUMMARY.iterdir() if path.read_bytes() != before.get(path.name)}
     assert changed == {first.predictions}
     assert {row["confidence"] for row in _rows(study.SUMMARY / first.predictions)} == {0.5}
+
+
+def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
+    settings = {"bf16": True, "calibration_weight": 10, "calibrate_tokens": "label"}
+    assert study._variant("dpo", settings) == "dpo"
+    name = study._variant("dpo+catto", settings)
+    assert name == "dpo+catto-calibrate_tokens-label-calibration_weight-10"
+    assert study._title(name) == "DPO + CATTO, calibrate tokens label, calibration weight 10"
+    assert study._title("dpo+outcome+tl") == "DPO + outcome + scaling among labels"
+    assert sorted(["dpo+tl", "dpo+ts", "sft", "dpo"], key=study._order) == ["sft", "dpo", "dpo+ts", "dpo+tl"]

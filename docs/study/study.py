@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome")
 AMONG_LABELS = "+tl"  # the suffix of temperature scaling among the labels alone
-DIGITS = 6  # of a stored confidence
+DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
 
