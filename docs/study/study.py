@@ -65,10 +65,9 @@ def collect(runs: Sequence[Path]) -> Results:
                 known |= {_name(stored): stored for stored in _stored(named, run)}
     newest = found[-1]
     cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
-    evaluation = {
-        "evaluation": newest.recipe["evaluation"]
-    }  # the rest of a recipe holds paths of the machine it ran on
-    summary = newest.model_copy(update={"recipe": evaluation, "cells": tuple(cells), "questions": {}})
+    # The rest of a recipe holds paths of the machine that it ran on.
+    recipe = {"evaluation": newest.recipe["evaluation"]}
+    summary = newest.model_copy(update={"recipe": recipe, "cells": tuple(cells), "questions": {}})
     with replacing(SUMMARY / "results.json") as file:
         file.write(summary.model_dump_json(indent=1) + "\n")
     return summary
