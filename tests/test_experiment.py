@@ -233,7 +233,10 @@ def test_in_a_terminal_there_is_one_display(tmp_path: Path) -> None:
 
 # ---- another parser, another wording: what is run again ---------------------------------------------------------
 
-SMALL: dict[str, Any] = {"methods": ["sft", "sft+ts"], "evaluation": {**RECIPE["evaluation"], "batch_size": 16}}
+SMALL: dict[str, Any] = {
+    "methods": ["sft", "sft+ts", "sft+tl"],
+    "evaluation": {**RECIPE["evaluation"], "batch_size": 16},
+}
 
 
 def again(recipe: Path, root: Path) -> dict[str, str]:

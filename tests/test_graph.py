@@ -13,6 +13,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.results import run_chosen
 from catto.experiment.stages import Stage, Work, ordered, place
 from catto.files import read_json, write_records
+from catto.methods import SCALINGS
 from catto.recipe import Recipe
 from catto.recipe_file import load
 from catto.records import Prediction
@@ -173,14 +174,27 @@ def test_an_added_method_costs_its_own_stages(tmp_path: Path) -> None:
 
 
 def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> None:
-    scaled = [f"{name}+ts" for name in (*PREFERENCE, "rcft", "sft+ls")]
+    scaled = [f"{name}{suffix}" for name in (*PREFERENCE, "rcft", "sft+ls") for suffix in SCALINGS]
     found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, methods=[*BASE["methods"], *scaled]))
-    assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | {"report"}
+    fitted = {f"tau among labels {name}" for name in (*PREFERENCE, "rcft", "sft+ls")}
+    assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | fitted | {"report"}
     cells = {
         (cell.place.method, cell.place.budget)
         for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).cells()
     }
     assert {("rcft+ts", "paper"), ("rcft+ts", "matched"), ("dpo+catto+ts", None)} <= cells
+
+
+def test_nothing_is_sampled_at_a_temperature_among_the_labels(tmp_path: Path) -> None:
+    """It says nothing of other tokens. What is sampled at another temperature has no validation answers like it."""
+    methods = [*BASE["methods"], "dpo+ts", "dpo+tl"]
+    cells = Graph(recipe_of(tmp_path, "evaluation.decode=sample", methods=methods)).cells()
+    cells = [cell for cell in cells if (cell.place.task, cell.place.budget) == ("witnesses", "paper")]
+    sampled, kept = (next(cell for cell in cells if cell.place.method == name) for name in ("dpo+ts", "dpo+tl"))
+    assert sampled.predictions.needs["predicted"].settings.text.temperatures == 1
+    assert kept.predictions.needs["predicted"].name.startswith("test dpo paper")
+    assert not sampled.validation
+    assert [stage.kind for stage in kept.validation] == ["predicted", "predicted"]
 
 
 def test_an_added_learning_rate_leaves_the_old_trainings(tmp_path: Path) -> None:

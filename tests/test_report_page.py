@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from catto.files import read_records
 from catto.measure import Sources
-from catto.methods import METHODS
+from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.build import build
@@ -192,7 +192,7 @@ def test_every_kind_of_figure_has_a_title_and_a_caption() -> None:
 
 
 def test_every_method_has_its_own_look() -> None:
-    names = [*METHODS, *(f"{name}+ts" for name in METHODS)]
+    names = [*METHODS, *(name + suffix for name in METHODS for suffix in SCALINGS)]
     assert len({look(name) for name in names}) == len(names)
 
 

@@ -114,6 +114,49 @@ def test_where_only_labels_have_weight_tau_is_that_of_the_label_softmax(true_tau
     assert (scaling.rows, scaling.left_out) == (600, 0)
 
 
+@pytest.mark.parametrize("true_tau", [0.6, 1.7, 12.5])
+def test_among_the_labels_what_other_tokens_have_does_not_count(true_tau: float) -> None:
+    """The same tau, to the root of the slope, whatever share the rest of the vocabulary takes, grid or no grid."""
+    rows = drawn(true_tau)
+    scores = [list((row.label_logprobs or {}).values()) for row in rows]
+    exact = Temperature.fit_labels(scores, [LABELS.index(row.gold) for row in rows]).tau
+    shares = np.random.default_rng(0).uniform(0.01, 1.0, len(rows))
+    lost = [
+        {label: logprob + np.log(share) for label, logprob in (row.label_logprobs or {}).items()}
+        for row, share in zip(rows, shares, strict=True)
+    ]
+    elsewhere = [
+        row.model_copy(update={"label_logprobs": logprobs, "logsumexp": None})
+        for row, logprobs in zip(rows, lost, strict=True)
+    ]
+    scaling = fit_tau(elsewhere, "normalized")
+    assert scaling.tau == pytest.approx(exact, rel=1e-5)
+    assert not scaling.at_edge
+    for row, score in zip(rescaled(elsewhere, exact, "normalized"), scores, strict=True):
+        assert row.confidence == pytest.approx(softmax(np.array(score) / exact).max(), abs=1e-12)
+
+
+def test_among_the_labels_rows_may_have_different_labels_and_no_answer() -> None:
+    rows = drawn(1.5, 40)
+    two = {label: float(log_softmax([1.0, 0.0])[place]) for place, label in enumerate("AB")}
+    rows[0] = rows[0].model_copy(update={"label_logprobs": two, "gold": "B", "label": "A"})
+    rows[1] = rows[1].model_copy(update={"label": None, "confidence": 0.0})
+    scaling = fit_tau(rows, "normalized")
+
+    def nll(tau: float) -> float:
+        known = [row.label_logprobs or {} for row in rows]
+        each = [log_softmax(np.array(list(logprobs.values())) / tau) for logprobs in known]
+        places = [list(logprobs).index(row.gold) for row, logprobs in zip(rows, known, strict=True)]
+        return float(-np.mean([logprobs[place] for logprobs, place in zip(each, places, strict=True)]))
+
+    assert scaling.nll == pytest.approx(nll(scaling.tau), abs=1e-12)
+    assert scaling.nll_at_one == pytest.approx(nll(1.0), abs=1e-12)
+    assert scaling.nll <= min(nll(tau) for tau in np.geomspace(0.1, 10.0, 60)) + 1e-9
+    scaled = rescaled(rows, 2.0, "normalized")
+    assert scaled[0].confidence == pytest.approx(1 / (1 + np.exp(-0.5)))
+    assert scaled[1].confidence == 0.0
+
+
 def test_the_fit_is_the_dense_minimum() -> None:
     """On 200 vocabularies the NLL at the fitted tau is that of a fine dense search, to 1e-4."""
     rng = np.random.default_rng(8)

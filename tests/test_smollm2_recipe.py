@@ -36,4 +36,4 @@ def test_a_row_of_temperature_scaling_costs_no_training() -> None:
     recipe = load("smollm2")
     trained = {stage.method for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
     assert trained == {"sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+replay"}
-    assert len(recipe.methods) == 2 * len(trained)
+    assert len(recipe.methods) == 3 * len(trained)

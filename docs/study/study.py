@@ -23,13 +23,12 @@ import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
 from catto.measure import MeasureSettings, Sources, compare_runs
-from catto.methods import KNOBS, METHODS, SCALED, order
+from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, order, unscaled
 from catto.metrics.binning import reliability
-from catto.metrics.calibrators import Temperature
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.metrics.temperature import confidence_at
+from catto.metrics.temperature import fit_tau, rescaled
 from catto.records import Prediction
 from catto.report.build import read
 from catto.report.drawing import write_figure
@@ -41,7 +40,6 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome")
-AMONG_LABELS = "+tl"  # the suffix of temperature scaling among the labels alone
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -79,7 +77,7 @@ def _summary() -> Results:
 
 def _variant(name: str, settings: Mapping[str, Any]) -> str:
     """The method with the options of its term that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
-    calibration = METHODS[name.removesuffix(SCALED)].calibration
+    calibration = METHODS[unscaled(name)].calibration
     knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
     return "-".join([name, *(f"{knob}-{value}".lower() for knob, value in sorted(knobs.items()))])
 
@@ -91,8 +89,8 @@ def _name(cell: Cell) -> str:
 def _stored(cell: Cell, run: Path) -> Iterator[Cell]:
     """Copy the predictions of a cell without their texts; yield the cell that names the copy.
 
-    For every trained model there is a second one, whose confidence is rescaled among the labels alone, by the
-    temperature that fits the validation questions. `+ts` rescales the whole vocabulary, as the paper does.
+    For every trained model there is a second one, whose confidence is rescaled among the labels: it needs no stage of
+    the run, since predictions hold what it is computed from.
     """
     predictions = list(read_records(run / cell.predictions, Prediction))
     yield _copied(cell, predictions)
@@ -100,19 +98,9 @@ def _stored(cell: Cell, run: Path) -> Iterator[Cell]:
     paths = list(run.glob(f"stages/validation-{trained}-seed-{cell.seed}-lr-*/predictions.jsonl"))
     if cell.training is None or len(paths) != 1:
         return
-    known = [one for one in read_records(paths[0], Prediction) if one.label_logprobs is not None]
-    labels = [list(one.label_logprobs or ()) for one in known]
-    scores = [list((one.label_logprobs or {}).values()) for one in known]
-    gold = [names.index(one.gold) for one, names in zip(known, labels, strict=True)]
-    tau = Temperature.fit_labels(scores, gold).tau
-    rescaled = [
-        one
-        if one.label_logprobs is None
-        else one.model_copy(update={"confidence": confidence_at(one, tau, "normalized")})
-        for one in predictions
-    ]
+    tau = fit_tau(list(read_records(paths[0], Prediction)), "normalized").tau
     scaled = {"method": cell.method + AMONG_LABELS, "tau": tau, "training": None}
-    yield _copied(cell.model_copy(update=scaled), rescaled)
+    yield _copied(cell.model_copy(update=scaled), rescaled(predictions, tau, "normalized"))
 
 
 def _copied(cell: Cell, predictions: Sequence[Prediction]) -> Cell:
@@ -157,9 +145,7 @@ def write() -> None:
 def _title(name: str) -> str:
     """The method in words; of a variant of the ablation, with the options that make it one."""
     start, *options = re.split("-(?=" + "|".join(KNOBS) + ")", name)
-    scaled = " + scaling among labels" if start.endswith(AMONG_LABELS) else ""
-    words = "".join(f", {option.replace('_', ' ').replace('-', ' ')}" for option in options)
-    return method_title(start.removesuffix(AMONG_LABELS)) + scaled + words
+    return method_title(start) + "".join(f", {option.replace('_', ' ').replace('-', ' ')}" for option in options)
 
 
 def _is_variant(name: str) -> bool:
@@ -172,16 +158,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield ""
 
 
-def _order(name: str) -> tuple[object, ...]:
-    """Methods as METHODS lists them, each before its two kinds of scaling."""
-    start = name.removesuffix(SCALED).removesuffix(AMONG_LABELS)
-    return order(start)[0], name.endswith(AMONG_LABELS), name
-
-
 def _groups(numbers: Numbers, variants: bool = False) -> Iterator[tuple[str, list[GroupNumbers]]]:
     """The methods of each pair of training set and task, in distribution first."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
-    for group in sorted(numbers.groups, key=lambda group: _order(group.method)):
+    for group in sorted(numbers.groups, key=lambda group: order(group.method)):
         if _is_variant(group.method) != variants:
             continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
@@ -291,7 +271,7 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
         rows.append(
             [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
         )
-        for suffix in (SCALED, AMONG_LABELS):
+        for suffix in SCALINGS:
             for metric in ("brier", "auroc", "accuracy", "ece"):
                 families.append((title, suffix, metric, _compare(known, suffix, metric, answers, numbers)))
     corrected = holm([family[-1].p_value for family in families])
@@ -304,7 +284,7 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
             reached = "no, lower" if shown == "†" else "yes"
         values = f"{scale * found.a:.{decimals}f}, {scale * found.b:.{decimals}f}"
         interval = f"{scale * found.low:+.{decimals}f} to {scale * found.high:+.{decimals}f}, p = {p:.3f}"
-        scaled = "scaled" if suffix == SCALED else "scaled among labels"
+        scaled = "scaled among labels" if suffix == AMONG_LABELS else "scaled"
         how = "not lower" if metric == "accuracy" else "better"
         wanted = f"{METRICS[metric].title}, both {scaled}: DPO + outcome {how} than DPO"
         rows.append([title, wanted, values, interval, reached])

@@ -1,8 +1,8 @@
 """The METHODS table: what each method of the comparison is, as data.
 
 A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
-objective, and has learning rates, epochs and a number of pairs. Values are the paper's. The suffix `+ts` rescales the
-confidence of any of them by a temperature: `method("dpo+outcome+ts")`.
+objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
+the confidence of any of them by a temperature: `method("dpo+outcome+ts")`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ Stage = Literal["sft", "preference", "rcft", "scaling"]
 Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"]
 # The third stream beside the pairs: unfiltered samples of the SFT model, or right responses to the same questions.
 Stream = Literal["none", "sampled", "right"]
+# The confidence that a temperature rescales: of the whole vocabulary, or normalised over the labels.
+Rescaled = Literal["raw", "normalized"]
 
-SCALED = "+ts"  # the suffix of a method's temperature scaling
+AMONG_LABELS = "+tl"
+# Suffixes of methods with a rescaled confidence: of the whole vocabulary, as in the paper, or among the labels alone.
+SCALINGS: Mapping[str, str] = {"+ts": "temperature scaling", AMONG_LABELS: "scaling among labels"}
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
 # Which calibration terms read which option of `CATTOConfig`.
@@ -93,16 +97,34 @@ METHODS: dict[str, Method] = {
 
 
 def method(name: str) -> Method:
-    """Return an entry of METHODS; with the suffix `+ts`, the temperature scaling of one.
+    """Return an entry of METHODS; with a suffix of SCALINGS, the temperature scaling of one.
 
-    >>> method("dpo+outcome+ts").title
-    'DPO + outcome + temperature scaling'
+    >>> method("dpo+outcome+ts").title, method("dpo+tl").title
+    ('DPO + outcome + temperature scaling', 'DPO + scaling among labels')
     """
-    if name in METHODS:
+    start = unscaled(name)
+    if start == name:
         return METHODS[name]
-    start = name.removesuffix(SCALED)
-    title = f"{METHODS[start].title} + temperature scaling"
+    title = f"{METHODS[start].title} + {SCALINGS[name.removeprefix(start)]}"
     return replace(METHODS[start], title=title, start=start, stage="scaling", learning_rates=())
+
+
+def unscaled(name: str) -> str:
+    """Return the name of the method whose model it is: without the suffix of its temperature scaling.
+
+    >>> unscaled("dpo+catto+ts"), unscaled("dpo+catto")
+    ('dpo+catto', 'dpo+catto')
+    """
+    return next((name.removesuffix(suffix) for suffix in SCALINGS if name.endswith(suffix)), name)
+
+
+def scaled_kind(name: str) -> Rescaled:
+    """Return which confidence a method's temperature rescales: of the whole vocabulary, or normalised over the labels.
+
+    >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl")
+    ('raw', 'normalized')
+    """
+    return "normalized" if name.endswith(AMONG_LABELS) else "raw"
 
 
 def known(name: str) -> bool:
@@ -111,17 +133,18 @@ def known(name: str) -> bool:
     >>> known("dpo+ts"), known("dpo+ts+ts")
     (True, False)
     """
-    return name in METHODS or name.removesuffix(SCALED) in METHODS
+    return unscaled(name) in METHODS
 
 
-def order(name: str) -> tuple[int, bool, str]:
+def order(name: str) -> tuple[int, int, str]:
     """Return a sort key: methods as METHODS lists them, each before its temperature scaling, unknown ones last.
 
-    >>> sorted(["dpo", "sft+ts", "mine", "sft"], key=order)
-    ['sft', 'sft+ts', 'dpo', 'mine']
+    >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=order)
+    ['sft', 'sft+ts', 'sft+tl', 'dpo', 'mine']
     """
-    start, names = name.removesuffix(SCALED), list(METHODS)
-    return names.index(start) if start in METHODS else len(names), name.endswith(SCALED), name
+    start, names, suffixes = unscaled(name), list(METHODS), ["", *SCALINGS]
+    place = names.index(start) if start in METHODS else len(names)
+    return place, suffixes.index(name.removeprefix(start)), name
 
 
 def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method
+from catto.methods import BUDGETS, METHODS, SCALINGS, Budget, known, method
 from catto.problems import did_you_mean
 from catto.records import Split, checked_name
 
@@ -312,8 +312,8 @@ class Recipe(Settings):
     def _check(self) -> Self:
         for name in self.methods:
             if not known(name):
-                close = did_you_mean(name, [*METHODS, *(scaled + SCALED for scaled in METHODS)])
-                names = f"{', '.join(METHODS)}, nor one of them with {SCALED}"
+                close = did_you_mean(name, [*METHODS, *(start + suffix for start in METHODS for suffix in SCALINGS)])
+                names = f"{', '.join(METHODS)}, nor one of them with {' or '.join(SCALINGS)}"
                 raise ValueError(f"methods: {name!r} is not one of {names}{close}")
             start = method(name).start
             if start != "base" and start not in self.methods:

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from catto.cli.console import check_name, needs, refuse, refusing, say, seed_option, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
-from catto.methods import METHODS, SCALED
+from catto.methods import METHODS, unscaled
 
 __all__ = ["app", "train"]
 
@@ -49,8 +49,8 @@ def train(
     from catto.experiment.graph import Graph, open_recipe
     from catto.experiment.stages import chosen, place
 
-    if method.removesuffix(SCALED) in set(METHODS) - {method}:
-        refuse(f"--method: {method} only rescales the confidence of {method.removesuffix(SCALED)}: train that")
+    if unscaled(method) in set(METHODS) - {method}:
+        refuse(f"--method: {method} only rescales the confidence of {unscaled(method)}: train that")
     check_name("--method", method, METHODS)
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     launch = {"launch.processes": processes, "launch.config": config}

@@ -23,7 +23,7 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, Budget, method
+from catto.methods import METHODS, Budget, Rescaled, method, scaled_kind
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -260,23 +260,27 @@ class Graph:
         title, seed = model.settings.title, model.settings.seed
         return self._predicted(f"test {title} {task} seed {seed}", model, self.questions(task, "test", seed), GREEDY)
 
-    def tau(self, model: Choice) -> Stage:
+    def tau(self, model: Choice, kind: Rescaled = "raw") -> Stage[stages.ScalingSettings]:
         """The temperature of a model's label token, fitted on its greedy validation predictions."""
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
             (trained,) = model.needs.values()
             validation = {"validation": self._validated(model.settings.task, trained)}
-        return Stage("tau", f"tau {model.settings.name}", stages.StageSettings(), {"model": model, **validation})
+        name = f"tau {model.settings.name}" if kind == "raw" else f"tau among labels {model.settings.name}"
+        return Stage("tau", name, stages.ScalingSettings(kind), {"model": model, **validation})
 
-    def scaled(self, title: str, task: str, model: Choice) -> Stage:
-        """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau."""
-        seed, tau = model.settings.seed, self.tau(model)
+    def scaled(self, title: str, task: str, model: Choice, kind: Rescaled) -> Stage:
+        """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau.
+
+        A temperature among the labels is none of the vocabulary's, so nothing is sampled at it.
+        """
+        seed, tau = model.settings.seed, self.tau(model, kind)
         name = f"scaled {title} {task} seed {seed}"
-        if self.recipe.evaluation.decode == "sample":
+        if self.recipe.evaluation.decode == "sample" and kind == "raw":
             predicted = self._predicted(name, model, self.questions(task, "test", seed), 1, tau)
         else:
             predicted = self.tested(task, model)
-        return Stage("scaled", name, stages.StageSettings(), {"predicted": predicted, "tau": tau})
+        return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def sampling(self, model: Choice) -> Stage:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
@@ -292,7 +296,7 @@ class Graph:
         name, held_out = f"candidates {model.settings.title} {task} seed {seed}", self.questions(task, "test", seed)
         temperature = tau if evaluation.sampling == "fitted" else self.sampling(model)
         predicted = self._predicted(name, model, held_out, max(evaluation.k), temperature)
-        return Stage("scaled", name, stages.StageSettings(), {"predicted": predicted, "tau": tau})
+        return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     # ---- the whole --------------------------------------------------------------------------------------------------
 
@@ -308,11 +312,13 @@ class Graph:
             for budget in recipe.budgets if row.budgeted else recipe.budgets[:1]:
                 scaling, title = row.stage == "scaling", _titled(name, budget)
                 model = self.chosen(source, seed, row.start if scaling else name, budget)
-                predictions = self.scaled(title, task, model) if scaling else self.tested(task, model)
+                kind = scaled_kind(name)
+                predictions = self.scaled(title, task, model, kind) if scaling else self.tested(task, model)
                 candidates = None if scaling or not recipe.evaluation.k else self.candidates(task, model)
                 # Validation predictions exist where a temperature is fitted or a learning rate chosen.
-                measured = self.tau(model) if scaling or candidates is not None else model
-                alike = task == source and not (scaling and recipe.evaluation.decode == "sample")
+                measured = self.tau(model, kind) if scaling or candidates is not None else model
+                sampled = scaling and kind == "raw" and recipe.evaluation.decode == "sample"
+                alike = task == source and not sampled
                 validation = [need for role, need in measured.needs.items() if alike and role.startswith("validation")]
                 named = stages.CellPlace(task, source, name, budget if row.budgeted else None, seed)
                 questions = self.questions(task, "test", seed)

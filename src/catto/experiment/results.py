@@ -104,11 +104,11 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     write(work.out / "choice.json", choice)
 
 
-def run_tau(work: Work) -> None:
+def run_tau(work: Work[stages.ScalingSettings]) -> None:
     """Fit the temperature of the label token on the chosen model's greedy validation predictions."""
     needs = work.stage.needs
     validation = needs["validation"] if "validation" in needs else chosen(work.root, needs["model"], "validation")
-    scaling = fit_tau(_predictions(place(work.root, validation)))
+    scaling = fit_tau(_predictions(place(work.root, validation)), work.settings.kind)
     write(work.out / TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
 
 
@@ -118,13 +118,13 @@ def run_sampling(work: Work) -> None:
     write(work.out / TEMPERATURE, asdict(choose_sampling(_predictions(work.input("predicted")), tau)))
 
 
-def run_scaled(work: Work) -> None:
+def run_scaled(work: Work[stages.ScalingSettings]) -> None:
     """Rescale the confidence of predictions by tau: greedy answers, or samples, which are ranked by it."""
     tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
     predictions = _predictions(work.input("predicted"))
     fallback = fmean(prediction.source == "fallback" for prediction in predictions)
     write(work.out / TAU, {"tau": tau, "temperature": predictions[0].temperature, "fallback_rate": fallback})
-    write_records(work.out / SCALED, rescaled(predictions, tau))
+    write_records(work.out / SCALED, rescaled(predictions, tau, work.settings.kind))
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from catto.files import Seal, damage, read_json, replacing, sealed
-from catto.methods import Budget, Method
+from catto.methods import Budget, Method, Rescaled
 from catto.problems import DataError
 from catto.recipe import (
     EvaluationSettings,
@@ -63,11 +63,14 @@ class StageSettings:
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
+    unset: ClassVar[Mapping[str, object]] = {}  # field -> the value with which it does not count
 
     def counted(self) -> dict[str, Any]:
         """Return the part of the settings that the key is a hash of."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if name in self.unset and value == self.unset[name]:
+                continue
             excluded = set(self.excluded.get(name, ()))
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
@@ -89,13 +92,14 @@ class QuestionSettings(StageSettings):
     contents: str | None  # hash of the local files that are read
     seeds: tuple[int, ...] | None = None  # of a user's file that is cut: whose held-out questions are not trained on
 
+    unset: ClassVar = {"seeds": None}
+
     def counted(self) -> dict[str, Any]:
         """Leave out what only users' files set, so that the key of a benchmark does not depend on it."""
         values = super().counted()
         values["block"]["answer"] = "label" if self.block.answer is None else [self.block.answer]
-        for block, name in ((values["block"], "answers"), (values, "seeds")):
-            if block[name] is None:
-                del block[name]
+        if self.block.answers is None:
+            del values["block"]["answers"]
         return values
 
 
@@ -204,9 +208,7 @@ class TextSettings(StageSettings):
     limit: int | None  # at most so many questions
     shard: tuple[int, int] | None = None  # its number and how many there are; None: all questions
 
-    def counted(self) -> dict[str, Any]:
-        """Leave out a shard where there is none."""
-        return {name: value for name, value in super().counted().items() if name != "shard" or value is not None}
+    unset: ClassVar = {"shard": None}
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,15 @@ class PredictionSettings(StageSettings):
 
     text: TextSettings
     parser: int
+
+
+@dataclass(frozen=True)
+class ScalingSettings(StageSettings):
+    """A temperature: of the label token in the whole vocabulary, or among the labels."""
+
+    kind: Rescaled = "raw"
+
+    unset: ClassVar = {"kind": "raw"}
 
 
 class CellPlace(NamedTuple):

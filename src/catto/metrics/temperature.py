@@ -4,6 +4,9 @@ A prediction holds log p_1(j) of every label and, on a grid of tau, L(tau) = log
 z_j - max(z) = log p_1(j) + L(1), the full-vocabulary log-probability at any tau is
 
     log p_tau(j) = (log p_1(j) + L(1)) / tau - L(tau)
+
+Among the labels alone (`normalized`), L(tau) is the log-sum-exp over the labels of log p_1(j) / tau instead: what has
+moved to other tokens does not count, and no grid is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy as np
 
 from catto.engines import TAU_GRID
 from catto.metrics.binning import Floats
+from catto.metrics.calibrators import TAU_RANGE
 from catto.records import Prediction
 
 Kind = Literal["raw", "normalized"]
@@ -34,7 +38,9 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Kind = "raw") 
     """
     stated = _stated(prediction)
     if kind == "normalized":
-        if prediction.label_logprobs is None or prediction.label is None:
+        if prediction.label is None:  # no answer
+            return stated
+        if prediction.label_logprobs is None:
             raise ValueError(f"{prediction.name} has no label_logprobs: its confidence cannot be normalized")
         if not (np.isfinite(tau) and tau > 0):
             raise ValueError(f"tau is {tau}, expected a number above 0")
@@ -100,7 +106,7 @@ def _weights(tau: float) -> Floats:
 class Scaling:
     """A fitted temperature and the NLL of the gold label, at 1 and at tau. `left_out` rows had no log-probabilities.
 
-    `at_edge`: the best tau lies beyond the stored grid; its end was taken.
+    `at_edge`: the best tau lies beyond the stored grid, or TAU_RANGE; its end was taken.
     """
 
     tau: float
@@ -111,39 +117,43 @@ class Scaling:
     at_edge: bool
 
 
-def fit_tau(predictions: Sequence[Prediction]) -> Scaling:
-    """Fit tau by the gold label's NLL under the full vocabulary, the mean of L(tau) - (log p_1(gold) + L(1)) / tau.
+def fit_tau(predictions: Sequence[Prediction], kind: Kind = "raw") -> Scaling:
+    """Fit tau by the gold label's NLL, the mean of -log p_tau(gold), of the whole vocabulary or among the labels.
 
     Then either the textbook's way (`decode: greedy`): `rescaled(greedy test predictions, tau)`, answers stay; or the
     paper's (`decode: sample`): generate the test predictions at temperature tau, then rescale those.
     """
     from scipy.optimize import minimize_scalar
+    from scipy.special import logsumexp
 
-    usable = [one for one in predictions if one.label_logprobs is not None and one.logsumexp is not None]
+    fields = ("label_logprobs", "logsumexp") if kind == "raw" else ("label_logprobs",)
+    usable = [row for row in predictions if all(getattr(row, field) is not None for field in fields)]
     if not usable:
-        raise ValueError("no prediction has label_logprobs and logsumexp: tau cannot be fitted")
-    curves = np.stack([_curve(prediction) for prediction in usable])
-    margins = np.full((len(usable), max(len(one.label_logprobs or ()) for one in usable)), -np.inf)
+        raise ValueError(f"no prediction has {' and '.join(fields)}: tau cannot be fitted")
+    margins = np.full((len(usable), max(len(row.label_logprobs or ()) for row in usable)), -np.inf)
     gold = np.empty(len(usable))
     for place, prediction in enumerate(usable):
-        row, labels = _margins(prediction), list(prediction.label_logprobs or ())
-        if prediction.gold not in labels:
+        known = prediction.label_logprobs or {}
+        if prediction.gold not in known:
             raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
-        margins[place, : len(row)], gold[place] = row, row[labels.index(prediction.gold)]
+        scores = _margins(prediction) if kind == "raw" else np.array(list(known.values()))
+        margins[place, : len(known)], gold[place] = scores, scores[list(known).index(prediction.gold)]
+    curves = np.stack([_curve(prediction) for prediction in usable]) if kind == "raw" else None
 
     def nll(tau: float) -> float:
-        return float(np.mean(at_tau(margins, curves, tau) - gold / tau))
+        total = logsumexp(margins / tau, axis=1) if curves is None else at_tau(margins, curves, tau)
+        return float(np.mean(total - gold / tau))
 
-    ends = TAU_GRID[0], TAU_GRID[-1]
+    ends = TAU_RANGE if curves is None else (TAU_GRID[0], TAU_GRID[-1])
     bounds = log(ends[0]), log(ends[1])
     best = minimize_scalar(lambda x: nll(exp(x)), bounds=bounds, method="bounded", options={"xatol": 1e-7})
     tau = min((exp(float(best.x)), *ends), key=nll)
     return Scaling(tau, nll(1.0), nll(tau), len(usable), len(predictions) - len(usable), tau in ends)
 
 
-def rescaled(predictions: Sequence[Prediction], tau: float) -> list[Prediction]:
+def rescaled(predictions: Sequence[Prediction], tau: float, kind: Kind = "raw") -> list[Prediction]:
     """Return the same answers with their confidence at tau."""
     return [
-        one.model_copy(update={"confidence": confidence_at(one, tau), "confidence_raw": _stated(one)})
-        for one in predictions
+        row.model_copy(update={"confidence": confidence_at(row, tau, kind), "confidence_raw": _stated(row)})
+        for row in predictions
     ]

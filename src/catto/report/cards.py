@@ -14,7 +14,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 
 from catto.files import read_records, replacing
 from catto.measure import MeasureSettings, read_graded, summarise
-from catto.methods import SCALED
+from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
@@ -104,7 +104,7 @@ def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
     """
     first = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
-        if cell.seed == first and not cell.method.endswith(SCALED):
+        if cell.seed == first and unscaled(cell.method) == cell.method:
             name = "-".join(filter(None, (cell.stem, cell.method, cell.budget)))
             picture, chance = f"../figures/reliability-{name}.svg", {"null": cell.null, "sources": cell.sources}
             yield name, model_card(name, cell.task, "test", cell.n, cell.metrics, picture, **chance)

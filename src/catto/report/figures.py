@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from catto.methods import SCALED, Budget
+from catto.methods import AMONG_LABELS, Budget, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
@@ -203,16 +203,17 @@ def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row
 
 
 def look(method: str) -> tuple[str, str]:
-    """Colour and marker of a method. A rescaled one without its own has its start's colour, paler, and a diamond.
+    """Colour and marker of a method. A rescaled one without its own has its start's colour, paler, and a diamond;
+    among the labels, a plus.
 
     >>> look("dpo+catto")
     ('#0E9F6E', '*')
     """
-    start = method.removesuffix(SCALED)
+    start = unscaled(method)
     if method in LOOKS or start == method or start not in LOOKS:
         return LOOKS.get(method, (GREY, "o"))
     red, green, blue = (0.55 * part + 0.45 for part in to_rgb(LOOKS[start][0]))
-    return to_hex((red, green, blue)), "d"
+    return to_hex((red, green, blue)), "P" if method.endswith(AMONG_LABELS) else "d"
 
 
 def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from catto.files import read_records, sha256
 from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
-from catto.methods import BUDGETS, METHODS, SCALED, Budget, known, method, order
+from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
@@ -230,9 +230,9 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]
         return {}
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
-    if cell.tau is not None and cell.method.endswith(SCALED):
+    if cell.tau is not None and unscaled(cell.method) != cell.method:
         with locating(path):
-            predictions = rescaled(predictions, cell.tau)
+            predictions = rescaled(predictions, cell.tau, scaled_kind(cell.method))
     validation = answers_of(cell, predictions, path, {}, unparsed)
     fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
     if fitted.threshold is None:
@@ -412,13 +412,13 @@ def papers_budget(name: str, budget: Budget | None, training: Training | None) -
         return False
     if training is None:
         return True
-    effort = METHODS[name.removesuffix(SCALED)].effort["paper"]
+    effort = METHODS[unscaled(name)].effort["paper"]
     pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
     return pairs and training.epochs in (None, effort.epochs)
 
 
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
     """Return how the model of a cell, or the one that it rescales, was trained; None where nothing is recorded."""
-    wanted = (cell.task, cell.trained_on, cell.method.removesuffix(SCALED), cell.seed)
+    wanted = (cell.task, cell.trained_on, unscaled(cell.method), cell.seed)
     models = (one for one in results.cells if (one.task, one.trained_on, one.method, one.seed) == wanted)
     return next((one.training for one in models if one.budget in (None, budget)), None)

@@ -152,20 +152,17 @@ class Answerer:
         }
         if asked.return_candidates:
             known = [None if uncalibrated else one.confidence for one in calibrated]
-            about["candidates"] = [_candidate(*pair) for pair in zip(predictions, known, strict=True)]
-        chosen = samples[final.sample].replies[0]
-        usage = _usage([reply for sample in samples for reply in sample.replies])
+            about["candidates"] = [
+                {
+                    **prediction.model_dump(include={"text", "label", "source"}),
+                    "confidence": confidence,
+                    "confidence_raw": prediction.confidence,
+                }
+                for prediction, confidence in zip(predictions, known, strict=True)
+            ]
+        replies, chosen = [reply for sample in samples for reply in sample.replies], samples[final.sample].replies[0]
+        read, written = sum(reply.prompt_tokens or 0 for reply in replies), sum(reply.tokens or 0 for reply in replies)
+        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         if abstained:
             return Answered(self.abstention, "stop", usage, about)
         return Answered(chosen.text, chosen.finish_reason or "stop", usage, about)
-
-
-def _candidate(one: Prediction, confidence: float | None) -> dict[str, Any]:
-    stated = {"confidence": confidence, "confidence_raw": one.confidence}
-    return {**one.model_dump(include={"text", "label", "source"}), **stated}
-
-
-def _usage(replies: list[Generation]) -> dict[str, int]:
-    prompt = sum(reply.prompt_tokens or 0 for reply in replies)
-    completion = sum(reply.tokens or 0 for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
