@@ -160,6 +160,9 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     assert "64 GB of GPU memory" in run(capsys, *plan, "--set", "model.dtype=null").out  # no dtype is fp32
     named = run(capsys, *plan, "--set", "model.path=some/model-7B").out  # by its name alone
     assert "7 billion parameters: 56 GB of GPU memory for weights, gradients and Adam's moments" in named
+    small = run(capsys, *plan, "--set", "model.path=some/model-100M").out  # 38.9e6 x 6e8 operations
+    assert "up to 0.05 GPU hours at 208,000 tokens/s" in small
+    assert "or up to 59 hours of two CPU cores" in small
     adapter = run(capsys, *plan, "--set", "model.peft={r: 8}", "--set", "model.dtype=float32").out
     assert "16 GB of GPU memory for the weights, then activations" in adapter
     all_of_them = run(capsys, *plan, "--set", "tasks={snli: {validation: 50}}").out
