@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,21 @@ def dense_logits(question: Question, prefix: list[int]) -> torch.Tensor:
         return model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
 
 
-def killable(folder: str, out: str, count: str, shard: Shard | None = None) -> list[Prediction]:
-    """What the killed process runs: the model from its folder, small chunks."""
+def killable(
+    folder: str, out: str, count: str, shard: Shard | None = None, chunks: int | None = None
+) -> list[Prediction]:
+    """What the killed process runs: the model from its folder, small chunks.
+
+    After `chunks` it waits: however late the kill comes, the run is there to be killed.
+    """
     loaded = TransformersEngine.load(folder, batch_size=2)
+    generate, calls = loaded.generate, itertools.count()
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == chunks:
+            time.sleep(600)
+        return generate(*arguments, **options)
+
+    loaded.generate = held  # type: ignore[method-assign]
     options: dict[str, Any] = {"k": 2, "temperature": 1.0, "max_tokens": 24, "shard": shard}
     return evaluate(loaded, questions(int(count)), out=Path(out), **options)

@@ -14,8 +14,8 @@ from forked import Forked
 QUESTIONS, SAMPLES, KILLS = 48, 2, 1
 
 
-def start(folder: Path, out: Path) -> Forked:
-    return Forked(killable, str(folder), str(out), str(QUESTIONS))
+def start(folder: Path, out: Path, chunks: int | None = None) -> Forked:
+    return Forked(killable, str(folder), str(out), str(QUESTIONS), chunks=chunks)
 
 
 def lines(part: Path) -> int:
@@ -40,7 +40,7 @@ def test_killed_and_continued_equals_undisturbed(tmp_path: Path) -> None:
     out, part = tmp_path / "killed.jsonl", tmp_path / "killed.part.jsonl"
     chance = random.Random(7)
     for turn in range(KILLS):
-        process = start(folder, out)
+        process = start(folder, out, chunks=4)
         kill_after(process, part, lines(part) + 1, chance.uniform(0, 0.05))
         assert not out.exists()
         if turn == 0:  # as if killed inside a write

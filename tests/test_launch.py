@@ -97,6 +97,19 @@ def _rank(number: int, job: Path) -> int:
     raise AssertionError(f"no rank {number}")
 
 
+# Rank 0 does not get beyond its ninth step: however late the kill comes, the stage is there to be killed.
+HELD = """
+import os, sys, time
+
+def hold(event, arguments):
+    if event == "os.mkdir" and "checkpoint-9" in str(arguments[0]):
+        time.sleep(600)
+
+if os.environ.get("RANK") == "0":
+    sys.addaudithook(hold)
+"""
+
+
 def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +125,11 @@ def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
             os.kill(_rank(1, together.out / "job.json"), signal.SIGKILL)
 
     caplog.set_level(logging.INFO)
-    with pytest.raises(RuntimeError):
-        run_train(Work(together.stage, together.root, together.out, kill))
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    with pytest.MonkeyPatch.context() as held:
+        held.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        with pytest.raises(RuntimeError):
+            run_train(Work(together.stage, together.root, together.out, kill))
     assert "--nproc_per_node=2 -m catto.experiment.launch" in caplog.text
     assert not (together.out / "training.json").exists()
     assert seen[:5] == [1, 2, 3, 4, 5]  # rank 0 alone reports

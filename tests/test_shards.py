@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,10 @@ def test_a_killed_shard_resumes_and_the_whole_is_the_same(tmp_path: Path) -> Non
     for number, path in enumerate(_shards(joined, 3), 1):
         if number == 2:
             part = path.with_name(path.name.removesuffix(".jsonl") + ".part.jsonl")
-            process = Forked(killable, str(folder), str(path), "29", (2, 3))
+            process = Forked(killable, str(folder), str(path), "29", (2, 3), chunks=2)
             while not (part.exists() and part.stat().st_size):
                 assert process.process.is_alive()
+                time.sleep(0.002)
             process.process.kill()
             assert process.wait() == -signal.SIGKILL
             assert 0 < part.read_bytes().count(b"\n") < 18
