@@ -103,16 +103,16 @@ class Fitted:
         if self.protocol is not None:
             return list(predictions)
         if self.on == "confidence":
-            new = self.calibrator.apply([one.confidence for one in predictions]).tolist()
+            new = self.calibrator.apply([prediction.confidence for prediction in predictions]).tolist()
         else:
-            new = [0.0 if one.label is None else self._of_sample(one, one.label) for one in predictions]
+            new = [0.0 if row.label is None else self._of_sample(row, row.label) for row in predictions]
         pairs = zip(predictions, new, strict=True)
-        return [one.model_copy(update={"confidence": 0.0 if one.label is None else value}) for one, value in pairs]
+        return [row.model_copy(update={"confidence": 0.0 if row.label is None else value}) for row, value in pairs]
 
-    def _of_sample(self, one: Prediction, label: str) -> float:
-        if one.label_logprobs is None:
-            raise ValueError(f"{one.name} has no label_logprobs, which the calibrator reads")
-        labels, logprobs = zip(*one.label_logprobs.items(), strict=True)
+    def _of_sample(self, row: Prediction, label: str) -> float:
+        if row.label_logprobs is None:
+            raise ValueError(f"{row.name} has no label_logprobs, which the calibrator reads")
+        labels, logprobs = zip(*row.label_logprobs.items(), strict=True)
         return float(self._of_labels([logprobs], np.array([labels.index(label)]))[0])
 
     def _of_labels(self, logprobs: ArrayLike, place: Ints) -> Floats:
@@ -214,22 +214,22 @@ def final_answers(
     rows = [row[: protocol.k] for row in samples_by_question(predictions)]
     if len(rows[0]) < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
-    samples = [one for row in rows for one in row]
+    samples = [sample for row in rows for sample in row]
     given = candidates(samples if fitted is None else fitted.ranked(samples))
     (places, confidence), taken = stopped(given, protocol.rule, protocol.stop)
     if fitted is not None and fitted.protocol is not None:
         confidence = fitted.calibrator.apply(confidence)
     answers = []
     for row, place, stated, count in zip(rows, places.tolist(), confidence.tolist(), taken.tolist(), strict=True):
-        one, used = row[place], row[:count]
+        chosen, used = row[place], row[:count]
         tokens = [other.tokens for other in used if other.tokens is not None]
         answer = FinalAnswer(
-            **one.model_dump(include={"question", "sample", "label", "gold", "source"}),
-            correct=one.label is not None and one.label == one.gold,
-            confidence=stated if one.label is not None else 0.0,
-            confidence_raw=one.confidence,
+            **chosen.model_dump(include={"question", "sample", "label", "gold", "source"}),
+            correct=chosen.label is not None and chosen.label == chosen.gold,
+            confidence=stated if chosen.label is not None else 0.0,
+            confidence_raw=chosen.confidence,
             samples=count,
-            votes=sum(other.label == one.label for other in used if other.label is not None),
+            votes=sum(other.label == chosen.label for other in used if other.label is not None),
             tokens=sum(tokens) if len(tokens) == count else None,
         )
         answers.append(answer)
@@ -247,8 +247,8 @@ def write_final(
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
         # How many of the questions the calibrator was fitted on.
-        "fitted_on": fitted.shared(one.question for one in answers) if fitted else 0,
-        "models": sorted({one.model for one in predictions}),
+        "fitted_on": fitted.shared(answer.question for answer in answers) if fitted else 0,
+        "models": sorted({prediction.model for prediction in predictions}),
     }
     counts = {"answers": len(answers)}
     files.write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
@@ -297,14 +297,14 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
     if shared := notes.get("fitted_on"):
         raise DataError(path, None, f"the calibrator was fitted on {shared} of these questions: use others")
     answers = read_graded(path)
-    found = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
-    if found.threshold is None:
+    fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
+    if fitted.threshold is None:
         promise = f"an error rate of at most {100 * risk:g} % with {100 * (1 - delta):g} % confidence"
         wrong = int((~answers.correct).sum())
         raise DataError(path, None, f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong")
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     with locating(manifest_path(path), field="notes: "):
-        threshold = RiskThreshold.model_validate({**asdict(found), "rows": len(answers), **made_with})
+        threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
     files.write_record(out, threshold)
     return threshold
 

@@ -73,7 +73,7 @@ def select(
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
-    predictions = [one for one in read_records(file, Prediction) if one.question not in refused]
+    predictions = [row for row in read_records(file, Prediction) if row.question not in refused]
     written = ""
     with console.refusing(place=f"{file}: "):
         if fit_tau is not None:
@@ -89,7 +89,7 @@ def select(
             mean = _means(write_final(out, predictions, protocol, applied))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
             written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
-    within, counts = selection.within_questions(samples, seed=seed), Sources.of(one.source for one in predictions)
+    within, counts = selection.within_questions(samples, seed=seed), Sources.of(row.source for row in predictions)
     if as_json:
         known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
         console.print_json([{**jsonable(row), **known} for row in rows] + saved)
@@ -101,7 +101,7 @@ def select(
         say(f"Left out: {len(refused):,} questions with refused requests.")
     questions, size = samples.label.shape
     say(f"N = {questions:,} questions, {size} samples each, {counts.told()}.")
-    drawn = ", ".join(f"{value:g}" for value in sorted({one.temperature for one in predictions}))
+    drawn = ", ".join(f"{value:g}" for value in sorted({row.temperature for row in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
     if written:
@@ -116,13 +116,13 @@ def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, 
     from catto.metrics.selection import candidates, choose_stop, samples_by_question
     from catto.records import Protocol
 
-    temperatures = {one.temperature for one in predictions}
+    temperatures = {row.temperature for row in predictions}
     if len(temperatures) > 1:
         raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
     if adaptive and stop is None:
-        first = [one for row in samples_by_question(predictions) for one in row[:k]]
+        first = [sample for row in samples_by_question(predictions) for sample in row[:k]]
         stop = choose_stop(candidates(first)) if rule == MOST else 1.0
-    fallback: Literal["answer", "none"] = "none" if any(one.label is None for one in predictions) else "answer"
+    fallback: Literal["answer", "none"] = "none" if any(row.label is None for row in predictions) else "answer"
     return Protocol(rule=rule, k=k, temperature=temperatures.pop(), fallback=fallback, stop=stop)
 
 
@@ -166,9 +166,9 @@ def _told_within(within: Within, questions: int) -> str:
 
 def _means(answers: list[FinalAnswer]) -> dict[str, Any]:
     """Return the mean samples, tokens (None where an answer has no count) and accuracy of final answers."""
-    tokens = [one.tokens for one in answers if one.tokens is not None]
+    tokens = [answer.tokens for answer in answers if answer.tokens is not None]
     return {
-        "samples": sum(one.samples for one in answers) / len(answers),
+        "samples": sum(answer.samples for answer in answers) / len(answers),
         "tokens": sum(tokens) / len(answers) if len(tokens) == len(answers) else None,
-        "accuracy": sum(one.correct for one in answers) / len(answers),
+        "accuracy": sum(answer.correct for answer in answers) / len(answers),
     }

@@ -219,17 +219,17 @@ def locked(root: Path) -> Iterator[None]:
 
 def folders(root: Path, stage: Stage, content: str = "*") -> list[Path]:
     """Return the folders of the attempts at a stage, the newest last."""
-    found = (root / "stages").glob(f"{stage.folder}{PART}*-{content[:8]}-*")
-    return sorted(path for path in found if path.suffix != HALF)
+    paths = (root / "stages").glob(f"{stage.folder}{PART}*-{content[:8]}-*")
+    return sorted(path for path in paths if path.suffix != HALF)
 
 
 def begun(root: Path) -> dict[str, list[Path]]:
     """Return the folders of all attempts, by the names of their stages' folders; one look for thousands of stages."""
-    found: dict[str, list[Path]] = {}
+    by_stage: dict[str, list[Path]] = {}
     for mark in (PART, ASIDE):
         for path in (root / "stages").glob(f"*{mark}*"):
-            found.setdefault(path.name.partition(mark)[0], []).append(path)
-    return found
+            by_stage.setdefault(path.name.partition(mark)[0], []).append(path)
+    return by_stage
 
 
 def _token(folder: Path) -> str:
@@ -269,8 +269,8 @@ def settled(root: Path, stage: Stage, content: str) -> bool:
         return False
     for aside in asides:
         _delete(aside, place(root, stage))
-    for one in (stage, *stage.shards):
-        for folder in (root / "stages").glob(f"{one.folder}{PART}*"):
+    for each in (stage, *stage.shards):
+        for folder in (root / "stages").glob(f"{each.folder}{PART}*"):
             shutil.rmtree(folder, ignore_errors=True)
     return True
 
@@ -454,7 +454,7 @@ def reopen(root: Path, stage: Stage) -> list[Path]:
     final = place(root, stage)
     if final.exists():
         final.rename(_new(root, stage, stages.account(final)["content"]))
-    found = folders(root, stage)
-    for folder in found:
+    attempts = folders(root, stage)
+    for folder in attempts:
         (folder / DONE).unlink(missing_ok=True)
-    return found
+    return attempts

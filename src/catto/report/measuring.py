@@ -70,13 +70,13 @@ def answers_of(
         raise DataError(path, None, "holds no rows")
     answers = Answered(
         source=path,
-        confidence=np.array([one.confidence for one in predictions], dtype=np.float64),
-        question=[one.question for one in predictions],
-        read_as=[one.source for one in predictions],
+        confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
+        question=[prediction.question for prediction in predictions],
+        read_as=[prediction.source for prediction in predictions],
         by=None,
-        correct=np.array([one.label == one.gold for one in predictions]),
+        correct=np.array([prediction.label == prediction.gold for prediction in predictions]),
         cell=cell,
-        label=[one.label for one in predictions],
+        label=[prediction.label for prediction in predictions],
         model=predictions[0].model,
         asked=asked,
     )
@@ -127,17 +127,17 @@ def measure_results(
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
     evaluation = results.evaluation
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
-    old: dict[str, Any] = {one.input: one for one in (*known.cells, *known.groups)} if known else {}
+    old: dict[str, Any] = {measured.input: measured for measured in (*known.cells, *known.groups)} if known else {}
     digests: dict[str, str] = {}  # the questions of a task are those of many cells
     numbers: list[CellNumbers] = []
-    for one in cells:
-        cell = one.cell
+    for answered in cells:
+        cell = answered.cell
         files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
         digests |= {name: sha256(folder / name)[:16] for name in files if name is not None and name not in digests}
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
         key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
-        numbers.append(old.get(key) or measure_cell(one, folder, settings, evaluation.unparsed, key))
+        numbers.append(old.get(key) or measure_cell(answered, folder, settings, evaluation.unparsed, key))
         tick()
     groups = []
     for group in measure_groups(results, cells, numbers, settings, old):
@@ -156,35 +156,35 @@ def measure_results(
 # ---- cells
 
 
-def measure_cell(one: Answered, folder: Path, settings: MeasureSettings, unparsed: Unparsed, key: str) -> CellNumbers:
+def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unparsed: Unparsed, key: str) -> CellNumbers:
     """Measure one method on one task at one seed."""
-    resampled, sources = measure_runs([one.by_question], settings), Sources.of(one.read_as or ())
+    resampled, sources = measure_runs([mine.by_question], settings), Sources.of(mine.read_as or ())
     metrics = {name: metric.interval for name, metric in resampled.items()}
     gap, null = metrics.pop(GAP), resampled["ece"].null
     assert null is not None  # as of every calibration metric
     others = replace(settings, metrics=tuple(name for name in HEADLINE if name not in metrics)).functions()
-    split = brier_split(one.confidence, one.correct, bins=settings.bins)
-    values = {name: metric(one.confidence, one.correct) for name, metric in others.items()}
+    split = brier_split(mine.confidence, mine.correct, bins=settings.bins)
+    values = {name: metric(mine.confidence, mine.correct) for name, metric in others.items()}
     values |= {f"brier_{part}": getattr(split, part) for part in ("reliability", "resolution", "uncertainty")}
     metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
-    selection, sampled = selection_of(one.cell, folder)
+    selection, sampled = selection_of(mine.cell, folder)
     return CellNumbers(
-        **one.cell.model_dump(include={*Place.model_fields, "seed"}),
+        **mine.cell.model_dump(include={*Place.model_fields, "seed"}),
         input=key,
-        n=len(one),
-        model=one.model,
+        n=len(mine),
+        model=mine.model,
         metrics=metrics,
         gap=gap,
         null=null,
         sources=sources,
         selection=selection,
         others={
-            **against_posterior(one),
+            **against_posterior(mine),
             "fallback_rate": sources.share("fallback"),
             "plain_rate": sources.share("plain"),
-            "accuracy_unparsed_wrong": float(one.unparsed_wrong().correct.mean()),
+            "accuracy_unparsed_wrong": float(mine.unparsed_wrong().correct.mean()),
             **sampled,
-            **risk_of(one, folder, unparsed),
+            **risk_of(mine, folder, unparsed),
         },
     )
 
@@ -201,31 +201,31 @@ def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval
     predictions = list(read_records(path, Prediction))
     with locating(path):
         # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
-        scalable = any(one.logsumexp is not None for one in predictions)
+        scalable = any(prediction.logsumexp is not None for prediction in predictions)
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
         given = candidates(predictions, tau)
     samples = given.label.shape[1]
     rules = {
-        2**power: {one.rule: Interval(one.accuracy, one.low, one.high, LEVEL) for one in select(given, 2**power)}
+        2**power: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in select(given, 2**power)}
         for power in range(samples.bit_length())
     }
     within = within_questions(given)
     drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
     sampled = {
         "questions_with_both": float(within.questions),
-        "sample_fallback_rate": Sources.of(one.source for one in predictions).share("fallback"),
+        "sample_fallback_rate": Sources.of(prediction.source for prediction in predictions).share("fallback"),
         "sampling_temperature": drawn,
         "tau": tau,
     }
     return rules, sampled | ({"auroc_within": within.value} if within.pairs else {})
 
 
-def risk_of(one: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]:
+def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]:
     """Fit the threshold that keeps the RISK on the validation answers, and apply it to the test answers.
 
     risk_promised: 1, or 0 where no threshold can promise it and nothing is answered.
     """
-    cell = one.cell
+    cell = answered.cell
     if cell.validation is None:
         return {}
     path = folder / cell.validation
@@ -237,38 +237,40 @@ def risk_of(one: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]
     fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
-    right = one.correct[one.confidence >= fitted.threshold]
+    right = answered.correct[answered.confidence >= fitted.threshold]
     numbers = {"risk_promised": 1.0, "risk_threshold": fitted.threshold, "risk_bound": fitted.bound}
-    numbers["risk_coverage"] = len(right) / len(one)
+    numbers["risk_coverage"] = len(right) / len(answered)
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
-def posteriors_of(one: Answered) -> tuple[list[dict[str, float]], Floats]:
+def posteriors_of(mine: Answered) -> tuple[list[dict[str, float]], Floats]:
     """Return the exact posterior of each question, and its probability of the answer; nothing where one has none."""
     exact = []
-    for row, name in enumerate(one.question or () if one.asked else (), 1):
-        if name not in one.asked:
-            raise DataError(one.source, row, f"question: {name!r} is not among the task's questions")
-        exact.append(one.asked[name].posterior)
+    for row, name in enumerate(mine.question or () if mine.asked else (), 1):
+        if name not in mine.asked:
+            raise DataError(mine.source, row, f"question: {name!r} is not among the task's questions")
+        exact.append(mine.asked[name].posterior)
     known = [posterior for posterior in exact if posterior is not None]
-    if len(known) < len(one):
+    if len(known) < len(mine):
         return [], np.array([])
-    return known, np.array([posterior.get(label or "", 0.0) for posterior, label in zip(known, one.label, strict=True)])
+    return known, np.array(
+        [posterior.get(label or "", 0.0) for posterior, label in zip(known, mine.label, strict=True)]
+    )
 
 
-def against_posterior(one: Answered) -> dict[str, float]:
+def against_posterior(answered: Answered) -> dict[str, float]:
     """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
 
     true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
     the gold one. regret: mean of the largest posterior probability less that of the answer given.
     """
-    exact, given = posteriors_of(one)
+    exact, given = posteriors_of(answered)
     if not exact:
         return {}
-    golds = [one.asked[name].gold for name in one.question or ()]
+    golds = [answered.asked[name].gold for name in answered.question or ()]
     bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
     return {
-        "true_error": float(np.abs(one.confidence - given).mean()),
+        "true_error": float(np.abs(answered.confidence - given).mean()),
         "bayes_accuracy": float(np.mean([label == gold for label, gold in zip(bayes, golds, strict=True)])),
         "regret": float(np.mean([max(posterior.values()) for posterior in exact] - given)),
     }
@@ -281,7 +283,7 @@ def measure_groups(
     results: Results, cells: Sequence[Answered], numbers: Sequence[CellNumbers], settings: MeasureSettings, old: Any
 ) -> Iterator[GroupNumbers]:
     """Measure each method on each task over its seeds, and against DPO. old: groups of an earlier build, by input."""
-    planned = plan_groups([one.cell for one in cells])
+    planned = plan_groups([answered.cell for answered in cells])
     methods = Counter(group.table for group in planned if group.baseline)
     for group in planned:
         budget, seeds = group.table[0], [numbers[index] for index in group.cells]
@@ -300,25 +302,25 @@ def measure_groups(
         yield GroupNumbers(
             **seeds[0].model_dump(include={"task", "trained_on", "method"}),
             budget=budget,
-            seeds=tuple(one.seed for one in seeds),
+            seeds=tuple(cell.seed for cell in seeds),
             input=key,
-            n=max(one.n for one in seeds),
-            metrics=_spreads([one.metrics for one in seeds]),
+            n=max(cell.n for cell in seeds),
+            metrics=_spreads([cell.metrics for cell in seeds]),
             intervals={name: resampled[name].interval for name in COMPARED},
             gap=resampled[GAP].interval,
             null=null,
-            sources=Sources.total_of(one.sources for one in seeds),
+            sources=Sources.total_of(cell.sources for cell in seeds),
             papers_budget=papers,
             versus=_versus(runs, baseline, compared, swaps),
             versus_seed={
-                one.seed: _versus([run], [base], compared)
-                for one, run, base in zip(seeds, runs, baseline, strict=False)
+                cell.seed: _versus([run], [base], compared)
+                for cell, run, base in zip(seeds, runs, baseline, strict=False)
             },
             selection={
-                k: _spreads([one.selection[k] for one in seeds])
-                for k in sorted(set.intersection(*(set(one.selection) for one in seeds)))
+                k: _spreads([cell.selection[k] for cell in seeds])
+                for k in sorted(set.intersection(*(set(cell.selection) for cell in seeds)))
             },
-            others=_spreads([one.others for one in seeds]),
+            others=_spreads([cell.others for cell in seeds]),
         )
 
 
@@ -338,17 +340,19 @@ def _versus(
 ) -> dict[str, Versus]:
     """Compare with DPO, metric by metric; an AUROC that one side does not have is left out."""
     comparisons = compare_runs(runs, baseline, settings, swaps=swaps) if baseline else {}
-    return {name: Versus(**vars(found)) for name, found in comparisons.items() if isfinite(found.difference)}
+    return {name: Versus(**vars(compared)) for name, compared in comparisons.items() if isfinite(compared.difference)}
 
 
 def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
     places = [(group.budget, group.trained_on, group.task) for group in groups]
-    unread = {place for place, one in zip(places, groups, strict=True) if one.method == BASELINE and one.sources.forced}
+    unread = {
+        place for place, group in zip(places, groups, strict=True) if group.method == BASELINE and group.sources.forced
+    }
     families: dict[tuple[Budget | None, str], dict[tuple[int, str], float]] = defaultdict(dict)
     for index, group in enumerate(groups):
         if not group.sources.forced and places[index] not in unread:
-            p_values = {(index, metric): one.p_value for metric, one in group.versus.items()}
+            p_values = {(index, metric): difference.p_value for metric, difference in group.versus.items()}
             families[group.budget, group.setting] |= p_values
     corrected: dict[tuple[int, str], float] = {}
     for family in families.values():
@@ -356,7 +360,7 @@ def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     judged = []
     for index, group in enumerate(groups):
         pairs = group.versus.items()
-        versus = {name: replace(one, p_corrected=corrected.get((index, name), nan)) for name, one in pairs}
+        versus = {name: replace(value, p_corrected=corrected.get((index, name), nan)) for name, value in pairs}
         judged.append(group.model_copy(update={"versus": versus}))
     return judged
 
@@ -377,17 +381,17 @@ def decide(
     exact = all("true_error" in group.others for group in groups)
     runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
     for group in groups:
-        for one in answers if group.method not in forced else ():
-            if group.holds(one.cell):
-                truth = posteriors_of(one)[1] if exact else one.correct
-                loss = np.abs(one.confidence - truth)
-                names = [(group.task, name) for name in one.question or ()]
-                place = group.task, group.trained_on, one.cell.seed
-                runs[group.method][place] = Answers(names, loss if exact else loss**2, one.correct)
+        for answered in answers if group.method not in forced else ():
+            if group.holds(answered.cell):
+                truth = posteriors_of(answered)[1] if exact else answered.correct
+                loss = np.abs(answered.confidence - truth)
+                names = [(group.task, name) for name in answered.question or ()]
+                place = group.task, group.trained_on, answered.cell.seed
+                runs[group.method][place] = Answers(names, loss if exact else loss**2, answered.correct)
     places = sorted({place for mine in runs.values() for place in mine})
     complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
     means = {
-        name: float(np.mean([np.asarray(one.confidence).mean() for one in mine])) for name, mine in complete.items()
+        name: float(np.mean([np.asarray(run.confidence).mean() for run in mine])) for name, mine in complete.items()
     }
     losses = dict(sorted(means.items(), key=lambda pair: pair[1]))
     if len(losses) < 2:
@@ -420,5 +424,5 @@ def papers_budget(name: str, budget: Budget | None, training: Training | None) -
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
     """Return how the model of a cell, or the one that it rescales, was trained; None where nothing is recorded."""
     wanted = (cell.task, cell.trained_on, unscaled(cell.method), cell.seed)
-    models = (one for one in results.cells if (one.task, one.trained_on, one.method, one.seed) == wanted)
-    return next((one.training for one in models if one.budget in (None, budget)), None)
+    models = (other for other in results.cells if (other.task, other.trained_on, other.method, other.seed) == wanted)
+    return next((other.training for other in models if other.budget in (None, budget)), None)

@@ -174,12 +174,12 @@ def summary(numbers: Numbers) -> Table:
             low, high = 100 * null.low, 100 * null.high
             return Entry(text=f"{low:.{digits}f} to {high:.{digits}f}", null=(low, high))
         entries = [_entry(spec, column, group) for group in mine]
-        made, values = entries[0], [one.value for one in entries if one.value is not None]
+        made, values = entries[0], [entry.value for entry in entries if entry.value is not None]
         if count > 1:
             mean = sum(values) / count
             made = Entry(mean, f"{mean:.{digits}f}") if len(values) == count else Entry()
         # The share of forced answers alone says where numbers describe the fallback.
-        made.forced = "forced" if column.metric == "fallback_rate" and any(one.forced for one in entries) else ""
+        made.forced = "forced" if column.metric == "fallback_rate" and any(entry.forced for entry in entries) else ""
         if verdict is not None and len(verdict.leaders) < len(verdict.losses):
             made.best = column.metric == verdict.metric and row[0] in verdict.leaders
         return made
@@ -200,7 +200,9 @@ def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     tables = []
     for spec, budget in product((spec for spec in specs().values() if spec.kind in kinds), numbers.budgets):
         groups = numbers.block(spec.settings[0], budget)
-        groups = [one for one in groups if (one.selection if spec.needs == "selection" else one.number(spec.needs))]
+        groups = [
+            group for group in groups if (group.selection if spec.needs == "selection" else group.number(spec.needs))
+        ]
         parts: dict[tuple[object, ...], list[GroupNumbers]] = {}
         for group in groups:
             apart = (group.setting, task_order(group.task), group.trained_on) if spec.each else ()
@@ -231,12 +233,12 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
     table = Table(name, title, spec.caption, columns, lines, budget, spec.kind)
     for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
         for _, block in table.blocks() if column.better else ():
-            rivals = [one.entries[place] for one in block]
-            rivals = [one for one in rivals if one.value is not None and not one.forced]
+            rivals = [line.entries[place] for line in block]
+            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
             if len(rivals) > 1:
-                best = (max if column.better == "higher" else min)(rivals, key=lambda one: one.value or 0.0)
-                for one in rivals:
-                    one.best = one.text == best.text
+                best = (max if column.better == "higher" else min)(rivals, key=lambda rival: rival.value or 0.0)
+                for rival in rivals:
+                    rival.best = rival.text == best.text
     return table
 
 
@@ -303,13 +305,13 @@ def by_preferences(name: str) -> bool:
 def budget_note(results: Results, budget: Budget | None) -> str:
     """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
     trained: dict[str, list[Training]] = {}
-    for cell, one in sorted(trained_cells(results), key=lambda pair: method_order(pair[0].method)):
-        if cell.budget in (None, budget) and by_preferences(cell.method) and one.rows and one.epochs:
-            trained.setdefault(cell.method, []).append(one)
+    for cell, run in sorted(trained_cells(results), key=lambda pair: method_order(pair[0].method)):
+        if cell.budget in (None, budget) and by_preferences(cell.method) and run.rows and run.epochs:
+            trained.setdefault(cell.method, []).append(run)
     efforts: dict[str, list[str]] = {}
-    for name, trainings in trained.items():
-        pairs, epochs = _range([one.rows for one in trainings]), _range([one.epochs for one in trainings])
-        kept = _range([one.epochs if one.kept_epochs is None else one.kept_epochs for one in trainings])
+    for name, runs in trained.items():
+        pairs, epochs = _range([run.rows for run in runs]), _range([run.epochs for run in runs])
+        kept = _range([run.epochs if run.kept_epochs is None else run.kept_epochs for run in runs])
         early = "" if kept == epochs else f", kept after {kept}"
         efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in efforts.items())
@@ -327,7 +329,7 @@ def training_tables(results: Results) -> list[Table]:
     rates, effort, trained = specs()["learning-rates"], specs()["training"], trained_cells(results)
     tasks, tables = sorted({cell.trained_on for cell, _ in trained}, key=task_order), []
     for task in tasks:
-        mine = [one for one in trained if one[0].trained_on == task and by_preferences(one[0].method)]
+        mine = [pair for pair in trained if pair[0].trained_on == task and by_preferences(pair[0].method)]
         seeds = sorted({cell.seed for cell, _ in mine})
         columns = [rates.columns[0].fill(seed=seed, task=task) for seed in seeds]
         spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
@@ -339,11 +341,11 @@ def training_tables(results: Results) -> list[Table]:
 
 # What a training says of its effort; None where it was not recorded.
 EFFORTS: dict[str, Callable[[Training], float | None]] = {
-    "rate": lambda one: one.learning_rate,
-    "minutes": lambda one: None if one.seconds is None else one.seconds / 60,
-    "each": lambda one: 1e3 * one.seconds / one.rows / one.epochs if one.seconds and one.rows and one.epochs else None,
-    "tokens": lambda one: None if one.tokens is None else one.tokens / 1e6,
-    "kept": lambda one: one.kept_step if one.steps else None,
+    "rate": lambda run: run.learning_rate,
+    "minutes": lambda run: None if run.seconds is None else run.seconds / 60,
+    "each": lambda run: 1e3 * run.seconds / run.rows / run.epochs if run.seconds and run.rows and run.epochs else None,
+    "tokens": lambda run: None if run.tokens is None else run.tokens / 1e6,
+    "kept": lambda run: run.kept_step if run.steps else None,
 }
 
 
@@ -360,14 +362,14 @@ def _training_table(spec: Spec, trained: Sequence[tuple[Cell, Training]], column
             for cell, training in trained
             if (cell.method, cell.budget, cell.trained_on) == (*row, column.task) and seed in (None, str(cell.seed))
         ]
-        recorded = [(one, value) for one in trainings if (value := EFFORTS[quantity](one)) is not None]
+        recorded = [(training, value) for training in trainings if (value := EFFORTS[quantity](training)) is not None]
         if not recorded:
             return Entry()
         values = [value for _, value in recorded]
         mean = sum(values) / len(values)
         made = Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
         if quantity == "kept":
-            made.text = f"{_range(values)} of {_range(one.steps for one, _ in recorded)}"
+            made.text = f"{_range(values)} of {_range(training.steps for training, _ in recorded)}"
         if all(papers_budget(*row, training) for training in trainings):
             made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
         return made

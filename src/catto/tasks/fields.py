@@ -121,16 +121,16 @@ class FieldMap:
             if golds is None:
                 continue
             styles, own_labels = tuple(golds), own_labels or labels is not None
-            for one, two in combinations(golds, 2):
-                if golds[one] != golds[two]:
-                    said = f"{self.answer} {lookup(raw, self.answer)!r} may be {MEANING[one]} or {MEANING[two]}"
-                    apart.setdefault((one, two), (file, number, said))
+            for first, second in combinations(golds, 2):
+                if golds[first] != golds[second]:
+                    said = f"{self.answer} {lookup(raw, self.answer)!r} may be {MEANING[first]} or {MEANING[second]}"
+                    apart.setdefault((first, second), (file, number, said))
         if own_labels and "label" in styles:
             return replace(self, style="label"), None
         doubts = (
-            DataError(file, number, f"{said}, and no row decides which: state answer {one} or answer {two}")
-            for (one, two), (file, number, said) in apart.items()
-            if {one, two} <= {*styles}
+            DataError(file, number, f"{said}, and no row decides which: state answer {first} or answer {second}")
+            for (first, second), (file, number, said) in apart.items()
+            if {first, second} <= {*styles}
         )
         return replace(self, style=styles[0]), next(doubts, None)
 
@@ -193,12 +193,12 @@ class FieldMap:
         golds: dict[Style, int] = {}
         for style in styles:
             names = self._names(style, labels, options)
-            found = key.lower() if style == "boolean" else key
-            if found not in names and labels is None and style == "label":
-                found = key.upper()
-            if found in names:
-                golds[style] = names.index(found)
-            if len(styles) == 1 and names.count(found) > 1:
+            name = key.lower() if style == "boolean" else key
+            if name not in names and labels is None and style == "label":
+                name = key.upper()
+            if name in names:
+                golds[style] = names.index(name)
+            if len(styles) == 1 and names.count(name) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not golds:
             expected = listed(self._names(styles[0], labels, options))

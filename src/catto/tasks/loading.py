@@ -101,7 +101,7 @@ def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSou
 
 def _matches(files: Files) -> dict[Split, tuple[Path, ...]]:
     """The files of each split's paths and globs; each must match one."""
-    found: dict[Split, tuple[Path, ...]] = {}
+    by_split: dict[Split, tuple[Path, ...]] = {}
     for split, value in files.items():
         if split not in SPLITS:
             raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
@@ -110,8 +110,8 @@ def _matches(files: Files) -> dict[Split, tuple[Path, ...]]:
             matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
             if not (matches := [match for match in matches if match.is_file()]):
                 raise DataError(str(item), None, "no such file")
-            found[split] = (*found.get(split, ()), *matches)
-    return found
+            by_split[split] = (*by_split.get(split, ()), *matches)
+    return by_split
 
 
 def _answered(rows: Rows, name: str, answers: Path) -> Rows:
