@@ -221,7 +221,7 @@ def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
     `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
     there is removed, since responses write their own.
     """
-    turns = chat if _has_system_role(tokenizer, str(getattr(tokenizer, "chat_template", None))) else fold_system(chat)
+    turns = chat if _has_system_role(tokenizer, _template_of(tokenizer)) else fold_system(chat)
     return _THINK_START.sub("", _rendered(turns, tokenizer))
 
 
@@ -251,6 +251,10 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
         return tuple(chat)
     system, user, *rest = chat
     return (Message(role="user", content=f"{system.content}\n\n{user.content}"), *rest)
+
+
+def _template_of(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "chat_template", None))
 
 
 @lru_cache(maxsize=16)
