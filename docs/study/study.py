@@ -138,8 +138,7 @@ def write() -> None:
     with replacing(PAGE) as file:
         file.write(text)
     for task in dict.fromkeys(cell.task for cell in results.cells if cell.setting == "in"):
-        panels = [_panel(name, task, answers, numbers) for name in PANELS]
-        write_figure(partial(reliability_figure, panels), IMAGES / f"smollm2-{task}.svg")
+        write_figure(partial(reliability_figure, list(_panels(task, answers, numbers))), IMAGES / f"smollm2-{task}.svg")
 
 
 def _title(name: str) -> str:
@@ -172,12 +171,17 @@ def _groups(numbers: Numbers, variants: bool = False) -> Iterator[tuple[str, lis
 def scores(numbers: Numbers) -> Iterator[str]:
     """Every method on every task: means over seeds, intervals over questions, marks against DPO."""
     for title, groups in _groups(numbers):
-        seeds, n = groups[0].seeds, groups[0].n
-        listed = ", ".join(map(str, seeds))
-        yield f"**{title}**, {n} test questions, seed{'s' if len(seeds) > 1 else ''} {listed}:"
+        yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0])}:"
         yield ""
         heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC"]
-        yield from _table(heads, [_scores(group) for group in groups])
+        rows = [_scores(group) for group in groups]
+        for row, group in zip(rows, groups, strict=True):
+            row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group)} alone)"
+        yield from _table(heads, rows)
+
+
+def _listed(group: GroupNumbers) -> str:
+    return f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}"
 
 
 def _scores(group: GroupNumbers) -> list[str]:
@@ -232,12 +236,15 @@ def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
 def seeds(numbers: Numbers) -> Iterator[str]:
     """Accuracy and ECE of every seed."""
     for title, groups in _groups(numbers):
-        rows = []
+        rows, columns = [], sorted({seed for group in groups for seed in group.seeds})
         for group in groups:
-            cells = [cell for cell in numbers.cells if group.holds(cell)]
-            pairs = [[100 * cell.metrics[name].value for name in ("accuracy", "ece")] for cell in cells]
-            rows.append([_title(group.method), *(f"{accuracy:.1f} / {ece:.1f}" for accuracy, ece in pairs)])
-        yield from _table([f"{title}: accuracy / ECE", *(f"seed {seed}" for seed in groups[0].seeds)], rows)
+            known = {cell.seed: cell.metrics for cell in numbers.cells if group.holds(cell)}
+            values = {
+                seed: [100 * metrics[name].value for name in ("accuracy", "ece")] for seed, metrics in known.items()
+            }
+            texts = ["{:.1f} / {:.1f}".format(*values[seed]) if seed in values else "-" for seed in columns]
+            rows.append([_title(group.method), *texts])
+        yield from _table([f"{title}: accuracy / ECE", *(f"seed {seed}" for seed in columns)], rows)
 
 
 def costs(results: Results) -> Iterator[str]:
@@ -266,7 +273,14 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
         known = {group.method: group for group in groups}
         if not {"dpo", "dpo+outcome"} <= known.keys():
             continue
-        plain, ours = (100 * known[name].metrics["debiased_ece"].mean for name in ("dpo", "dpo+outcome"))
+        seeds = known["dpo+outcome"].seeds
+        plain, ours = (
+            100
+            * fmean(
+                cell.metrics["debiased_ece"].value for cell in numbers.cells if group.holds(cell) and cell.seed in seeds
+            )
+            for group in (known["dpo"], known["dpo+outcome"])
+        )
         reached = "yes" if ours <= plain / 4 else "no"
         rows.append(
             [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
@@ -294,23 +308,30 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
 def _compare(
     known: dict[str, GroupNumbers], suffix: str, metric: str, answers: Sequence[Answered], numbers: Numbers
 ) -> Versus:
-    """Compare outcome with DPO, both rescaled, over all seeds."""
-    groups = [known[name + suffix] for name in ("dpo+outcome", "dpo")]
-    runs = [[one.by_question for one in answers if group.holds(one.cell)] for group in groups]
+    """Compare outcome with DPO, both rescaled, over the seeds of outcome."""
+    ours, plain = (known[name + suffix] for name in ("dpo+outcome", "dpo"))
+    runs = [
+        [run.by_question for run in answers if group.holds(run.cell) and run.cell.seed in ours.seeds]
+        for group in (ours, plain)
+    ]
     settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
     (found,) = compare_runs(runs[0], runs[1], settings, swaps=20 * numbers.resamples).values()
     return Versus(**vars(found))
 
 
-def _panel(name: str, task: str, answers: Sequence[Answered], numbers: Numbers) -> Panel:
-    """The reliability of a method on a task, the answers of all seeds together."""
-    cells = [one for one in answers if (one.cell.method, one.cell.task, one.cell.setting) == (name, task, "in")]
-    confidence, correct = (
-        np.concatenate([getattr(one, field) for one in cells]) for field in ("confidence", "correct")
-    )
-    sources = Sources.total_of(Sources.of(one.read_as or ()) for one in cells)
-    title = f"{_title(name)}, {task_title(task)}" if name == PANELS[0] else _title(name)
-    return Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
+def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterator[Panel]:
+    """The reliability of methods on a task, the answers of those seeds together that all of them have."""
+    here = [run for run in answers if (run.cell.task, run.cell.setting) == (task, "in")]
+    runs = {name: {run.cell.seed: run for run in here if run.cell.method == name} for name in PANELS}
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in runs.values())))
+    for name, by_seed in runs.items():
+        mine = [by_seed[seed] for seed in seeds]
+        confidence, correct = (
+            np.concatenate([getattr(run, field) for run in mine]) for field in ("confidence", "correct")
+        )
+        sources = Sources.total_of(Sources.of(run.read_as or ()) for run in mine)
+        title = f"{_title(name)}, {task_title(task)}" if name == PANELS[0] else _title(name)
+        yield Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
 
 
 if __name__ == "__main__":
