@@ -15,22 +15,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
-from typing import Literal
 
 import numpy as np
 
 from catto.engines import TAU_GRID
+from catto.methods import Rescaled
 from catto.metrics.binning import Floats
 from catto.metrics.calibrators import TAU_RANGE
 from catto.records import Prediction
 
-Kind = Literal["raw", "normalized"]
 ONE = TAU_GRID.index(1.0)
 # The share of a sum that float64 cannot distinguish from 0.
 ROUNDING = 1e-15
 
 
-def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Kind = "raw") -> float:
+def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "raw") -> float:
     """Return the probability of the prediction's label at temperature tau, of the whole vocabulary or of the label set.
 
     `raw` needs `logsumexp` (tau 1 needs nothing) and tau on the grid's range; `normalized` needs `label_logprobs`.
@@ -117,7 +116,7 @@ class Scaling:
     at_edge: bool
 
 
-def fit_tau(predictions: Sequence[Prediction], kind: Kind = "raw") -> Scaling:
+def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scaling:
     """Fit tau by the gold label's NLL, the mean of -log p_tau(gold), of the whole vocabulary or among the labels.
 
     Then either the textbook's way (`decode: greedy`): `rescaled(greedy test predictions, tau)`, answers stay; or the
@@ -151,7 +150,7 @@ def fit_tau(predictions: Sequence[Prediction], kind: Kind = "raw") -> Scaling:
     return Scaling(tau, nll(1.0), nll(tau), len(usable), len(predictions) - len(usable), tau in ends)
 
 
-def rescaled(predictions: Sequence[Prediction], tau: float, kind: Kind = "raw") -> list[Prediction]:
+def rescaled(predictions: Sequence[Prediction], tau: float, kind: Rescaled = "raw") -> list[Prediction]:
     """Return the same answers with their confidence at tau."""
     return [
         row.model_copy(update={"confidence": confidence_at(row, tau, kind), "confidence_raw": _stated(row)})
