@@ -263,6 +263,19 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
     return ends
 
 
+def test_each_scaling_rescales_by_its_own_temperature(tmp_path: Path) -> None:
+    from catto.metrics.temperature import confidence_at
+
+    root = tmp_path / "run"
+    again(write_recipe(tmp_path, **SMALL), root)
+    for suffix, fitted, kind in (("+ts", "tau-sft", "raw"), ("+tl", "tau-among-labels-sft", "normalized")):
+        (path,) = (root / "stages").glob(f"scaled-sft{suffix}-*/scaled.jsonl")
+        (temperature,) = (root / "stages").glob(f"{fitted}-*/temperature.json")
+        tau, rows = json.loads(temperature.read_text())["tau"], list(read_records(path, Prediction))
+        assert [row.confidence for row in rows] == [confidence_at(row, tau, kind) for row in rows]
+        assert all(row.confidence != row.confidence_raw for row in rows)
+
+
 def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
