@@ -155,33 +155,6 @@ def test_a_kill_while_refusals_are_forgotten_loses_nothing(tmp_path: Path, kept:
         assert teach(questions(6), None, server_settings(server.url), tmp_path, retry_refused=True).responses == 36
 
 
-@pytest.mark.parametrize("manifests", range(5))
-def test_a_kill_between_any_two_manifests_leaves_nothing_made_without_the_new_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifests: int
-) -> None:
-    """Of the five, the generations' own goes last: without it the others would be taken for those of the new ones."""
-    with serve(refusing(1)) as server:
-        teach(questions(6), None, server_settings(server.url), tmp_path)
-    unlink, gone = Path.unlink, 0
-
-    def killed(self: Path, missing_ok: bool = False) -> None:
-        nonlocal gone
-        if self.name.endswith(".manifest.json"):
-            if gone == manifests:
-                raise KeyboardInterrupt
-            gone += 1
-        unlink(self, missing_ok)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", killed)
-        with pytest.raises(KeyboardInterrupt):
-            forget_refusals(tmp_path)
-    with serve() as server:
-        found = teach(questions(6), None, server_settings(server.url), tmp_path, retry_refused=True)
-    assert found.responses == 36
-    assert len(list(read_records(tmp_path / "outcome.jsonl", SftRow))) == 36
-
-
 def test_refusals_survive_a_stop_in_the_part_file(tmp_path: Path) -> None:
     def respond(seen: Seen) -> Reply:
         return error(403, "no money") if number(seen) == 4 else refusing(1)(seen)

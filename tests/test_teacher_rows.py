@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.engines import Generation
 from catto.files import read_manifest
 from catto.prompts import completion, messages, parse
 from catto.recipe import TeacherSettings
 from catto.records import Response
 from catto.teacher import dry_run
-from catto.teacher.pairing import AnsweredQuestion, dropped, join_questions, outcome_rows, preference_rows, sft_rows
+from catto.teacher.pairing import AnsweredQuestion, dropped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.responses import answered_questions
 from teacher_world import LABELS, questions, run, scripted
 
 # Estimates and yield
@@ -151,4 +153,8 @@ def test_each_question_draws_its_pair_by_itself() -> None:
 
 def test_a_response_to_no_question_is_an_error() -> None:
     with pytest.raises(ValueError, match="'q0', which is not among"):
-        list(join_questions([], answered("A").responses, TeacherSettings()))
+        list(
+            answered_questions(
+                [], [Generation(question="q0", sample=0, text="A", model="m")], TeacherSettings(), drawn=True
+            )
+        )

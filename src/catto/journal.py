@@ -200,7 +200,7 @@ class Journal(Generic[S]):
                 for _, line in _whole_lines(source) if source.exists() else ():
                     file.write(line if refusals or not line.startswith(_REFUSED) else b"")
         if published:
-            write_manifest(self.part, self.manifest)
+            write_manifest(self.part, read_manifest(self.path))
         manifest_path(self.path).unlink(missing_ok=True)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from catto.engines import model_name
 from catto.engines.replies import count_reasons
-from catto.prompts import completion, messages
+from catto.prompts import completion
 from catto.recipe import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
 
@@ -44,17 +43,6 @@ class AnsweredQuestion(NamedTuple):
     def wrong(self) -> tuple[Response, ...]:
         """The others, with or without a label."""
         return tuple(response for response in self.responses if not response.correct)
-
-
-def join_questions(
-    questions: Iterable[Question], responses: Iterable[Response], settings: TeacherSettings
-) -> Iterator[AnsweredQuestion]:
-    """Join responses, sorted by question, to their questions."""
-    by_id = {question.id: question for question in questions}
-    for name, group in groupby(responses, key=lambda response: response.question):
-        if name not in by_id:
-            raise ValueError(f"response to question {name!r}, which is not among the questions")
-        yield AnsweredQuestion(by_id[name], messages(by_id[name], reasoning=settings.reasoning), tuple(group))
 
 
 def sft_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
@@ -96,6 +84,7 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
 
 Kind = Literal["sft", "preferences", "outcome"]
 ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]] = {
+    "responses": lambda group, settings: iter(group.responses),
     "sft": sft_rows,
     "preferences": preference_rows,
     "outcome": outcome_rows,

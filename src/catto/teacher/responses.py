@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ from catto.journal import Journal, journal_path, read_refusals
 from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
-from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield, join_questions
+from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
 from catto.teacher.sources import Source, StoredResponses, open_source
 
 GENERATIONS, REFUSED, LOCK = "generations.jsonl", "refused.jsonl", ".lock"
@@ -102,70 +103,71 @@ def write_rows(
 ) -> Yield:
     """Read the file that `ask` wrote and write responses.jsonl and, of each kind, the rows: sft.jsonl and so on.
 
-    All files are written in one pass over the responses, each with its manifest. A file that was made of the same
-    generations by the same parser and settings is left alone.
+    All files are written in one pass over the generations, each with its manifest.
     """
-    training, made, kinds = training_questions(questions), read_manifest(generations), tuple(kinds)
-    parsed = content_hash([made.recipe_hash, VERSION])
-    recipes: dict[str, str] = {"responses": parsed, **dict.fromkeys(kinds, content_hash([parsed, settings.picked()]))}
-    paths = {name: out / f"{name}.jsonl" for name in recipes}
+    training, made, names = training_questions(questions), read_manifest(generations), ("responses", *kinds)
+    paths = {name: out / f"{name}.jsonl" for name in names}
     tally: Counter[str] = Counter()  # records by file
 
-    def written(responses: Iterable[Response], outputs: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
+    def written(outputs: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
         """Write what each question gives into the files on the way to the summary."""
-        for group in join_questions(training, responses, settings):
-            tally["temperature_ignored"] += sum(not response.temperature_acts for response in group.responses)
+        stored = read_records(generations, Generation)
+        for group in answered_questions(training, stored, settings, drawn=made.notes["drawn"]):
             for name, file in outputs.items():
-                for record in group.responses if name == "responses" else ROWS[name](group, settings):
+                for record in ROWS[name](group, settings):
                     tally[name] += 1
                     file.write(files.json_line(record, paths[name], tally[name]))
+            tally["temperature_ignored"] += sum(not response.temperature_acts for response in group.responses)
             yield group
 
     with locked(out / LOCK):
-        there = [name for name, path in paths.items() if path.exists() and manifest_path(path).exists()]
-        current = {name for name in there if read_manifest(paths[name]).recipe_hash == recipes[name]}
-        tally.update({kind: read_manifest(paths[kind]).counts["rows"] for kind in kinds if kind in current})
         with ExitStack() as stack:
-            missing = [name for name in recipes if name not in current]
-            outputs = {name: stack.enter_context(files.replacing(paths[name])) for name in missing}
-            if "responses" in current:
-                responses = read_records(paths["responses"], Response)
-            else:
-                responses = _parsed(training, read_records(generations, Generation), settings, made.notes["drawn"])
-            summary = count_yield(training, written(responses, outputs), settings, refusals(generations.parent))
-        for name in missing:
-            if name == "responses":
-                notes = {**made.notes, "parser": VERSION}
-                counts = {
-                    **summary.model_dump(include={"responses", "correct", "unparsed"}),
-                    "temperature_ignored": tally["temperature_ignored"],
-                    "other_model": sum(summary.other_models.values()),
-                    "refused": made.counts["refused"],
-                }
-            else:
-                notes, counts = settings.picked(), {"rows": tally[name], "questions": len(training)}
-            files.write_manifest(paths[name], _manifest(name, counts, settings, recipes[name], notes))
-    return summary.model_copy(update={"rows": {kind: tally[kind] for kind in kinds}})
+            outputs = {name: stack.enter_context(files.replacing(path)) for name, path in paths.items()}
+            summary = count_yield(training, written(outputs), settings, refusals(generations.parent))
+        parsed = content_hash([made.recipe_hash, VERSION])
+        counts = {
+            **summary.model_dump(include={"responses", "correct", "unparsed"}),
+            "temperature_ignored": tally["temperature_ignored"],
+            "other_model": sum(summary.other_models.values()),
+            "refused": made.counts["refused"],
+        }
+        manifest = _manifest("responses", counts, settings, parsed, {**made.notes, "parser": VERSION})
+        files.write_manifest(paths["responses"], manifest)
+        for kind in names[1:]:
+            counts, recipe = (
+                {"rows": tally[kind], "questions": len(training)},
+                content_hash([parsed, settings.picked()]),
+            )
+            files.write_manifest(paths[kind], _manifest(kind, counts, settings, recipe, settings.picked()))
+    return summary.model_copy(update={"rows": {kind: tally[kind] for kind in names[1:]}})
 
 
-def _parsed(
-    training: Sequence[Question], generations: Iterable[Generation], settings: TeacherSettings, drawn: bool
-) -> Iterator[Response]:
-    """Read reasoning and label of each generation; reasoning in the text goes before what the server returned apart."""
-    by_id = {question.id: question for question in training}
-    for generation in generations:
-        question = by_id[generation.question]
-        answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
-        temperature, seed = draw(settings, question.id, generation.sample) if drawn else (None, None)
-        same = generation.model_dump(exclude={"reasoning", "tops"})
-        yield Response(
-            **same,
-            reasoning=answer.reasoning or generation.reasoning,
-            label=answer.label,
-            correct=answer.label == question.gold,
-            temperature=temperature,
-            seed=seed,
-        )
+def answered_questions(
+    questions: Iterable[Question], generations: Iterable[Generation], settings: TeacherSettings, *, drawn: bool
+) -> Iterator[AnsweredQuestion]:
+    """Parse generations, sorted by question, and join them to their questions.
+
+    Reasoning in the text goes before what the server returned apart. drawn: each has the temperature drawn for it.
+    """
+    by_id = {question.id: question for question in questions}
+    for name, group in groupby(generations, key=lambda generation: generation.question):
+        if name not in by_id:
+            raise ValueError(f"response to question {name!r}, which is not among the questions")
+        question, responses = by_id[name], []
+        for generation in group:
+            answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+            temperature, seed = draw(settings, name, generation.sample) if drawn else (None, None)
+            responses.append(
+                Response(
+                    **generation.model_dump(exclude={"reasoning", "tops"}),
+                    reasoning=answer.reasoning or generation.reasoning,
+                    label=answer.label,
+                    correct=answer.label == question.gold,
+                    temperature=temperature,
+                    seed=seed,
+                )
+            )
+        yield AnsweredQuestion(question, messages(question, reasoning=settings.reasoning), tuple(responses))
 
 
 def _manifest(
@@ -304,12 +306,7 @@ def refusals(folder: Path) -> list[Refusal]:
 def forget_refusals(folder: Path) -> None:
     """Turn a folder of responses into one in which nothing was refused: the next run asks those requests again.
 
-    The manifests of what was made without the missing responses are deleted. A kill leaves the folder as it was, or a
-    journal to resume from.
+    A kill leaves the folder as it was, or a journal to resume from.
     """
     if refusals(folder):
-        own = manifest_path(folder / GENERATIONS)
-        for path in {*folder.glob("*.manifest.json")} - {own, manifest_path(journal_path(folder / GENERATIONS))}:
-            path.unlink()
-        recipe = read_manifest(folder / GENERATIONS).recipe_hash if own.exists() else None
-        _opened(folder, recipe).reopen(refusals=False)
+        _opened(folder, None).reopen(refusals=False)
