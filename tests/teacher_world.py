@@ -16,7 +16,7 @@ from catto.prompts import completion
 from catto.recipe import TeacherSettings
 from catto.records import Option, Question
 from catto.teacher import Yield, ask, write_rows
-from catto.teacher.responses import GENERATIONS
+from catto.teacher.responses import GENERATIONS, forget_refusals
 from catto.teacher.sources import Source
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
@@ -53,11 +53,13 @@ def teach(
     settings: TeacherSettings,
     out: Path,
     *more: Any,
-    **options: Any,
+    retry_refused: bool = False,
 ) -> Yield:
     """Ask for the responses and write the rows made of them, all in one folder."""
     asked = list(questions)
-    ask(asked, source, settings, out, *more, **options)
+    if retry_refused:
+        forget_refusals(out)
+    ask(asked, source, settings, out, *more)
     return write_rows(asked, settings, out / GENERATIONS, out)
 
 

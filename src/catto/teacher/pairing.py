@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -33,6 +33,12 @@ class AnsweredQuestion(NamedTuple):
     def correctness_rate(self) -> float:
         """Share of the responses that are right, in [0, 1]."""
         return len(self.right) / len(self.responses)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns that all rows of the question share."""
+        same = {"question": self.question.id, "task": self.question.task, "labels": self.question.labels}
+        return {**same, "gold": self.question.gold, "prompt": self.prompt, "correctness_rate": self.correctness_rate}
 
     @property
     def right(self) -> tuple[Response, ...]:
@@ -63,22 +69,16 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
     """
     if dropped(group, settings) is not None:
         return
-    question, rate = group.question, group.correctness_rate
     labelled = [response for response in group.wrong if response.label is not None]
     pairs = [(chosen, rejected) for chosen in group.right for rejected in labelled]
-    pairs.sort(key=lambda pair: content_hash([settings.seed, question.id, pair[0].sample, pair[1].sample]))
+    pairs.sort(key=lambda pair: content_hash([settings.seed, group.question.id, pair[0].sample, pair[1].sample]))
     for chosen, rejected in pairs[: settings.pairs_per_question]:
         yield PreferenceRow(
-            prompt=group.prompt,
+            **group.columns,
             chosen=_turn(chosen, settings),
             rejected=_turn(rejected, settings),
-            question=question.id,
-            task=question.task,
-            labels=question.labels,
-            gold=question.gold,
-            chosen_label=question.gold,
+            chosen_label=group.question.gold,
             rejected_label=rejected.label,
-            correctness_rate=rate,
         )
 
 
@@ -103,16 +103,7 @@ def dropped(group: AnsweredQuestion, settings: TeacherSettings) -> str | None:
 
 
 def _sft_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
-    return SftRow(
-        prompt=group.prompt,
-        completion=_turn(response, settings),
-        question=group.question.id,
-        task=group.question.task,
-        labels=group.question.labels,
-        gold=group.question.gold,
-        label=response.label,
-        correctness_rate=group.correctness_rate,
-    )
+    return SftRow(**group.columns, completion=_turn(response, settings), label=response.label)
 
 
 def _turn(response: Response, settings: TeacherSettings) -> tuple[Message, ...]:

@@ -47,16 +47,14 @@ def ask(
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
-    *,
-    retry_refused: bool = False,
 ) -> None:
     """Collect n responses to every training question, unread, into `out`/generations.jsonl with its manifest.
 
     A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished one asks
     nothing. `source` None: the one that the settings name, opened only if something is to be asked.
 
-    Requests that the server refuses for good go into refused.jsonl with the reason and are left out; `retry_refused`
-    asks them again. Too many of them (`settings.max_refused`) raise ServerError. `progress(done, total)` counts
+    Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
+    `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError. `progress(done, total)` counts
     responses.
 
     >>> import tempfile
@@ -69,8 +67,6 @@ def ask(
     """
     training = training_questions(questions)
     with locked(out / LOCK):
-        if retry_refused:
-            forget_refusals(out)
         journal = _journal(training, source, settings, out)
         if not journal.finished():
             source, total = source or open_source(settings, training), len(journal.keys)
@@ -87,9 +83,7 @@ def ask(
                 if drawn and (missing := total - len(journal.places)):
                     raise RuntimeError(f"{source.name}: {missing} requests were never answered")
                 counts = {"generations": answered, "refused": len(journal.refused)}
-                notes: dict[str, Any] = {"source": source.name, "drawn": drawn}
-                if isinstance(source, StoredResponses):
-                    notes |= source.notes
+                notes = {"source": source.name, "drawn": drawn, **getattr(source, "notes", {})}
                 journal.publish(_manifest("generations", counts, settings, journal.manifest.recipe_hash, notes))
         journal.remove()
 
@@ -133,11 +127,9 @@ def write_rows(
         }
         manifest = _manifest("responses", counts, settings, parsed, {**made.notes, "parser": VERSION})
         files.write_manifest(paths["responses"], manifest)
+        recipe = content_hash([parsed, settings.picked()])
         for kind in names[1:]:
-            counts, recipe = (
-                {"rows": tally[kind], "questions": len(training)},
-                content_hash([parsed, settings.picked()]),
-            )
+            counts = {"rows": tally[kind], "questions": len(training)}
             files.write_manifest(paths[kind], _manifest(kind, counts, settings, recipe, settings.picked()))
     return summary.model_copy(update={"rows": {kind: tally[kind] for kind in names[1:]}})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,43 +49,35 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Sou
             from catto.engines.transformers import TransformersEngine
 
             return TransformersEngine.load(settings.model or "", batch_size=settings.concurrency)
-        case "witnesses":
-            return BuiltInTeacher("witnesses", witness_response, questions)
-        case "labels":
-            return BuiltInTeacher("labels", random_label, questions)
+        case "witnesses" | "labels":
+            return BuiltInTeacher(settings.source, questions)
         case "responses":
             return StoredResponses(settings.responses or "", settings.fields, questions)
     raise ValueError("source: the settings name none, and none was given")
 
 
 class BuiltInTeacher:
-    """A teacher that needs no model: `write` makes a response of a question and the request's seed and temperature."""
+    """A teacher that needs no model.
 
-    def __init__(self, name: str, write: Callable[[Question, Request], str], questions: Sequence[Question]) -> None:
+    `witnesses` is the embedded world's, who draws from the true posterior at the request's temperature. `labels`, for
+    answer-first tasks, draws every label with equal probability: n draws a question give right and wrong answers
+    without a model, so rows and pairs cost nothing and the pairs carry no information beyond the gold label.
+    """
+
+    def __init__(self, name: str, questions: Sequence[Question]) -> None:
         self.name = self.model = name
-        self._write, self._questions = write, {question.id: question for question in questions}
+        self._questions = {question.id: question for question in questions}
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield one response per request, in order."""
         for request in requests:
             if request.key not in done:
-                text = self._write(self._questions[request.question], request)
+                question = self._questions[request.question]
+                if self.name == "witnesses":
+                    text = completion(*respond(question, request.temperature, request.seed))
+                else:  # sorted, since the order in which the options are listed must not change what is drawn
+                    text = completion(None, random.Random(request.seed).choice(sorted(question.labels)))
                 yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
-
-
-def witness_response(question: Question, request: Request) -> str:
-    """Answer as the embedded world's teacher, who draws from the true posterior at the request's temperature."""
-    return completion(*respond(question, request.temperature, request.seed))
-
-
-def random_label(question: Question, request: Request) -> str:
-    """Draw every label with equal probability, for answer-first tasks: there a response is a label and its tags.
-
-    n draws a question give right and wrong answers without a model, so rows and pairs cost nothing and the pairs carry
-    no information beyond the gold label.
-    """
-    # Sorted, since the order in which the options are listed must not change what is drawn.
-    return completion(None, random.Random(request.seed).choice(sorted(question.labels)))
 
 
 def _text(name: str, row: Mapping[str, Any]) -> str:
