@@ -400,43 +400,54 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
     """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
     match kind(path):
         case ".jsonl" | ".ndjson":
-            return ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+            yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
         case ".json":
-            return _read_json(path)
+            value = read_json(path, MOST_JSON_BYTES)
+            rows = value.get("data", value.get("samples")) if isinstance(value, dict) else value
+            if isinstance(rows, dict) and all(isinstance(column, list) for column in rows.values()):
+                lengths = {len(column) for column in rows.values()}
+                if len(lengths) > 1:
+                    expected = f"data: expected columns of equal length, got {listed(sorted(lengths))}"
+                    raise DataError(path, None, expected)
+                rows = [dict(zip(rows, cells, strict=True)) for cells in zip(*rows.values(), strict=True)]
+            if not isinstance(rows, list):
+                raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}')
+            for number, row in enumerate(rows, 1):
+                if not isinstance(row, dict):
+                    raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}")
+                yield number, row
         case ".csv" | ".tsv":
-            return _read_csv(path, columns)
+            yield from _read_csv(path, columns)
         case ".parquet":
-            return _read_parquet(path)
-    raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
-
-
-def _read_json(path: Path) -> Rows:
-    value = read_json(path, MOST_JSON_BYTES)
-    rows = value.get("data", value.get("samples")) if isinstance(value, dict) else value
-    if isinstance(rows, dict) and all(isinstance(column, list) for column in rows.values()):
-        lengths = {len(column) for column in rows.values()}
-        if len(lengths) > 1:
-            raise DataError(path, None, f"data: expected columns of equal length, got {listed(sorted(lengths))}")
-        rows = [dict(zip(rows, cells, strict=True)) for cells in zip(*rows.values(), strict=True)]
-    if not isinstance(rows, list):
-        raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}')
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}")
-        yield number, row
+            try:
+                import pyarrow as arrow  # type: ignore[import-untyped]
+                from pyarrow import parquet
+            except ImportError:
+                raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
+            with opened(path) as file:
+                try:
+                    batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)  # one batch is all that is held
+                    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+                except arrow.ArrowException as error:
+                    raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
+        case _:
+            raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
     number, lines = 0, (line for _, line in _text_lines(path, "line"))
     first = next(lines, "")
+    if names is None and first.startswith(('{"', "[{")):
+        raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
     # The header's most frequent one; a file without a header has commas.
     signs = "\t" if kind(path) == ".tsv" else ",;\t|" if names is None else ","
     sign = max(signs, key=first.count)
     try:
         for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
             if names is None:
-                _check_header(path, values)
                 names = tuple(values)
+                if twice := [name for name, count in Counter(names).items() if count > 1]:
+                    raise DataError(path, None, f"column {twice[0]!r} occurs twice in the header")
             elif values:
                 number += 1
                 if len(values) != len(names):
@@ -445,34 +456,6 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
                 yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise DataError(path, number + 1, f"not CSV: {error}") from None
-
-
-def _check_header(path: Path, names: list[str]) -> None:
-    """Refuse repeated names, and a header that shows another format."""
-    whole = ",".join(names)
-    if whole.startswith(("{", "[")):
-        is_json = whole.startswith('{"')
-        with suppress(ValueError):
-            parse_json(whole)
-            is_json = True
-        if is_json:
-            raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(path, None, f"column {twice[0]!r} occurs twice in the header")
-
-
-def _read_parquet(path: Path) -> Rows:
-    try:
-        import pyarrow as arrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
-    with opened(path) as file:
-        try:
-            batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)  # one batch is all that is held
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-        except arrow.ArrowException as error:
-            raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
 
 
 def read_hub(

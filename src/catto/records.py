@@ -222,7 +222,6 @@ class Manifest(Record):
     notes: dict[str, Any] = Field(default_factory=dict)
 
 
-MOST_NAME = 64
 _NAME = re.compile(r"(?=.*[^.])[A-Za-z0-9._+-]{1,64}", re.ASCII)
 
 
@@ -236,9 +235,7 @@ def checked_name(name: str, what: str, plus: bool = False) -> str:
     if not _NAME.fullmatch(name) or ("+" in name and not plus):
         signs = "._-+" if plus else "._-"
         shown = shortened(repr(name), 80)
-        raise ValueError(
-            f"{what} name {shown}: expected letters, digits and {signs}, at most {MOST_NAME}, not dots alone"
-        )
+        raise ValueError(f"{what} name {shown}: expected letters, digits and {signs}, at most 64, not dots alone")
     return name
 
 
