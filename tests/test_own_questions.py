@@ -24,7 +24,7 @@ from catto.prompts import messages
 from catto.records import SPLITS, Prediction, Question, SftRow
 from catto.tasks import from_file, load
 from catto.tasks.fields import LETTERS
-from catto.tasks.proposal import propose
+from catto.tasks.own_file import propose
 from command import Done, run, write_lines
 from experiment_world import write_recipe
 from pages import ROOT

@@ -133,7 +133,6 @@ def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
         ({"fields": {"question": "q", "options": "o", "gold": "a"}}, "fields: 'gold' is not one of"),
         ({"fields": {"question": "q", "options": "o", "answer": ["a"]}}, "fields: answer: expected one field name"),
         ({"answer": "letter"}, "answer 'letter' is not one of label, index, index1, text, boolean"),
-        ({"fractions": (0.5, 0.5, 0.5)}, "fractions (0.5, 0.5, 0.5)"),
     ],
 )
 def test_a_bad_field_map_is_one_line(options: dict[str, Any], said: str) -> None:

@@ -170,7 +170,6 @@ def test_every_world_sums_to_one_and_answers_its_own_labels(
         ({"reliabilities": ()}, "reliabilities"),
         ({"reliabilities": (0.5, 1.0)}, "reliabilities"),
         ({"reliabilities": (1 / 3,)}, "reliabilities: 0.333"),
-        ({"n": -1}, "n -1"),
         ({"options": 2, "witnesses": 1, "reliabilities": (0.5,)}, "witnesses 1: too few different sets of statements"),
     ],
 )

@@ -68,7 +68,7 @@ def data(
     catto data mine.yaml --stats
     """
     from catto.prompts import messages
-    from catto.tasks.proposal import propose
+    from catto.tasks.own_file import propose
 
     proposed: dict[str, Any] = {}
     with refusing():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, Raw
-from catto.tasks.own_file import own_task, task_name
 from catto.tasks.splits import Cut, Draft, Entry, permutation
 
 # Names of files in a folder, where no pattern of the task's own matches.
@@ -33,75 +31,75 @@ _FROM_TRAIN = 0.1
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where the rows of a task are: in files of this machine, by split, or (None) on the hub."""
+    """Where the rows of a task are.
+
+    parts: for each split with rows of its own, the name of every source, its file and the file of its answers; a source
+    without a file is the hub's.
+    """
 
     task: Task
-    paths: Mapping[Split, tuple[Path, ...]] | None = None
-    answers: Mapping[Split, tuple[Path, ...]] = field(default_factory=dict)
+    parts: Mapping[Split, Sequence[tuple[str, Path | None, Path | None]]]
 
     @property
     def files(self) -> list[Path]:
         """All files of this machine that are read."""
-        return [path for paths in (*(self.paths or {}).values(), *self.answers.values()) for path in paths]
+        return [path for part in self.parts.values() for _, *paths in part for path in paths if path is not None]
 
     @property
     def available(self) -> tuple[Split, ...]:
         """The splits that have rows of their own."""
-        splits = self.task.hub_splits if self.paths is None else self.paths
-        return tuple(split for split in SPLITS if splits.get(split))
-
-    def names(self, split: Split) -> list[str]:
-        """Where the rows of a split are read from, for the report."""
-        if self.paths is None:
-            return [f"{self.task.hub}@{self.task.revision or 'main'}:{self.task.hub_splits[split]}"]
-        return [str(path) for path in self.paths[split]]
+        return tuple(split for split in SPLITS if self.parts.get(split))
 
     def rows(self, split: Split) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield (name, row number, fields)."""
         task, trouble = self.task, "{} (files: or data_dir: read local copies)"
-        for place, name in enumerate(self.names(split)):
-            if self.paths is not None:
-                rows = read_rows(self.paths[split][place], task.columns)
-                if split in self.answers:
-                    rows = _answered(rows, name, self.answers[split][place])
-            else:
+        for name, path, answers in self.parts[split]:
+            if path is None:
                 hub = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
-                rows = enumerate(hub, 1)
+                rows: Rows = iter(enumerate(hub, 1))
+            else:
+                rows = read_rows(path, task.columns)
+            if answers is not None:
+                rows = _answered(rows, name, answers)
             yield from ((name, number, raw) for number, raw in rows)
 
 
 def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
     """Settle where the rows are: the files given, those found in the folder, else the hub."""
     files = files if files is not None else task.files
+    paths: dict[Split, Sequence[Path]] = {}
+    answers: dict[Split, Sequence[Path]] = {}
     if files is not None:
-        read, answers = _matches(files), _matches(task.answers or {})
+        paths, answers = _matches(files), _matches(task.answers or {})
         for split, lines in answers.items():
-            if len(lines) != len(read.get(split, ())):
-                raise ValueError(f"answers: {len(lines)} files for the {len(read.get(split, ()))} of {split}")
-        return RowSource(task, read, answers)
-    paths: dict[Split, tuple[Path, ...]] = {}
-    if data_dir is None:
+            if len(lines) != len(paths.get(split, ())):
+                raise ValueError(f"answers: {len(lines)} files for the {len(paths.get(split, ()))} of {split}")
+    elif data_dir is None:
         if task.hub is None:
             raise ValueError(f"{task.name}: files or data_dir is needed")
-        return RowSource(task)
-    folder = Path(data_dir)
-    if not folder.is_dir():
-        raise DataError(folder, None, "no such folder")
-    # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
-    cut_away = set(task.cut.parts) - {task.cut.source} if task.cut else set()
-    for split in SPLITS:
-        for pattern in (*task.patterns.get(split, ()), *_NAMES[split]) if split not in cut_away else ():
-            if matches := sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path)):
-                paths[split] = tuple(matches)
-                break
-    if not paths:
-        raise DataError(folder, None, f"no file of {task.name} here (looked for names such as *train*, *dev*, *test*)")
-    return RowSource(task, paths)
+        at = f"{task.hub}@{task.revision or 'main'}"
+        return RowSource(task, {split: [(f"{at}:{name}", None, None)] for split, name in task.hub_splits.items()})
+    else:
+        folder = Path(data_dir)
+        if not folder.is_dir():
+            raise DataError(folder, None, "no such folder")
+        # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
+        cut_away = set(task.cut.parts) - {task.cut.source} if task.cut else set()
+        for split in SPLITS:
+            for pattern in (*task.patterns.get(split, ()), *_NAMES[split]) if split not in cut_away else ():
+                if matches := sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path)):
+                    paths[split] = matches
+                    break
+        if not paths:
+            looked = "looked for names such as *train*, *dev*, *test*"
+            raise DataError(folder, None, f"no file of {task.name} here ({looked})")
+    pairs = {split: zip_longest(read, answers.get(split, ())) for split, read in paths.items()}
+    return RowSource(task, {split: [(str(path), path, lines) for path, lines in part] for split, part in pairs.items()})
 
 
-def _matches(files: Files) -> dict[Split, tuple[Path, ...]]:
+def _matches(files: Files) -> dict[Split, Sequence[Path]]:
     """The files of each split's paths and globs; each must match one."""
-    by_split: dict[Split, tuple[Path, ...]] = {}
+    by_split: dict[Split, Sequence[Path]] = {}
     for split, value in files.items():
         if split not in SPLITS:
             raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
@@ -110,7 +108,7 @@ def _matches(files: Files) -> dict[Split, tuple[Path, ...]]:
             matches = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
             if not (matches := [match for match in matches if match.is_file()]):
                 raise DataError(str(item), None, "no such file")
-            by_split[split] = (*by_split.get(split, ()), *matches)
+            by_split[split] = [*by_split.get(split, ()), *matches]
     return by_split
 
 
@@ -189,6 +187,7 @@ def load(
     if isinstance(task, str):
         if is_task_file(task):
             from catto.recipe_file import load_task  # imports YAML
+            from catto.tasks.own_file import own_task, task_name  # imports this module
 
             task = own_task(task_name(task), load_task(task))
         elif task not in TASKS:
@@ -250,15 +249,15 @@ class _Loading:
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
         if self._origin(self.split) not in available:
             raise DataError(task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
-        self.report.files = self.source.names(self._origin(self.split))
+        self.report.files = [name for name, *_ in self.source.parts[self._origin(self.split)]]
 
     def training(self) -> Iterator[Question]:
         """Yield the training questions; with a limit the first ones in the seed's random order."""
         if self.limit is None:
             yield from self._streamed()
             return
-        order = partial(splits.rank, self.task.name, "train", self.seed)
-        drawn = heapq.nsmallest(self.limit, self._streamed(), key=lambda question: order(question.id))
+        order = self.task.name, "train", self.seed
+        drawn = heapq.nsmallest(self.limit, self._streamed(), key=lambda question: splits.digest(*order, question.id))
         self.report.dropped["not_drawn"] += self.report.read - self.report.dropped.total() - len(drawn)
         yield from drawn
 

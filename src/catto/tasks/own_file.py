@@ -1,15 +1,19 @@
-"""A user's own multiple-choice file as a task: a map of its fields, no code."""
+"""A user's own multiple-choice file as a task: a map of its fields, stated or proposed from their names and values."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from catto.problems import DataError, listed
 from catto.records import SPLITS, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, LETTERS, FieldMap, Style
+from catto.tasks.loading import find
 from catto.tasks.splits import Cut
 
 if TYPE_CHECKING:
@@ -17,6 +21,16 @@ if TYPE_CHECKING:
 
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 _NEEDED, _OPTIONAL = ("question", "options", "answer"), ("labels", "id", "group")
+
+ROWS = 50  # that a proposal is made of
+# Part of the map -> names of fields that hold it, the likeliest first; of a nested field, its last name.
+_USUAL = {
+    "question": ("question", "(question_)?stem", "query", "goal", "prompt", "sentence", "ctx", "premise", "text"),
+    "context": ("passage", "article", "context", "support", "paragraph", "premise"),
+    "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
+}
+_OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
+_WRONG = re.compile("distract|incorrect|wrong", re.IGNORECASE)
 
 
 def from_file(
@@ -27,9 +41,7 @@ def from_file(
     answers: str | Path | Files | None = None,
     labels: Sequence[str] | None = None,
     name: str = "own",
-    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     seeds: Sequence[int] = (),
-    shuffle: bool = True,
 ) -> Task:
     """Make a task of a file, or of one file a split.
 
@@ -37,8 +49,8 @@ def from_file(
     `FieldMap` lists the forms.
     answer: what the answer is; None: what fits all rows. answers: a file with one answer a line, in place of a field.
     labels: the labels in option order that answers use, where the rows have none.
-    fractions: train, validation and test, where one file is cut. Training leaves out what any of `seeds` holds out, by
-    default the one seed that is loaded: with 80/10/10 that leaves 80 % for training, with five seeds a third.
+    One file is cut into 80 % training, 10 % validation and 10 % test. Training leaves out what any of `seeds` holds
+    out, by default the one seed that is loaded: that leaves 80 % for training, with five seeds a third.
 
     >>> task = from_file("my.jsonl", fields={"question": "stem", "options": "choices", "answer": "key"})
     >>> task.cut.parts
@@ -51,13 +63,11 @@ def from_file(
             raise ValueError("answers: expected one file for each split that has a file")
         fields = {**fields, "answer": ANSWER}
     known = field_map(fields, answer, labels)
-    if abs(sum(fractions) - 1) > 1e-9 or min(fractions) < 0:
-        raise ValueError(f"fractions {fractions}: expected three numbers from 0 to 1 that sum to 1")
     given: Files = path if isinstance(path, Mapping) else {"train": path}
     files = {split: [places] if isinstance(places, str | Path) else places for split, places in given.items()}
-    shares = {split: share for split, share in zip(SPLITS[1:], fractions[1:], strict=True) if split not in files}
+    shares = {split: 0.1 for split in SPLITS[1:] if split not in files}
     words = known.constant if all(len(option.split()) == 1 for option in known.constant) else ()
-    fixed = not shuffle or (bool(words) and words == LETTERS[: len(words)])
+    fixed = bool(words) and words == LETTERS[: len(words)]
     # Where one column is always the answer its place must not show.
     always = words or (isinstance(known.options, tuple) and known.answer in known.options)
     return Task(
@@ -112,3 +122,56 @@ def task_name(path: str | Path) -> str:
     """
     name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(path).name.split(".")[0])[:60]
     return f"own_{name}" if name in TASKS or not name else name
+
+
+def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[str]]:
+    """Propose a map of fields that fits the first rows of the files; DataError where none is found.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> path = Path(tempfile.mkdtemp()) / "mine.jsonl"
+    >>> _ = path.write_text('{"stem": "Which?", "choices": ["red", "blue"], "key": "B"}')
+    >>> propose({"train": path})
+    {'question': 'stem', 'options': 'choices', 'answer': 'key'}
+    """
+    source = find(Task("own", LETTERS, "", "", files=files, answers=answers), None, None)
+    rows = list(islice(source.rows(source.available[0]), ROWS))
+    if not rows:
+        raise DataError(source.parts[source.available[0]][0][0], None, "has no rows")
+    values: dict[str, Any] = {}  # of the first row, by their names
+    for name, value in rows[0][2].items():
+        values[name] = value
+        values |= {f"{name}.{part}": inner for part, inner in value.items()} if isinstance(value, dict) else {}
+    columns: defaultdict[str, list[str]] = defaultdict(list)  # name without its last sign -> the columns
+    for name, value in values.items():
+        if isinstance(value, str) and (match := re.fullmatch(r"(.*?)[ _]?([A-Ja-j]|\d)", name)):
+            columns[match[1]].append(name)
+
+    def usual(part: str) -> list[str]:
+        last = {name: name.rpartition(".")[2].lower() for name in values}
+        return [name for usual in _USUAL[part] for name in values if re.fullmatch(usual, last[name])]
+
+    lists: list[str | list[str]] = [name for name, value in values.items() if isinstance(value, list | dict)]
+    several = [names for names in columns.values() if len(names) > 1]
+    likely = sorted([*lists, *several], key=lambda names: not _OPTIONS.search("".join(names)))
+    for options in [*likely, "yes|no"]:
+        for answer in [ANSWER] if answers else usual("answer"):
+            with_answer = isinstance(options, list) and _WRONG.search(options[0])
+            choices = [answer, *options] if with_answer else options
+            used = {answer, *([choices] if isinstance(choices, str) else choices)}
+            texts = [name for name, value in values.items() if isinstance(value, str) and name not in used]
+            questions = [name for name in usual("question") if name in texts] or sorted(
+                texts, key=lambda name: -len(values[name])
+            )
+            if not questions:
+                continue
+            context = [name for name in usual("context") if name in texts and name != questions[0]]
+            question = "\\n".join(f"{{{name}}}" for name in (*context[:1], questions[0])) if context else questions[0]
+            fields = {"question": question, "options": choices, **({} if answers else {"answer": answer})}
+            try:
+                field_map({**fields, "answer": answer}).settled(rows)
+            except ValueError:
+                continue
+            return fields
+    state = "state which are the question, the options and the answer (--fields)"
+    raise DataError(rows[0][0], None, f"no map fits its fields {listed(list(values))}: {state}")

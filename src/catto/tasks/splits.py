@@ -68,11 +68,6 @@ def digest(*parts: object) -> bytes:
     return hashlib.sha256("".join(f"{len(str(part))}:{part}" for part in parts).encode()).digest()
 
 
-def rank(task: str, purpose: str, seed: int, key: str) -> bytes:
-    """The sort key of `key` in the random order of one task, purpose and seed."""
-    return digest(task, purpose, seed, key)
-
-
 def permutation(key: str, count: int) -> list[int]:
     """A uniformly random order of `count` indices (Fisher-Yates on the digits of a hash), fixed by the key alone.
 
@@ -122,7 +117,7 @@ def content_key(draft: Draft) -> bytes:
 def assign(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
     """Give every group to one part: groups in the seed's random order fill each part up to its share of the rows."""
     sizes = Counter(entry.group for entry in entries)
-    groups = iter(sorted(sizes, key=lambda group: rank(task, "cut", seed, group.hex())))
+    groups = iter(sorted(sizes, key=lambda group: digest(task, "cut", seed, group.hex())))
     parts: dict[bytes, Split] = {}
     for split, share in cut.shares.items():
         target = int(share * len(entries) + 0.5)
@@ -136,7 +131,7 @@ def assign(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> dict[byt
 
 def draw(entries: Iterable[Entry], task: str, split: Split, seed: int, count: int | None) -> list[Entry]:
     """The first `count` entries in the seed's random order: a uniform draw without replacement."""
-    return sorted(entries, key=lambda entry: rank(task, split, seed, entry.id))[:count]
+    return sorted(entries, key=lambda entry: digest(task, split, seed, entry.id))[:count]
 
 
 def held_out(

@@ -72,8 +72,6 @@ def generate(
     (('A', 'B', 'C', 'D'), 1.0)
     """
     n = SIZES[split] if n is None else n
-    if n < 0:
-        raise ValueError(f"n {n}: expected at least 0")
     if not 2 <= options <= len(ascii_uppercase):
         raise ValueError(f"options {options}: expected 2 to {len(ascii_uppercase)}")
     if witnesses < 1:
@@ -124,17 +122,10 @@ def statements_of(question: Question) -> list[Statement]:
     return [Statement(float(percent) / 100, question.labels.index(label)) for percent, label in matches]
 
 
-def _exact(question: Question) -> dict[str, float]:
-    """Label -> posterior probability: as stored, or computed from the statements."""
-    if question.posterior is not None:
-        return question.posterior
-    return dict(zip(question.labels, posterior(statements_of(question), len(question.labels)), strict=True))
-
-
 def bayes_answer(question: Question) -> str:
     """The label of the largest posterior probability, the first in case of a tie."""
-    exact = _exact(question)
-    return max(exact, key=lambda label: exact[label])
+    exact = posterior(statements_of(question), len(question.labels))
+    return question.labels[exact.index(max(exact))]
 
 
 def respond(question: Question, temperature: float, seed: int) -> tuple[str, str]:
@@ -146,16 +137,16 @@ def respond(question: Question, temperature: float, seed: int) -> tuple[str, str
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected a finite number, at least 0")
     draws = random.Random(int.from_bytes(digest("respond", question.id, repr(float(temperature)), seed), "big"))
-    label = bayes_answer(question)
+    label, statements = bayes_answer(question), statements_of(question)
     if temperature > 0:
-        exact = _exact(question)
-        weights = _softmax([math.log(value) / temperature if value > 0 else -math.inf for value in exact.values()])
+        exact = posterior(statements, len(question.labels))
+        weights = _softmax([math.log(value) / temperature if value > 0 else -math.inf for value in exact])
         point = draws.random()
-        for candidate, weight in zip(exact, weights, strict=True):
+        for candidate, weight in zip(question.labels, weights, strict=True):
             label, point = candidate, point - weight
             if point < 0:
                 break
-    answer, statements = question.labels.index(label), statements_of(question)
+    answer = question.labels.index(label)
     chances = [QUOTE_SUPPORT if statement.option == answer else QUOTE_OTHER for statement in statements]
     quoted = [statement for statement, chance in zip(statements, chances, strict=True) if draws.random() < chance]
     if not quoted:  # no quote at all would leave the reasoning empty
