@@ -24,6 +24,7 @@ MEANING: dict[Style, str] = {
     "text": "an option's text",
     "boolean": "true or false",
 }
+_PLACE = r"\{([^{}]+)\}"  # of a field in a template
 _BOOLEAN = {"yes": "true", "true": "true", "no": "false", "false": "false"}  # option, in lower case -> answer
 
 
@@ -86,7 +87,7 @@ class FieldMap:
     def names(self) -> frozenset[str]:
         """The outermost fields that it reads."""
         question = [self.question] if isinstance(self.question, str) else list(self.question.values())
-        inner = [name for part in question for name in (re.findall(r"\{([^{}]+)\}", part) or [part])]
+        inner = [name for part in question for name in (re.findall(_PLACE, part) or [part])]
         columns = () if self.constant else [self.options] if isinstance(self.options, str) else self.options
         labels = self.labels if isinstance(self.labels, str) else None
         names = (*inner, *columns, self.answer, labels, self.id, self.group)
@@ -100,7 +101,10 @@ class FieldMap:
             return "no_gold_label"
         (gold,) = golds.values()
         question = {"question": self.question} if isinstance(self.question, str) else self.question
-        fields = {name: _filled(raw, field) for name, field in question.items()}
+        fields = {
+            name: re.sub(_PLACE, lambda match: text(raw, match[1]), field) if "{" in field else text(raw, field)
+            for name, field in question.items()
+        }
         if not any(value.strip() for value in fields.values()):
             raise ValueError(f"{' and '.join(question.values())} is empty")
         key, group = (None if name is None else str(lookup(raw, name)) for name in (self.id, self.group))
@@ -218,10 +222,3 @@ class FieldMap:
                 return tuple(_BOOLEAN.get(option.strip().lower(), option) for option in options)
         first = int(style == "index1")
         return tuple(map(str, range(first, first + len(options))))
-
-
-def _filled(raw: Raw, field: str) -> str:
-    """The text of a field, or of a template with the fields that it names."""
-    if "{" not in field:
-        return text(raw, field)
-    return re.sub(r"\{([^{}]+)\}", lambda match: text(raw, match[1]), field)

@@ -323,12 +323,9 @@ class _Loading:
                 report.dropped.update([draft] if isinstance(draft, str) else [])
             if isinstance(draft, str):
                 continue
-            try:
-                name = draft.id if draft.id is not None else content_hash([draft.fields, draft.options, draft.gold])
-                content = splits.content_key(draft)
-                group = content if draft.group is None else splits.digest("group", splits.normalised(draft.group))[:16]
-            except UnicodeEncodeError:
-                raise DataError(file, number, "text is not valid Unicode (half of a surrogate pair)") from None
+            name = draft.id if draft.id is not None else content_hash([draft.fields, draft.options, draft.gold])
+            content = splits.content_key(draft)
+            group = content if draft.group is None else splits.digest("group", splits.normalised(draft.group))[:16]
             seen[name] += 1
             if draft.id is None:
                 name = f"{name}-{seen[name] - 1}"
