@@ -84,7 +84,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
     "source",
     [
         "import catto.cli.measure",
-        "from catto.report.reliability import Panel",
+        "from catto.report.drawing import Panel",
         "def f():\n    from catto import training",
         "from ..teacher import collect",
     ],
@@ -113,7 +113,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_measuring_imports_no_torch() -> None:
     code = (
         "import sys, catto, catto.records, catto.metrics.catalogue, catto.metrics.statistics\n"
-        "import catto.metrics.calibrators, catto.measure, catto.report.reliability, catto.cli\n"
+        "import catto.metrics.calibrators, catto.measure, catto.report.drawing, catto.cli\n"
         "print(sorted({'torch', 'transformers', 'trl', 'peft', 'accelerate', 'datasets'} & set(sys.modules)))"
     )
     done = run_python(code)

@@ -16,8 +16,7 @@ from catto.metrics.binning import reliability
 from catto.metrics.errors import accuracy, ece, mean_confidence
 from catto.metrics.statistics import NullBand
 from catto.problems import DataError
-from catto.report.drawing import STYLE, write_figure
-from catto.report.reliability import Panel, reliability_figure
+from catto.report.drawing import STYLE, Panel, reliability_figure, write_figure
 
 RNG = np.random.default_rng(0)
 CONFIDENCE = RNG.beta(5, 1, 400)

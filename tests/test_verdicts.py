@@ -31,7 +31,7 @@ from catto.metrics.statistics import (
     null_band,
 )
 from catto.records import Prediction
-from catto.report.reliability import Panel
+from catto.report.drawing import Panel
 from command import run, write_lines
 from measure_rows import plain
 

@@ -31,10 +31,9 @@ from catto.metrics.ranking import auroc
 from catto.metrics.temperature import fit_tau, rescaled
 from catto.records import Prediction
 from catto.report.build import read
-from catto.report.drawing import write_figure
+from catto.report.drawing import Panel, reliability_figure, write_figure
 from catto.report.measuring import Answered, measure_results
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
-from catto.report.reliability import Panel, reliability_figure
 from catto.report.tables import method_title, setting_title, task_order, task_title
 
 HERE = Path(__file__).parent

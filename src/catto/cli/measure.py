@@ -149,8 +149,7 @@ def _compare(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSett
 def _draw(figure: Path, parts: Sequence[tuple[str, GradedAnswers, Summary]]) -> None:
     """Draw one panel per slice, or the whole file, which comes first, where there are none or too many."""
     from catto.metrics.binning import reliability
-    from catto.report.drawing import write_figure
-    from catto.report.reliability import Panel, reliability_figure
+    from catto.report.drawing import Panel, reliability_figure, write_figure
 
     panels = []
     for title, part, summary in parts[1:] if 1 < len(parts) <= 1 + MOST_PANELS else parts[:1]:

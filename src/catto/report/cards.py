@@ -19,9 +19,8 @@ from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
 from catto.records import Prediction
-from catto.report.drawing import write_figure
+from catto.report.drawing import Panel, reliability_figure, write_figure
 from catto.report.numbers import Numbers
-from catto.report.reliability import Panel, reliability_figure
 from catto.tasks import TASKS
 
 REPORTED = ("accuracy", "ece", "brier")

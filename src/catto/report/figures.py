@@ -18,10 +18,9 @@ from catto.metrics.binning import reliability
 from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
-from catto.report.drawing import BLUE, GREY, INK, RED, percent
+from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
 from catto.report.measuring import Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
-from catto.report.reliability import Panel, reliability_figure
 from catto.report.tables import Row, method_order, method_title, row_order, setting_title, task_order, task_title
 
 # Methods differ by marker too, for grey print and colour blindness.
