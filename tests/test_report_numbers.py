@@ -22,13 +22,11 @@ from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
 from catto.report.measuring import (
-    answers_of,
     decide,
     measure_results,
-    read_predictions,
+    read_cell,
     risk_of,
     selection_of,
-    steps,
 )
 from catto.report.numbers import Cell
 from catto.report.tables import group_tables
@@ -141,9 +139,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
         }
     )
     (cell,) = results.cells
-    answers = answers_of(
-        cell, list(read_predictions(cell, tmp_path)), tmp_path / "p.jsonl", {"q": question}, "fallback"
-    )
+    answers, _ = read_cell(cell, tmp_path, {"q": question}, "fallback")
     found = measure_results(results, tmp_path, [answers])
     others = [found.cells[0].others[name] for name in ("true_error", "regret", "bayes_accuracy")]
     assert others == pytest.approx([0.6, 0.4, 1.0], abs=1e-12)
@@ -191,18 +187,19 @@ def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_pat
 
 def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:
     cell = next(cell for cell in world.results.cells if cell.trained_on == "mmlu")
-    predictions = list(read_predictions(cell, world.folder))
-    path = world.folder / cell.predictions
-    strict, lenient = (answers_of(cell, predictions, path, {}, unparsed) for unparsed in ("wrong", "fallback"))
+    (strict, predictions), (lenient, _) = (
+        read_cell(cell, world.folder, {}, unparsed) for unparsed in ("wrong", "fallback")
+    )
     read = np.array([one.source != "fallback" for one in predictions])
     assert strict.correct.tolist() == (lenient.correct & read).tolist()
     assert strict.correct.sum() < lenient.correct.sum()
 
 
-def test_ticks_are_as_many_as_announced(world: Measured) -> None:
-    ticks = []
-    measure_results(world.results, world.folder, world.cells, world.numbers, lambda: ticks.append(1))
-    assert len(ticks) == steps(world.results) == len(world.numbers.cells) + len(world.numbers.groups)
+def test_progress_counts_every_cell_and_group_up_to_the_announced_total(world: Measured) -> None:
+    told = []
+    measure_results(world.results, world.folder, world.cells, world.numbers, lambda *step: told.append(step))
+    total = len(world.numbers.cells) + len(world.numbers.groups)
+    assert told == [(done, total) for done in range(1, total + 1)]
 
 
 def test_a_method_that_both_budgets_share_stands_in_both_blocks(world: Measured) -> None:
@@ -250,7 +247,7 @@ def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test
     test = confident(tmp_path, "t.jsonl", [(0.9, True)] * 8 + [(0.95, False), (0.1, True)])
     place = {"task": "own", "trained_on": "own", "method": "sft", "budget": None, "seed": 0}
     cell = Cell(**place, predictions=test, validation=validation)
-    answers = answers_of(cell, list(read_predictions(cell, tmp_path)), tmp_path / test, {}, "fallback")
+    answers, _ = read_cell(cell, tmp_path, {}, "fallback")
     bound = 1 - (0.05 / len(THRESHOLDS)) ** (1 / 200)
     wanted = {"risk_promised": 1.0, "risk_threshold": 0.32, "risk_bound": bound, "risk_coverage": 0.9}
     assert risk_of(answers, tmp_path, "fallback") == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
@@ -280,7 +277,7 @@ def test_a_rescaled_models_threshold_is_fitted_on_rescaled_answers(tmp_path: Pat
     place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "v.jsonl"}
     for method, threshold in (("sft", 0.72), ("sft+ts", 0.48)):
         cell = Cell(method=method, tau=2.0, validation="v.jsonl", **place)
-        answers = answers_of(cell, rows, tmp_path, {}, "fallback")
+        answers, _ = read_cell(cell, tmp_path, {}, "fallback")
         assert risk_of(answers, tmp_path, "fallback")["risk_threshold"] == threshold
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -133,7 +132,6 @@ def run_scaled(work: Work[stages.ScalingSettings]) -> None:
 def run_report(work: Work[stages.ReportSettings]) -> None:
     """Collect every cell's files and how its model was trained; build tables, figures and the page of them."""
     from catto.report.build import build
-    from catto.report.measuring import steps
 
     settings, recipe = work.settings, work.settings.recipe.model_dump(mode="json", exclude={"launch", "resources"})
     questions: dict[str, dict[int, str]] = {}
@@ -149,8 +147,7 @@ def run_report(work: Work[stages.ReportSettings]) -> None:
         questions={task: tuple(by_seed.values()) for task, by_seed in questions.items()},
     )
     write(work.out / "results.json", results.model_dump(mode="json"))
-    counted, total = itertools.count(1), steps(results)
-    build(results, work.root, work.out, lambda: work.progress(next(counted), total, "measuring"))
+    build(results, work.root, work.out, lambda done, total: work.progress(done, total, "measuring"))
 
 
 def _cell(root: Path, plan: stages.CellPlan) -> Cell:

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 from catto.files import library_versions, read_records, replacing
-from catto.metrics.statistics import Tick
 from catto.records import Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.cards import experiment_cards
 from catto.report.drawing import render_figure
 from catto.report.figures import pictures
-from catto.report.measuring import Answered, answers_of, measure_results, read_predictions
+from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Results
 from catto.report.page import Browser, page
 from catto.report.render import csv_text, latex, markdown
@@ -22,14 +21,14 @@ from catto.report.tables import all_tables
 __all__ = ["build", "read"]
 
 
-def build(results: Results, folder: Path, out: Path, tick: Tick = lambda: None) -> Path:
+def build(results: Results, folder: Path, out: Path, progress: Progress = silent) -> Path:
     """Write report.html, tables, figures, model cards and numbers.json into `out`; return the page's path.
 
-    Numbers and figures of an earlier build in `out` with the same inputs are kept. `tick` is called
-    `catto.report.measuring.steps(results)` times.
+    Numbers and figures of an earlier build in `out` with the same inputs are kept. `progress` is called with the
+    steps of measuring that are done and their total.
     """
     answers, browser = read(results, folder)
-    numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), tick)
+    numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), progress)
     _write(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:
@@ -64,9 +63,8 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
     }
     browser, answers = Browser(questions, expected=len(results.cells)), []
     for cell in results.cells:
-        predictions = list(read_predictions(cell, folder))
-        asked, path = questions.get(cell.task, {}), folder / cell.predictions
-        answers.append(answers_of(cell, predictions, path, asked, results.evaluation.unparsed))
+        answered, predictions = read_cell(cell, folder, questions.get(cell.task, {}), results.evaluation.unparsed)
+        answers.append(answered)
         browser.add(cell, predictions)
     return answers, browser
 

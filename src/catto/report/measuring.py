@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
-from catto.metrics.statistics import Answers, Interval, SeedSummary, Tick, over_seeds
+from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.problems import DataError, locating
 from catto.records import Prediction, Question, content_hash
@@ -36,51 +37,71 @@ SWAPS = 50
 # The error rate that a threshold keeps, and the probability that it fails to.
 RISK, DELTA = 0.05, 0.05
 
+Progress = Callable[[int, int], object]  # steps that are done, and their total
+
+
+def silent(_done: int, _total: int) -> None:
+    """Show no progress."""
+
 
 @dataclass(frozen=True)
 class Answered(GradedAnswers):
     """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read.
 
-    asked: the questions of its task by their id; empty where they are not known.
+    asked: the N questions; empty where they are not known.
     """
 
     cell: Cell
     label: list[str | None]
     model: str
-    asked: Mapping[str, Question]
+    asked: list[Question]
+
+    @property
+    def posteriors(self) -> list[dict[str, float]]:
+        """The exact posterior of each question; empty where one of them has none."""
+        exact = [question.posterior for question in self.asked if question.posterior is not None]
+        return exact if len(exact) == len(self) else []
+
+    @property
+    def truth(self) -> Floats:
+        """The exact probability of each answer, where there are posteriors. (N,)."""
+        pairs = zip(self.posteriors, self.label, strict=True)
+        return np.array([posterior.get(label or "", 0.0) for posterior, label in pairs])
 
 
-def read_predictions(cell: Cell, folder: Path) -> Iterator[Prediction]:
-    """Yield the cell's predictions, each checked to be of its task and the only one of its question."""
-    path, seen = folder / cell.predictions, set[str]()
+def read_cell(
+    cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed: Unparsed
+) -> tuple[Answered, list[Prediction]]:
+    """Read the predictions of a cell, each of its task and the only one of its question, and put them into columns.
+
+    asked: the questions of its task by their id; empty where they are not known.
+    """
+    path, answers = folder / cell.predictions, dict[str, Prediction]()
     for row, prediction in enumerate(read_records(path, Prediction), 1):
+        name = prediction.question
         if prediction.task != cell.task:
             raise DataError(path, row, f"task: expected {cell.task!r}, got {prediction.task!r}")
-        if prediction.question in seen:
-            raise DataError(path, row, f"question: {prediction.question!r} is answered twice; expected one line each")
-        seen.add(prediction.question)
-        yield prediction
-
-
-def answers_of(
-    cell: Cell, predictions: Sequence[Prediction], path: Path, asked: Mapping[str, Question], unparsed: Unparsed
-) -> Answered:
-    """Put predictions that were read from `path` into columns."""
-    if not predictions:
+        if name in answers:
+            raise DataError(path, row, f"question: {name!r} is answered twice; expected one line each")
+        if asked and name not in asked:
+            raise DataError(path, row, f"question: {name!r} is not among the task's questions")
+        answers[name] = prediction
+    if not answers:
         raise DataError(path, None, "holds no rows")
-    answers = Answered(
+    predictions = list(answers.values())
+    answered = Answered(
         source=path,
         confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
-        question=[prediction.question for prediction in predictions],
+        question=list(answers),
         read_as=[prediction.source for prediction in predictions],
         by=None,
         correct=np.array([prediction.label == prediction.gold for prediction in predictions]),
         cell=cell,
         label=[prediction.label for prediction in predictions],
         model=predictions[0].model,
-        asked=asked,
+        asked=[asked[name] for name in answers if asked],
     )
-    return answers.unparsed_wrong() if unparsed == "wrong" else answers
+    return answered.unparsed_wrong() if unparsed == "wrong" else answered, predictions
 
 
 class Group(NamedTuple):
@@ -116,40 +137,30 @@ def plan_groups(cells: Sequence[Cell]) -> list[Group]:
     return groups
 
 
-def steps(results: Results) -> int:
-    """Return how often `measure_results` ticks: once for each cell and once for each group."""
-    return len(results.cells) + len(plan_groups(results.cells))
-
-
 def measure_results(
-    results: Results, folder: Path, cells: Sequence[Answered], known: Numbers | None = None, tick: Tick = lambda: None
+    results: Results, folder: Path, cells: Sequence[Answered], known: Numbers | None = None, progress: Progress = silent
 ) -> Numbers:
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
-    evaluation = results.evaluation
+    evaluation, total = results.evaluation, len(cells) + len(plan_groups(results.cells))
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
     old: dict[str, Any] = {measured.input: measured for measured in (*known.cells, *known.groups)} if known else {}
-    digests: dict[str, str] = {}  # the questions of a task are those of many cells
+    protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
+    digests: dict[str | None, str | None] = {None: None}  # the questions of a task are those of many cells
     numbers: list[CellNumbers] = []
+    groups: list[GroupNumbers] = []
     for answered in cells:
         cell = answered.cell
         files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
         digests |= {name: sha256(folder / name)[:16] for name in files if name is not None and name not in digests}
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
-        protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
-        key = content_hash([protocol, place, [digests[name] if name else None for name in files]])
+        key = content_hash([protocol, place, [digests[name] for name in files]])
         numbers.append(old.get(key) or measure_cell(answered, folder, settings, evaluation.unparsed, key))
-        tick()
-    groups = []
+        progress(len(numbers), total)
     for group in measure_groups(results, cells, numbers, settings, old):
         groups.append(group)
-        tick()
-    made = Numbers(
-        level=settings.level,
-        bins=evaluation.bins,
-        resamples=evaluation.resamples,
-        cells=tuple(numbers),
-        groups=tuple(correct_groups(groups)),
-    )
+        progress(len(numbers) + len(groups), total)
+    measured: Any = {"cells": tuple(numbers), "groups": tuple(correct_groups(groups))}
+    made = Numbers(level=settings.level, bins=evaluation.bins, resamples=evaluation.resamples, **measured)
     return made.model_copy(update={"verdict": decide(made.first_screen, cells, settings, known)})
 
 
@@ -230,11 +241,15 @@ def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, f
         return {}
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
-    if cell.tau is not None and unscaled(cell.method) != cell.method:
-        with locating(path):
+    with locating(path):
+        if cell.tau is not None and unscaled(cell.method) != cell.method:
             predictions = rescaled(predictions, cell.tau, scaled_kind(cell.method))
-    validation = answers_of(cell, predictions, path, {}, unparsed)
-    fitted = threshold_for_risk(validation.confidence, validation.correct, RISK, DELTA)
+        counted = [unparsed == "fallback" or prediction.source != "fallback" for prediction in predictions]
+        correct = [prediction.label == prediction.gold for prediction in predictions] & np.array(
+            counted, dtype=np.bool_
+        )
+        confidence = [prediction.confidence for prediction in predictions]
+        fitted = threshold_for_risk(confidence, correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
     right = answered.correct[answered.confidence >= fitted.threshold]
@@ -243,36 +258,21 @@ def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, f
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
-def posteriors_of(mine: Answered) -> tuple[list[dict[str, float]], Floats]:
-    """Return the exact posterior of each question, and its probability of the answer; nothing where one has none."""
-    exact = []
-    for row, name in enumerate(mine.question or () if mine.asked else (), 1):
-        if name not in mine.asked:
-            raise DataError(mine.source, row, f"question: {name!r} is not among the task's questions")
-        exact.append(mine.asked[name].posterior)
-    known = [posterior for posterior in exact if posterior is not None]
-    if len(known) < len(mine):
-        return [], np.array([])
-    return known, np.array(
-        [posterior.get(label or "", 0.0) for posterior, label in zip(known, mine.label, strict=True)]
-    )
-
-
 def against_posterior(answered: Answered) -> dict[str, float]:
     """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
 
     true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
     the gold one. regret: mean of the largest posterior probability less that of the answer given.
     """
-    exact, given = posteriors_of(answered)
-    if not exact:
+    posteriors = answered.posteriors
+    if not posteriors:
         return {}
-    golds = [answered.asked[name].gold for name in answered.question or ()]
-    bayes = [max(posterior, key=posterior.__getitem__) for posterior in exact]
+    best = [max(posterior, key=posterior.__getitem__) for posterior in posteriors]
+    right = [label == question.gold for label, question in zip(best, answered.asked, strict=True)]
     return {
-        "true_error": float(np.abs(answered.confidence - given).mean()),
-        "bayes_accuracy": float(np.mean([label == gold for label, gold in zip(bayes, golds, strict=True)])),
-        "regret": float(np.mean([max(posterior.values()) for posterior in exact] - given)),
+        "true_error": float(np.abs(answered.confidence - answered.truth).mean()),
+        "bayes_accuracy": float(np.mean(right)),
+        "regret": float(np.mean([max(posterior.values()) for posterior in posteriors] - answered.truth)),
     }
 
 
@@ -283,7 +283,7 @@ def measure_groups(
     results: Results, cells: Sequence[Answered], numbers: Sequence[CellNumbers], settings: MeasureSettings, old: Any
 ) -> Iterator[GroupNumbers]:
     """Measure each method on each task over its seeds, and against DPO. old: groups of an earlier build, by input."""
-    planned = plan_groups([answered.cell for answered in cells])
+    planned = plan_groups(results.cells)
     methods = Counter(group.table for group in planned if group.baseline)
     for group in planned:
         budget, seeds = group.table[0], [numbers[index] for index in group.cells]
@@ -345,14 +345,12 @@ def _versus(
 
 def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
-    places = [(group.budget, group.trained_on, group.task) for group in groups]
-    unread = {
-        place for place, group in zip(places, groups, strict=True) if group.method == BASELINE and group.sources.forced
-    }
+    forced = {(group.budget, group.trained_on, group.task, group.method) for group in groups if group.sources.forced}
     families: dict[tuple[Budget | None, str], dict[tuple[int, str], float]] = defaultdict(dict)
     for index, group in enumerate(groups):
-        if not group.sources.forced and places[index] not in unread:
-            p_values = {(index, metric): difference.p_value for metric, difference in group.versus.items()}
+        place = group.budget, group.trained_on, group.task
+        if not forced & {(*place, group.method), (*place, BASELINE)}:
+            p_values = {(index, metric): versus.p_value for metric, versus in group.versus.items()}
             families[group.budget, group.setting] |= p_values
     corrected: dict[tuple[int, str], float] = {}
     for family in families.values():
@@ -380,20 +378,16 @@ def decide(
     forced = {group.method for group in groups if group.sources.forced}
     exact = all("true_error" in group.others for group in groups)
     runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
-    for group in groups:
-        for answered in answers if group.method not in forced else ():
-            if group.holds(answered.cell):
-                truth = posteriors_of(answered)[1] if exact else answered.correct
-                loss = np.abs(answered.confidence - truth)
-                names = [(group.task, name) for name in answered.question or ()]
-                place = group.task, group.trained_on, answered.cell.seed
-                runs[group.method][place] = Answers(names, loss if exact else loss**2, answered.correct)
+    for group, answered in product(groups, answers):
+        if group.method not in forced and group.holds(answered.cell):
+            loss = np.abs(answered.confidence - (answered.truth if exact else answered.correct))
+            names = [(group.task, name) for name in answered.question or ()]
+            place = group.task, group.trained_on, answered.cell.seed
+            runs[group.method][place] = Answers(names, loss if exact else loss**2, answered.correct)
     places = sorted({place for mine in runs.values() for place in mine})
     complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
-    means = {
-        name: float(np.mean([np.asarray(run.confidence).mean() for run in mine])) for name, mine in complete.items()
-    }
-    losses = dict(sorted(means.items(), key=lambda pair: pair[1]))
+    means = {name: np.mean([np.asarray(run.confidence).mean() for run in mine]) for name, mine in complete.items()}
+    losses = {name: float(loss) for name, loss in sorted(means.items(), key=lambda pair: pair[1])}
     if len(losses) < 2:
         return None
     first, *others = losses
@@ -417,8 +411,7 @@ def papers_budget(name: str, budget: Budget | None, training: Training | None) -
     if training is None:
         return True
     effort = METHODS[unscaled(name)].effort["paper"]
-    pairs = training.rows is None or effort.pairs is None or training.rows == effort.pairs
-    return pairs and training.epochs in (None, effort.epochs)
+    return training.epochs in (None, effort.epochs) and (effort.pairs is None or training.rows in (None, effort.pairs))
 
 
 def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
