@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 Better = Literal["higher", "lower"] | None
 
 TEMPLATES = Path(__file__).parent / "templates"
-LATEX_WORDS = dict(zip("\\~^<>|", ("backslash", "asciitilde", "asciicircum", "less", "greater", "bar"), strict=True))
-LATEX_MATHS = dict(zip("†±↑↓", (r"^{\dagger}", r"\pm", r"\uparrow", r"\downarrow"), strict=True))
 LATEX_SPECIAL = str.maketrans(
     {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {sign: f"\\text{word}{{}}" for sign, word in LATEX_WORDS.items()}
-    | {sign: f"${maths}$" for sign, maths in LATEX_MATHS.items()}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "†": r"$^{\dagger}$", "±": r"$\pm$"}
+    | {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
 )
 MARKDOWN_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|~"})
 CSV_HEAD = (

@@ -12,7 +12,7 @@ import csv
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import product
 from math import isnan
@@ -95,7 +95,7 @@ class Spec:
     """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
     shows: the mean over seeds, the mean with its mark, these with interval, null band and difference to DPO, or the
-    deviation over seeds. needs: what a group without it is left out for. each: one table for each task and
+    deviation over seeds. needs: the number that a group without it is left out for. each: one table for each task and
     training set.
     """
 
@@ -106,7 +106,7 @@ class Spec:
     columns: tuple[Column, ...]
     settings: tuple[Setting, ...] = ("in",)
     shows: Literal["mean", "short", "all", "std"] = "mean"
-    needs: str = "accuracy"  # a number, "selection" or "training"
+    needs: str = "accuracy"
     each: bool = False
 
 
@@ -137,15 +137,15 @@ def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
 
 
-def _lines(rows: Iterable[Row], columns: Iterable[Column], entry: Callable[[Row, Column], Entry]) -> tuple[Line, ...]:
-    """Build a line for each row, in order, of what `entry` says of each column."""
-    columns, lines = list(columns), []
+def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: Callable[[Row, Column], Entry]) -> Table:
+    """Build a table with a line for each row, in order, of what `entry` says of each column."""
+    columns, lines = tuple(columns), []
     for method, budget in sorted(set(rows), key=row_order):
         title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
         entries = tuple(entry((method, budget), column) for column in columns)
         block = methods.method(method).group if methods.known(method) else "Other"
         lines.append(Line(method, title, block, entries))
-    return tuple(lines)
+    return Table(spec.stem, spec.title, spec.caption, columns, tuple(lines), None, spec.kind)
 
 
 # ---- tables of results
@@ -184,9 +184,9 @@ def summary(numbers: Numbers) -> Table:
             made.best = column.metric == verdict.metric and row[0] in verdict.leaders
         return made
 
-    lines, budget = _lines(((group.method, None) for group in groups), columns, entry), groups[0].budget
+    budget = groups[0].budget
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
-    return Table(spec.stem, ", ".join(facts), spec.caption, tuple(columns), lines, None, spec.kind)
+    return _filled(replace(spec, title=", ".join(facts)), columns, ((group.method, None) for group in groups), entry)
 
 
 def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
@@ -199,10 +199,7 @@ def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     """Build the tables of these kinds for every budget."""
     tables = []
     for spec, budget in product((spec for spec in specs().values() if spec.kind in kinds), numbers.budgets):
-        groups = numbers.block(spec.settings[0], budget)
-        groups = [
-            group for group in groups if (group.selection if spec.needs == "selection" else group.number(spec.needs))
-        ]
+        groups = [group for group in numbers.block(spec.settings[0], budget) if group.number(spec.needs)]
         parts: dict[tuple[object, ...], list[GroupNumbers]] = {}
         for group in groups:
             apart = (group.setting, task_order(group.task), group.trained_on) if spec.each else ()
@@ -218,28 +215,28 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
     if spec.each:
         name, title = f"{name}-{groups[0].stem}", f"{title}: {setting_title(groups[0])}"
         repeated.sort(key=lambda pair: pair[1])
-    columns = tuple(
+    columns = [
         column.fill(k, task=task, top=column.top if spec.each else task_title(task))
         for task in tasks_of(groups)
         for column, k in repeated
-    )
+    ]
     places = {(group.method, group.task): group for group in groups}
-
-    def entry(row: Row, column: Column) -> Entry:
-        return _entry(spec, column, places.get((row[0], column.task)))
-
-    lines = _lines(((group.method, None) for group in groups), columns, entry)
     title, name = f"{title}, {BUDGET_TITLES[budget].lower()}", "-".join(filter(None, (name, budget)))
-    table = Table(name, title, spec.caption, columns, lines, budget, spec.kind)
+    table = _filled(
+        replace(spec, stem=name, title=title),
+        columns,
+        ((group.method, None) for group in groups),
+        lambda row, column: _entry(spec, column, places.get((row[0], column.task))),
+    )
     for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
         for _, block in table.blocks() if column.better else ():
             rivals = [line.entries[place] for line in block]
-            rivals = [entry for entry in rivals if entry.value is not None and not entry.forced]
-            if len(rivals) > 1:
-                best = (max if column.better == "higher" else min)(rivals, key=lambda rival: rival.value or 0.0)
+            values = [entry.value for entry in rivals if entry.value is not None and not entry.forced]
+            if len(values) > 1:
+                best = f"{max(values) if column.better == 'higher' else min(values):.{column.decimals}f}"
                 for rival in rivals:
-                    rival.best = rival.text == best.text
-    return table
+                    rival.best = rival.text == best and not rival.forced
+    return replace(table, budget=budget)
 
 
 def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
@@ -275,7 +272,7 @@ def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
             if not isnan(gap.low):
                 ends = f"[{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]"
                 entry.notes += (f"conf. - acc. {100 * gap.value:+.2f} {ends}",)
-    share = group.others["sample_fallback_rate" if spec.needs == "selection" else "fallback_rate"].mean
+    share = group.others["sample_fallback_rate" if spec.needs == "sample_fallback_rate" else "fallback_rate"].mean
     if share > MOST_FORCED:
         entry.forced, entry.mark = f"{100 * share:.0f} % forced", ""
     return entry
@@ -324,21 +321,6 @@ def _range(values: Iterable[float | None]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def training_tables(results: Results) -> list[Table]:
-    """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps."""
-    rates, effort, trained = specs()["learning-rates"], specs()["training"], trained_cells(results)
-    tasks, tables = sorted({cell.trained_on for cell, _ in trained}, key=task_order), []
-    for task in tasks:
-        mine = [pair for pair in trained if pair[0].trained_on == task and by_preferences(pair[0].method)]
-        seeds = sorted({cell.seed for cell, _ in mine})
-        columns = [rates.columns[0].fill(seed=seed, task=task) for seed in seeds]
-        spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
-        tables.append(_training_table(spec, mine, columns))
-    columns = [column.fill(top=task_title(task), task=task) for task in tasks for column in effort.columns]
-    effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
-    return [*tables, _training_table(effort, trained, columns)]
-
-
 # What a training says of its effort; None where it was not recorded.
 EFFORTS: dict[str, Callable[[Training], float | None]] = {
     "rate": lambda run: run.learning_rate,
@@ -349,19 +331,20 @@ EFFORTS: dict[str, Callable[[Training], float | None]] = {
 }
 
 
-def _training_table(spec: Spec, trained: Sequence[tuple[Cell, Training]], columns: Sequence[Column]) -> Table:
-    """Build a line for each method and budget: means over the seeds that recorded a quantity, kept steps as a range.
+def training_tables(results: Results) -> list[Table]:
+    """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps.
 
-    A column of learning rates takes the training of its seed.
+    There is a line for each method and budget: means over the seeds that recorded a quantity, kept steps as a range.
     """
+    rates, effort, trained = specs()["learning-rates"], specs()["training"], trained_cells(results)
+    tasks, tables = sorted({cell.trained_on for cell, _ in trained}, key=task_order), []
 
-    def entry(row: Row, column: Column) -> Entry:
+    def entry(spec: Spec, row: Row, column: Column) -> Entry:
+        """Print the mean over the trainings of a row; a column of learning rates takes the training of its seed."""
         quantity, seed = ("rate", column.metric) if spec.kind == "rates" else (column.metric, None)
-        trainings = [
-            training
-            for cell, training in trained
-            if (cell.method, cell.budget, cell.trained_on) == (*row, column.task) and seed in (None, str(cell.seed))
-        ]
+        place = (*row, column.task)
+        here = [pair for pair in trained if (pair[0].method, pair[0].budget, pair[0].trained_on) == place]
+        trainings = [training for cell, training in here if seed in (None, str(cell.seed))]
         recorded = [(training, value) for training in trainings if (value := EFFORTS[quantity](training)) is not None]
         if not recorded:
             return Entry()
@@ -374,5 +357,12 @@ def _training_table(spec: Spec, trained: Sequence[tuple[Cell, Training]], column
             made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
         return made
 
-    lines = _lines(((cell.method, cell.budget) for cell, _ in trained), columns, entry)
-    return Table(spec.stem, spec.title, spec.caption, tuple(columns), lines, None, spec.kind)
+    for task in tasks:
+        mine = [cell for cell, _ in trained if cell.trained_on == task and by_preferences(cell.method)]
+        columns = [rates.columns[0].fill(seed=seed, task=task) for seed in sorted({cell.seed for cell in mine})]
+        spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
+        tables.append(_filled(spec, columns, ((cell.method, cell.budget) for cell in mine), partial(entry, spec)))
+    columns = [column.fill(top=task_title(task), task=task) for task in tasks for column in effort.columns]
+    effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
+    rows = ((cell.method, cell.budget) for cell, _ in trained)
+    return [*tables, _filled(effort, columns, rows, partial(entry, effort))]
