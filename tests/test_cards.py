@@ -15,7 +15,7 @@ import catto
 from catto.files import write_records
 from catto.metrics.errors import brier
 from catto.records import Prediction
-from catto.report.cards import experiment_cards, write_cards
+from catto.report.build import experiment_cards, write_cards
 from catto.report.figures import pictures
 from pages import ROOT, blocks
 from report_world import World, measured

@@ -27,7 +27,8 @@ from catto.report.build import build
 from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, Picture, by_task, look
 from catto.report.numbers import Cell
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, TEMPLATES, Browser, inline_svg, page, script_json
+from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inline_svg, page, script_json
+from catto.report.render import TEMPLATES
 from catto.report.tables import all_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 

@@ -158,7 +158,7 @@ def _show(path: Path) -> None:
     from catto.engines.replies import count_reasons
     from catto.files import read_manifest
     from catto.predict.predictor import refusals_of
-    from catto.report.cards import write_cards
+    from catto.report.build import write_cards
 
     measure(path)
     cards = write_cards(path)

@@ -1,24 +1,44 @@
-"""Results -> numbers, tables, figures and the page."""
+"""Results -> numbers, tables, figures, the page, and cards in the format of the Hugging Face hub.
+
+A model card has the results as `model-index`, a dataset card the columns of predictions. Their YAML is made and checked
+by `huggingface_hub`; nothing is sent.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from catto.files import library_versions, read_records, replacing
-from catto.records import Question, content_hash
+from catto.measure import MeasureSettings, read_graded, summarise
+from catto.methods import unscaled
+from catto.metrics.binning import reliability
+from catto.metrics.catalogue import METRICS
+from catto.metrics.statistics import Interval
+from catto.records import Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
-from catto.report.cards import experiment_cards
-from catto.report.drawing import render_figure
+from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
-from catto.report.numbers import Results
+from catto.report.numbers import Numbers, Results
 from catto.report.page import Browser, page
-from catto.report.render import csv_text, latex, markdown
+from catto.report.render import TEMPLATES, csv_text, latex, markdown
 from catto.report.tables import all_tables
+from catto.tasks import TASKS
 
-__all__ = ["build", "read"]
+__all__ = ["build", "read", "write_cards"]
+
+REPORTED = ("accuracy", "ece", "brier")
+TAGS = ["calibration", "catto"]
+TITLE = "Predictions of"
+# JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
+DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
 
 def build(results: Results, folder: Path, out: Path, progress: Progress = silent) -> Path:
@@ -72,3 +92,80 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
 def _write(path: Path, text: str) -> None:
     with replacing(path) as file:
         file.write(text)
+
+
+# ---- cards
+
+
+def model_card(
+    model: str, task: str, split: str, rows: int, metrics: Mapping[str, Interval], picture: str, **chance: Any
+) -> str:
+    """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram.
+
+    rows: the number of answers. picture: the diagram as seen from the card. chance: `null`, the null band of the ECE,
+    and `sources`, how the answers were read; None where it is not known.
+    """
+    source = TASKS.get(task)
+    results = [
+        EvalResult(
+            task_type="multiple-choice",
+            dataset_type=(source.hub if source else None) or task,
+            dataset_name=task,
+            dataset_config=source.config if source else None,
+            dataset_split=split,
+            dataset_args={"answers": rows},
+            metric_type=name,
+            metric_name=METRICS[name].title,
+            metric_value=metrics[name].value,
+        )
+        for name in REPORTED
+    ]
+    shown = {name: (METRICS[name], metrics[name]) for name in REPORTED}
+    texts = {"model": model, "task": task, "split": split, "rows": rows, "metrics": shown, "picture": picture, **chance}
+    data = ModelCardData(model_name=model, tags=TAGS, eval_results=results)
+    return f"{ModelCard.from_template(data, str(TEMPLATES / 'model_card.md.j2'), **texts)}\n"
+
+
+def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
+    """Yield name and text of a card for each model and task of the first seed, which has a diagram of that name.
+
+    Temperature-scaled methods have none: their confidence is not the model's own.
+    """
+    first = min(cell.seed for cell in numbers.cells)
+    for cell in numbers.cells:
+        if cell.seed == first and unscaled(cell.method) == cell.method:
+            name = "-".join(filter(None, (cell.stem, cell.method, cell.budget)))
+            picture, chance = f"../figures/reliability-{name}.svg", {"null": cell.null, "sources": cell.sources}
+            yield name, model_card(name, cell.task, "test", cell.n, cell.metrics, picture, **chance)
+
+
+def write_cards(path: Path) -> list[str]:
+    """Write reliability.png, model_card.md and the dataset card README.md beside predictions; return their names.
+
+    With the dataset card, `datasets.load_dataset` reads the folder. A README.md of other contents is kept: the folder
+    may be that of the model.
+    """
+    answers, first = read_graded(path), next(iter(read_records(path, Prediction)))
+    model, picture = Path(first.model).name, path.with_name("reliability.png")
+    summary = summarise(answers, MeasureSettings(REPORTED))
+    metrics = {name: metric.interval for name, metric in summary.metrics.items()}
+    chance: Any = {"null": summary.metrics["ece"].null, "sources": summary.sources}
+    panel = Panel(model, reliability(answers.confidence, answers.correct), **chance)
+    write_figure(partial(reliability_figure, [panel]), picture)
+    card = model_card(model, first.task, first.split, summary.rows, metrics, picture.name, **chance)
+    _write(path.with_name("model_card.md"), card)
+    readme = path.with_name("README.md")
+    if readme.exists() and f"# {TITLE}" not in readme.read_text(encoding="utf-8", errors="replace"):
+        return [picture.name, "model_card.md"]
+    columns = Prediction.model_json_schema()["properties"]
+    kinds = {name: column.get("type") or column["anyOf"][0]["type"] for name, column in columns.items()}
+    data = DatasetCardData(
+        pretty_name=f"{TITLE} {model} on {first.task}",
+        task_categories=["multiple-choice"],
+        tags=TAGS,
+        configs=[{"config_name": "default", "data_files": [{"split": first.split, "path": path.name}]}],
+        dataset_info={"features": [{"name": name, "dtype": DTYPES[kind]} for name, kind in kinds.items()]},
+    )
+    template = str(TEMPLATES / "predictions_card.md.j2")
+    _write(readme, f"{DatasetCard.from_template(data, template, split=first.split)}\n")
+    return [picture.name, "model_card.md", readme.name]

@@ -170,7 +170,7 @@ class GroupNumbers(MeasuredPlace):
 
     def holds(self, cell: Place) -> bool:
         """Return whether a cell is one of this group's seeds; a cell without a budget is in the groups of both."""
-        mine, its = ((one.task, one.trained_on, one.method) for one in (self, cell))
+        mine, its = ((place.task, place.trained_on, place.method) for place in (self, cell))
         return mine == its and cell.budget in (None, self.budget)
 
     @property
@@ -199,7 +199,7 @@ class Verdict(Record):
     @property
     def leaders(self) -> list[str]:
         """The first method, and those that cannot be told apart from it."""
-        worse = [name for name, one in self.behind.items() if one.mark(self.metric)]
+        worse = [name for name, difference in self.behind.items() if difference.mark(self.metric)]
         return [name for name in self.losses if name not in worse]
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from math import isfinite
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -26,13 +25,12 @@ from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, look
 from catto.report.measuring import BASELINE, COMPARED
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
-from catto.report.render import Table
+from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
 MOST_ROWS = 20_000
 LONGEST = 4_000  # characters of a response on the page; the file has all of it
 RIGHT, FALLBACK, CUT, PLAIN = 1, 2, 4, 8
-TEMPLATES = Path(__file__).parent / "templates"
 # A picture narrower than this (pixels) shrinks to the screen of a phone; several panels would be unreadable and scroll.
 ONE_PANEL = 600
 # On the page these follow the reader's light or dark theme; in the files they stay as drawn.
@@ -62,6 +60,12 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
     tasks = sorted({group.task for group in numbers.groups}, key=task_order)
     sources = sorted({cell.trained_on for cell in numbers.cells}, key=task_order)
     methods = sorted({cell.method for cell in numbers.cells}, key=method_order)
+    # The first screen has the reliability diagrams of DPO and of the best of the others, on the first task.
+    groups, verdict = numbers.first_screen, numbers.verdict
+    place = min(groups, key=lambda group: task_order(group.task))
+    ranked = [*verdict.losses] if verdict else [group.method for group in groups]
+    tags = [f"{place.stem}-{name}" for name in sorted(ranked, key=lambda name: name != BASELINE)[:2]]
+    single = [pair for pair in drawn if pair[0].section == "one" and pair[0].budget in (None, place.budget)]
     data = {
         "groups": [_card(group, numbers) for group in numbers.groups],
         "methods": {name: method_title(name) for name in methods},
@@ -77,7 +81,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         results=results,
         numbers=numbers,
         headline=headline(numbers),
-        first_pictures=_first_pictures(numbers, drawn),
+        first_pictures=[pair for tag in tags for pair in single if pair[0].tag == tag],
         all_tables=tables,
         drawn=drawn,
         tasks=tasks,
@@ -88,19 +92,9 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         browser=browser,
         names=names,
         inline_svg=inline_svg,
-        place_of={group.input: place for place, group in enumerate(numbers.groups)},
+        place_of={group.input: index for index, group in enumerate(numbers.groups)},
         theme_colour=theme_colour,
     )
-
-
-def _first_pictures(numbers: Numbers, drawn: Drawn) -> list[tuple[Picture, str]]:
-    """Return the reliability diagrams of the first screen: DPO's and the best of the others', on the first task."""
-    groups, verdict = numbers.first_screen, numbers.verdict
-    place = min(groups, key=lambda group: task_order(group.task))
-    ranked = [*verdict.losses] if verdict else [group.method for group in groups]
-    shown = sorted(ranked, key=lambda name: name != BASELINE)[:2]
-    single = [pair for pair in drawn if pair[0].section == "one" and pair[0].budget in (None, place.budget)]
-    return [pair for name in shown for pair in single if pair[0].tag == f"{place.stem}-{name}"]
 
 
 def script_json(value: object) -> str:
@@ -256,14 +250,13 @@ def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
         return "Is the stated confidence honest?", calibrated
     exact, leaders, judged = verdict.metric == "true_error", verdict.leaders, len(verdict.losses)
     scale, digits = (100, supported_decimals(verdict.n)) if exact else (1, 2 + supported_decimals(verdict.n))
-    texts = {name: f"{scale * loss:.{digits}f}" for name, loss in verdict.losses.items()}
+    texts = {name: f"{scale * value:.{digits}f}" for name, value in verdict.losses.items()}
     span = " to ".join(dict.fromkeys((texts[leaders[0]], texts[leaders[-1]])))
-    found = f"{span} points from the true probability" if exact else f"Brier score {span}"
-    question = (
-        f"Whose stated confidence {'is closest to the truth' if exact else 'says best whether an answer is right'}?"
-    )
+    loss = f"{span} points from the true probability" if exact else f"Brier score {span}"
+    best = "is closest to the truth" if exact else "says best whether an answer is right"
+    question = f"Whose stated confidence {best}?"
     if len(leaders) == judged:
-        return question, f"{verdict.n:,} questions cannot tell the {judged} methods apart: {found}."
+        return question, f"{verdict.n:,} questions cannot tell the {judged} methods apart: {loss}."
     named = [method_title(name) for name in leaders]
     who = _join(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
     if exact:
@@ -272,7 +265,7 @@ def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
         equally = "" if len(leaders) == 1 else "and equally well "
         claim = f"The confidence of {who} says best {equally}whether an answer is right"
     baseline = f"; {method_title(BASELINE)}: {texts[BASELINE]}" if BASELINE in texts and BASELINE not in leaders else ""
-    return question, f"{claim}: {found}{baseline}."
+    return question, f"{claim}: {loss}{baseline}."
 
 
 def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
@@ -283,7 +276,7 @@ def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
         return "No verdict on calibration: too many answers had to be forced."
     tasks = len({group.task for group in judged})
     names_judged = sorted({group.method for group in judged}, key=method_order)
-    within = {name: sum(one.within_null for one in judged if one.method == name) for name in names_judged}
+    within = {name: sum(group.within_null for group in judged if group.method == name) for name in names_judged}
     always = [name for name, count in within.items() if count == tasks]
     sometimes, others = sum(0 < count < tasks for count in within.values()), len(within) - len(always)
     who = f"{_join(map(method_title, always))} {'is' if len(always) == 1 else 'are'}" if always else "No method is"
@@ -299,12 +292,11 @@ def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
 
 def _against_dpo(groups: Sequence[GroupNumbers]) -> str:
     """Say which methods differ from DPO in ECE and in accuracy."""
-    tasks, clauses = len({group.task for group in groups}), []
+    tasks, clauses, judged = len({group.task for group in groups}), [], [group for group in groups if group.versus]
     for metric, title, words in (("ece", "ECE", ("lower", "higher")), ("accuracy", "accuracy", ("higher", "lower"))):
         parts = []
         for word, mark in zip(words, ("*", "†"), strict=True):
-            judged = (group for group in groups if group.versus)
-            counts = Counter(one.method for one in judged if one.versus[metric].mark(metric) == mark)
+            counts = Counter(group.method for group in judged if group.versus[metric].mark(metric) == mark)
             shares = {name: "" if count == tasks else f" ({count} of {tasks} tasks)" for name, count in counts.items()}
             titles = [method_title(name) + shares[name] for name in sorted(shares, key=method_order)]
             parts += [f"{word} for {_join(titles)}"] if titles else []
