@@ -52,10 +52,10 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     _write(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:
+        _write(out / "tables" / f"{table.name}.md", markdown(table))
+        _write(out / "tables" / f"{table.name}.csv", csv_text(table))
         # LaTeX is for a printed page, where the paper's columns are as many as fit.
-        texts = {"md": markdown(table), "tex": latex(table.in_papers_shape()), "csv": csv_text(table)}
-        for ending, text in texts.items():
-            _write(out / "tables" / f"{table.name}.{ending}", text)
+        _write(out / "tables" / f"{table.name}.tex", latex(table.in_papers_shape()))
     made_by = [VERSION, library_versions("matplotlib")]
     inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
     key, note = content_hash(inputs), out / "figures" / "inputs.json"

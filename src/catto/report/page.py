@@ -117,8 +117,7 @@ def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
         for cell in numbers.cells
         if group.holds(cell)
     ]
-    rounded: dict[str, Any] = json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7))
-    return rounded
+    return dict(json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7)))
 
 
 def theme_colour(method: str) -> str:

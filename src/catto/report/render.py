@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
 from catto.report.numbers import GroupNumbers
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 Better = Literal["higher", "lower"] | None
 
@@ -199,10 +199,6 @@ def csv_text(table: Table) -> str:
 
 def terminal(table: Table) -> RichTable:
     """Render for the terminal; the lines below a value are dimmed."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     shown = RichTable(
         title=Text(table.title), caption=Text(table.caption), title_justify="left", caption_justify="left",
         title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
