@@ -141,7 +141,7 @@ def measure_results(
     results: Results, folder: Path, cells: Sequence[Answered], known: Numbers | None = None, progress: Progress = silent
 ) -> Numbers:
     """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
-    evaluation, total = results.evaluation, len(cells) + len(plan_groups(results.cells))
+    evaluation, total = results.evaluation, len(cells) + len(plan_groups([answered.cell for answered in cells]))
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
     old: dict[str, Any] = {measured.input: measured for measured in (*known.cells, *known.groups)} if known else {}
     protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
@@ -244,12 +244,9 @@ def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, f
     with locating(path):
         if cell.tau is not None and unscaled(cell.method) != cell.method:
             predictions = rescaled(predictions, cell.tau, scaled_kind(cell.method))
-        counted = [unparsed == "fallback" or prediction.source != "fallback" for prediction in predictions]
-        correct = [prediction.label == prediction.gold for prediction in predictions] & np.array(
-            counted, dtype=np.bool_
-        )
-        confidence = [prediction.confidence for prediction in predictions]
-        fitted = threshold_for_risk(confidence, correct, RISK, DELTA)
+        wrong = "fallback" if unparsed == "wrong" else None  # the source of answers that count as wrong
+        correct = [prediction.label == prediction.gold and prediction.source != wrong for prediction in predictions]
+        fitted = threshold_for_risk([prediction.confidence for prediction in predictions], correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
     right = answered.correct[answered.confidence >= fitted.threshold]
@@ -283,7 +280,7 @@ def measure_groups(
     results: Results, cells: Sequence[Answered], numbers: Sequence[CellNumbers], settings: MeasureSettings, old: Any
 ) -> Iterator[GroupNumbers]:
     """Measure each method on each task over its seeds, and against DPO. old: groups of an earlier build, by input."""
-    planned = plan_groups(results.cells)
+    planned = plan_groups([answered.cell for answered in cells])
     methods = Counter(group.table for group in planned if group.baseline)
     for group in planned:
         budget, seeds = group.table[0], [numbers[index] for index in group.cells]
