@@ -75,8 +75,6 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
 
 def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
     """Read an experiment's answers with their questions, and the predictions that the page shows."""
-    if not results.cells:
-        raise ValueError("results has no cells, expected at least one")
     questions = {
         task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
         for task, paths in results.questions.items()

@@ -91,7 +91,7 @@ class Results(Record):
     recipe_hash: str
     versions: dict[str, str]
     commit: str | None = None
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...] = Field(min_length=1)
     questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one for each seed
 
     @property
