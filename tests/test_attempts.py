@@ -99,7 +99,7 @@ def nothing(root: Path) -> None:
 
 
 def stale(root: Path) -> None:
-    """There is a stage that was made of other inputs, with the link by which it won."""
+    """There is a stage that was made of other inputs."""
     run_once(root, "stale")
     path = place(root, STAGE) / stages.DONE
     told = json.loads(path.read_text()) | {"content": "0" * 16}
@@ -108,7 +108,7 @@ def stale(root: Path) -> None:
 
 
 def deleted(root: Path) -> None:
-    """The stage was deleted; the link by which it had won is there."""
+    """The stage was deleted."""
     run_once(root, "deleted")
     shutil.rmtree(place(root, STAGE))
 
@@ -124,12 +124,6 @@ def paused(root: Path, at: int, meanwhile: Callable[[], None]) -> bool:
     return step.reached
 
 
-def linked(root: Path) -> bool:
-    """Whether an attempt has won that still works in its own folder."""
-    token = attempts.heartbeat(attempts.pointer(root, STAGE, stages.content(root, STAGE))).get("token")
-    return any(folder.name.endswith(f".part-{token}") for folder in folders(root, STAGE))
-
-
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("dead", [False, True], ids=["paused", "taken for dead"])
 def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
@@ -142,7 +136,7 @@ def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
         before(root)
 
         def second(root: Path = root, won: list[bool] = won) -> None:
-            won.append(linked(root))
+            won.append(stages.done(root, STAGE))
             with monkeypatch.context() as patched:
                 if dead:
                     patched.setattr(Watch, "alive", lambda *_: False)
@@ -151,10 +145,11 @@ def test_an_attempt_that_pauses_at_any_step_while_another_one_runs(
         if not paused(root, at, second):
             break
         author = assert_one_whole_result(root)
-        assert author == "first" or not won[0]  # whoever has made the link becomes the stage
+        assert author == "first" or not won[0]  # what is published stays
         seen.add((author, won[0]))
     assert at > 12
-    assert seen >= {("first", True), ("second", False)}
+    assert seen >= {("second", False)}
+    assert ("first", True) in seen or before is not stale  # only then there is a step after the publishing one
 
 
 @pytest.mark.parametrize("before", BEFORE)
@@ -170,7 +165,7 @@ def test_an_attempt_that_pauses_at_any_step_while_one_that_began_before_ends(
         older = begin(root)
 
         def goes_on(root: Path = root, won: list[bool] = won, older: Attempt = older) -> None:
-            won.append(linked(root))
+            won.append(stages.done(root, STAGE))
             with monkeypatch.context() as patched:
                 patched.setattr(Watch, "alive", lambda *_: not dead)
                 older._prune()
@@ -186,6 +181,33 @@ def test_an_attempt_that_pauses_at_any_step_while_one_that_began_before_ends(
         assert author == "first" or not won[0]
         seen.add((author, won[0]))
     assert seen >= {("first", True), ("second", False)}
+
+
+def test_an_attempt_that_is_discarded_at_any_step_becomes_a_whole_stage_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that takes it for dead is still at work and publishes nothing itself."""
+    outcomes = set()
+    for at in itertools.count(1):
+        root = tmp_path / str(at)
+        older = begin(root)
+
+        def prune(older: Attempt = older) -> None:
+            with monkeypatch.context() as patched:
+                patched.setattr(Watch, "alive", lambda *_: False)
+                older._prune()
+
+        step = Step(at, prune)
+        with step.watching():
+            outcome = run_once(root, "first")
+        older.heart.stop()
+        if not step.reached:
+            break
+        assert stages.done(root, STAGE) == (outcome == "done")
+        if outcome == "done":
+            assert assert_one_whole_result(root) == "first"
+        outcomes.add(outcome)
+    assert outcomes == {"done", "failed"}
 
 
 class Killed(BaseException):
@@ -220,7 +242,7 @@ def stop() -> None:
 def test_one_that_saw_a_stale_stage_does_not_destroy_the_one_that_replaced_it(
     tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has won, and pauses before it moves the stale stage aside. The second completes it meanwhile.
+    """The first pauses before it moves the stale stage aside. The second publishes its result meanwhile.
 
     The first moves whatever is there, at every step of the second, and goes on after that or is killed.
     """
@@ -257,7 +279,7 @@ def test_one_that_saw_a_stale_stage_does_not_destroy_the_one_that_replaced_it(
         if not reached[0]:
             break
         assert run_once(root, "third") == "done"
-        assert assert_one_whole_result(root) == "first"
+        assert assert_one_whole_result(root) == "second"
     assert at > 3
 
 

@@ -146,8 +146,8 @@ def test_a_finished_stage_is_sealed_before_its_rename_which_is_on_the_disk(tmp_p
     with Attempt(tmp_path, stage, content(tmp_path, stage)) as attempt:
         calls.clear()
         attempt.publish({})
-    # done.json; the folder of the link by which the attempt has won; the stage.
-    assert calls == ["file", "rename", "folder", "folder", "rename", "folder"]
+    # done.json; the stage.
+    assert calls == ["file", "rename", "folder", "rename", "folder"]
     assert done(tmp_path, stage)
 
 

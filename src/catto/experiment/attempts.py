@@ -12,18 +12,16 @@ Attempts know of each other only by files on the file system that they share. No
     attempt is dead if the file says that it has ended, if its process was on this machine and is gone, or if the
     counter did not move for STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An
     NFS client may show attributes that are 60 s old (acregmax), so STALE is that, some beats and a margin.
-4.  To publish, an attempt writes `done.json` and then links its attempt.json to `won/<stage>-<content>`. There can be
-    one such link, so one attempt wins. It renames its folder to `<stage>` and deletes the folders of the others. Where
-    the winner did not come to its rename, whoever finds the link completes it. A link whose winner is gone (the stage
-    was deleted, set aside or reopened) is void, and the next attempt that publishes removes it. A stale stage is
-    renamed to `<stage>.stale-<random>` first. If what was renamed is no longer the stale one, it is put back, by
-    whoever finds it; others are deleted once the stage is there.
-5.  An attempt discards a dead one by renaming it to `.half` first. Should the dead one wake up, it can no longer win:
-    what it would link is not there, and nothing creates that file again. If it won just before the rename, the attempt
-    that discards it finds the link and completes it. A `.half` folder in which nothing changes for STALE seconds is
+4.  To publish, an attempt writes `done.json` and renames its folder to `<stage>`. A folder cannot take the place of one
+    that holds files, so one attempt becomes the stage; it deletes the folders of the others. A stale stage is renamed
+    to `<stage>.stale-<random>` first. If what was renamed is no longer the stale one, it is put back, by whoever finds
+    it; others are deleted once the stage is there.
+5.  An attempt discards a dead one by renaming it first, to a name that ends in `.half`. Should the dead one wake up, it
+    can no longer win: what it would rename is not there. A `.half` folder in which nothing changes for STALE seconds is
     discarded too.
-6.  An attempt whose attempt.json is gone has lost: it stops at its next report of progress, or when it publishes, and
-    deletes what it wrote. Until then it may create its folder again, from which no attempt starts without that file.
+6.  An attempt whose attempt.json is gone has lost, since nothing creates that file again: it stops at its next report
+    of progress, or when it publishes, and deletes what it wrote. Until then it may create its folder again, from which
+    no attempt starts and which no attempt publishes without that file.
 
 A run as a whole says in `running.json`, with the same heartbeat, that it works in a folder, so that a second one is
 refused. That saves work; no result depends on it.
@@ -246,29 +244,20 @@ def _half(folder: Path) -> Path:
     return folder.with_name(folder.name + HALF)
 
 
-def pointer(root: Path, stage: Stage, content: str) -> Path:
-    """Return the place of the link that only one attempt can make."""
-    return root / "won" / f"{stage.folder}-{content[:8]}"
-
-
 def settled(root: Path, stage: Stage, content: str) -> bool:
-    """Whether the stage is published with this content. Complete its winner's rename and delete the other attempts.
-
-    Attempts at its shards are deleted too: once the whole is there, they are not needed.
-    """
-    won = heartbeat(pointer(root, stage, content)).get("token")
-    winner = root / "stages" / f"{stage.folder}{PART}{won}"
+    """Whether the stage is published with this content. If so, delete the other attempts at it and at its shards."""
+    final = place(root, stage)
     # Before the stage is looked at: what is moved aside later may be the stage itself, and is not deleted.
     asides = list((root / "stages").glob(f"{stage.folder}{ASIDE}*"))
-    ours = [aside for aside in asides if _current(aside, content)]
-    for folder in (*ours, *((winner, _half(winner)) if won else ())):
-        if (folder / DONE).exists():
-            _move_in(folder, place(root, stage), content)
+    for aside in asides:
+        if _current(aside, content):
+            with contextlib.suppress(OSError):
+                _move_in(aside, final, content)
     whole = stage.whole is not None and stages.done(root, stage.whole)
-    if not whole and not _current(place(root, stage), content):
+    if not whole and not _current(final, content):
         return False
     for aside in asides:
-        _delete(aside, place(root, stage))
+        _delete(aside, final)
     for each in (stage, *stage.shards):
         for folder in (root / "stages").glob(f"{each.folder}{PART}*"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -285,7 +274,7 @@ def _current(folder: Path, content: str) -> bool:
 
 
 def _move_in(folder: Path, final: Path, content: str) -> None:
-    """Rename an attempt that has won; a stale stage makes way. Whoever comes second changes nothing.
+    """Rename an attempt to the stage; a stale stage makes way. OSError where another one is there, or it is gone.
 
     The stage may be replaced between the look at it and its rename, so what was moved aside is looked at again.
     """
@@ -295,8 +284,7 @@ def _move_in(folder: Path, final: Path, content: str) -> None:
             final.rename(aside)
             if _current(aside, content):
                 aside.rename(final)
-    with contextlib.suppress(OSError):
-        folder.rename(final)
+    folder.rename(final)
     files.sync_folder(final.parent)
     if aside.exists() and not _current(aside, content):
         _delete(aside, final)
@@ -308,15 +296,6 @@ def _delete(folder: Path, final: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _discard(root: Path, stage: Stage, folder: Path) -> None:
-    """Delete the folder of a dead attempt, or complete it if it has won."""
-    with contextlib.suppress(OSError, DataError):  # another attempt discards or completes it, or it wakes up
-        half = folder if folder.suffix == HALF else folder.rename(_half(folder))
-        if heartbeat(pointer(root, stage, _token(folder).split("-")[1])).get("token") == _token(folder):
-            settled(root, stage, stages.account(half)["content"])
-        _delete(half, place(root, stage))
 
 
 # ---- an attempt -----------------------------------------------------------------------------------------------------
@@ -385,11 +364,11 @@ class Attempt:
         """
         for folder in {*folders(self.root, self.stage)} - {self.out, *self._uncopied}:
             if self._watch.alive(folder / ATTEMPT) is False:
-                _discard(self.root, self.stage, folder)
+                _delete(folder, place(self.root, self.stage))
         for half in (self.root / "stages").glob(f"{self.stage.folder}{PART}*{HALF}"):
             with contextlib.suppress(OSError):  # what is being copied changes
                 if self._watch.still(half):
-                    _discard(self.root, self.stage, half)
+                    _delete(half, place(self.root, self.stage))
 
     def publish(self, details: Mapping[str, Any]) -> None:
         """Make this attempt the stage, if no other one is by now; LostError if another one will be."""
@@ -400,22 +379,15 @@ class Attempt:
         if stages.content(self.root, self.stage) != self.content:
             raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
         stages.write(self.out / DONE, stages.record(self.stage, self.out, self.content, details))
-        self.heart.stop()  # what is linked no longer changes
-        place = pointer(self.root, self.stage, self.content)
-        place.parent.mkdir(exist_ok=True)
-        while True:
+        here = self.root, self.stage, self.content
+        # attempt.json is looked for after done.json was written, which may have created a discarded folder again.
+        if not settled(*here) and (self.out / ATTEMPT).exists():
             try:
-                files.link(self.out / ATTEMPT, place)
-                files.sync_folder(place.parent)
-            except FileExistsError:
-                mine = heartbeat(place).get("token") == self.heart.token  # NFS repeats a link whose answer was lost
-                if not mine and not settled(self.root, self.stage, self.content):
-                    place.unlink(missing_ok=True)  # of a result that was deleted, set aside or reopened
-                    continue
-            except FileNotFoundError:  # discarded by another attempt
-                pass
-            break
-        if not settled(self.root, self.stage, self.content):
+                _move_in(self.out, place(self.root, self.stage), self.content)
+            except OSError:  # it was discarded, another one came first, NFS repeated the rename; or the disk is full
+                if not settled(*here) and (self.out / ATTEMPT).exists():
+                    raise
+        if not settled(*here):
             raise LostError(LOST)
 
 

@@ -171,9 +171,11 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
 
 
 def take_over(root: Path, stage: Stage, content: str) -> bool:
-    """Make the stage from the files of a finished one, of any recipe, with the same content, if one is whole."""
-    for won in (root / "won").glob(f"*-{content[:8]}"):
-        finished = root / "stages" / won.name.rpartition("-")[0]
+    """Make the stage from the files of a finished one, of any recipe, with the same content, if one is whole.
+
+    The name is part of the content, so the other one's folder differs in the key at its end.
+    """
+    for finished in (root / "stages").glob(f"{stage.folder.rpartition('-')[0]}-" + "[0-9a-f]" * 8):
         try:
             record = stages.account(finished)
             if record["content"] != content:
