@@ -218,7 +218,7 @@ def recipes() -> Iterable[Case]:
         ("self-reference", RECIPE + "x: &a [*a]\n", ("line 9", "an alias refers to a value that it is part of")),
         ("self-reference of a mapping", "x: &a\n  b: *a\n", ("line 2", "part of")),
         ("bomb", BOMB, ("values, with aliases expanded",)),
-        ("long chain of aliases", "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)), ("64 deep",)),
+        ("long chain of aliases", "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 100)), ("64 deep",)),
         ("unknown alias", "a: *b\n", ("line 1", "undefined alias")),
         ("5,000 digits", RECIPE + "context: " + "1" * 5000, ("line 9", "cannot be read as a number")),
         ("30 digits", RECIPE + "context: " + "1" * 30, ("context: expected a finite number below 2^63",)),

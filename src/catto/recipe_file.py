@@ -76,7 +76,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if message == "unknown key":
             keys = _keys_at(place[:-1])
             message = f"unknown key{did_you_mean(place[-1], keys)} (known: {listed(keys, 40)})"
-        culprit = _culprit(str(path), value, overrides, place)
+        # A rule over several settings has no place; its message begins with the setting that it is about.
+        culprit = blamed(str(path), overrides, place or message.partition(":")[0].split("."))
         raise DataError(culprit, None, ": ".join(filter(None, [".".join(place), message]))) from None
     tasks = {
         name: load_task(block.path, block) if is_task_file(block.path) else block
@@ -126,27 +127,6 @@ def blamed(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
         if at and at[: len(named)] == named[: len(at)]:
             return f"--set {override}"
     return source
-
-
-def _culprit(source: str, value: dict[str, Any], overrides: Sequence[str], place: Sequence[str]) -> str:
-    """Return what caused the problem at a place.
-
-    A rule over several settings may name none of them: then it is the override without which the recipe is valid, and
-    all overrides where there is none.
-    """
-
-    def valid(some: Sequence[str]) -> bool:
-        try:
-            Recipe.model_validate(_overridden(value, some))
-        except ValidationError:
-            return False
-        return True
-
-    culprit = blamed(source, overrides, place)
-    if culprit != source or not overrides or not valid(()):
-        return culprit
-    alone = [override for override in overrides if valid([other for other in overrides if other is not override])]
-    return " ".join(f"--set {override}" for override in (alone[:1] or overrides))
 
 
 def _overridden(value: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -232,7 +212,7 @@ def _parsed(text: str, source: str) -> Any:
     """Return the value of a YAML text that holds plain values only; a problem is one DataError with the line."""
     try:
         value = yaml.load(text, _Strict)
-        _check(value, (), {})
+        _check(value, ())
     except yaml.reader.ReaderError as error:
         problem = f"not YAML: character {chr(error.character)!r} at position {error.position} is not allowed"
     except yaml.MarkedYAMLError as error:
@@ -246,31 +226,22 @@ def _parsed(text: str, source: str) -> Any:
     raise DataError(source, None, problem)
 
 
-def _check(value: object, place: tuple[str, ...], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return how many values and levels there are, aliases expanded; refuse too many, and what JSON could not hold.
-
-    known: what was returned for a list or a block before, by its id; aliases of it are the same object.
-    """
+def _check(value: object, place: tuple[str, ...]) -> None:
+    """Refuse what JSON could not hold, and levels that only aliases add up to."""
     at = f"{'.'.join(place)}: " if place else ""
+    if len(place) > problems.MOST_DEPTH:
+        raise ValueError(problems.TOO_DEEP)
     if isinstance(value, dict | list):
-        if id(value) not in known:
-            sizes = [(1, 0)]
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(value, dict) and not isinstance(key, str):
-                    raise ValueError(f"{at}key {shortened(repr(key), 60)}: expected a text; quote it")
-                sizes.append(_check(item, (*place, str(key)), known))
-            values, levels = sum(size for size, _ in sizes), 1 + max(level for _, level in sizes)
-            if values > MOST_VALUES or levels > problems.MOST_DEPTH:
-                raise ValueError(TOO_MANY if values > MOST_VALUES else problems.TOO_DEEP)
-            known[id(value)] = values, levels
-        return known[id(value)]
-    if value is not None and not isinstance(value, bool | str):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise ValueError(f"{at}key {shortened(repr(key), 60)}: expected a text; quote it")
+            _check(item, (*place, str(key)))
+    elif value is not None and not isinstance(value, bool | str):
         if not isinstance(value, int | float):
             kind = type(value).__name__
             raise ValueError(f"{at}expected a text, a number, a list or a block, got a {kind}; quote it")
         if not -(2**63) <= value < 2**63:  # also what is not finite: a nan fails both
             raise ValueError(f"{at}expected a finite number below 2^63, got {shortened(repr(value), 40)}")
-    return 1, 1
 
 
 class _Strict(yaml.SafeLoader):
@@ -278,21 +249,23 @@ class _Strict(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._composed, self._open = 0, list[str | None]()  # nodes so far; the anchors of those that are not complete
+        self._values, self._sizes = 0, dict[str | None, int]()  # values so far, and of each anchor; aliases expanded
+        self._open = list[str | None]()  # the anchors of the nodes that are not complete
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node. Too many are refused here, before all are composed, and with the line."""
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event, before = self.peek_event(), self._values  # type: ignore[no-untyped-call]
         alias = isinstance(event, yaml.AliasEvent)
+        self._values += self._sizes.get(event.anchor, 1) if alias else 1
         problem = "an alias refers to a value that it is part of" if alias and event.anchor in self._open else None
-        self._composed += 1
         self._open.append(None if alias else event.anchor)
-        if len(self._open) > problems.MOST_DEPTH or self._composed > MOST_VALUES:
-            problem = TOO_MANY if self._composed > MOST_VALUES else problems.TOO_DEEP
+        if len(self._open) > problems.MOST_DEPTH or self._values > MOST_VALUES:
+            problem = TOO_MANY if self._values > MOST_VALUES else problems.TOO_DEEP
         if problem is not None:
             raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._open.pop()
+        self._sizes[event.anchor] = self._values - before
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
