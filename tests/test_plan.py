@@ -21,9 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from catto.experiment.cost import Costs, Network, group, network, took
+from catto.experiment.cost import Costs, Job, Network, group, network, simulate, took
 from catto.experiment.graph import Graph, find_stage, freeze, stored
-from catto.experiment.schedule import Job, simulate
 from catto.experiment.stages import Stage, ordered, place, record, write
 from catto.recipe import ModelSettings
 from catto.recipe_file import load

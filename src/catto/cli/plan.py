@@ -138,8 +138,7 @@ def _show_schedule(
 ) -> None:
     """Print how long the missing stages take on each number of GPUs."""
     from catto.cli.display import duration
-    from catto.experiment.cost import GPU, resources
-    from catto.experiment.schedule import Job, simulate
+    from catto.experiment.cost import GPU, Job, resources, simulate
 
     counts = [int(count) if count.strip().isdecimal() else 0 for count in gpus.split(",")]
     if min(counts) < 1:
