@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from datasets import Dataset
@@ -48,12 +48,8 @@ class Job:
     out: Path
 
 
-class _Data(NamedTuple):
-    """What a model is trained on: rows or pairs, their tokens an epoch, and how many were too long, by kind."""
-
-    rows: int
-    tokens: int
-    dropped: dict[str, int]
+# A trainer, the rows or pairs that it trains on, their tokens an epoch, and how many were too long, by kind.
+Prepared: TypeAlias = tuple[Any, int, int, dict[str, int]]
 
 
 def run_train(work: Work[TrainSettings]) -> None:
@@ -79,25 +75,61 @@ def job_of(work: Work[TrainSettings]) -> Job:
 
 
 def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
-    """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json."""
+    """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json.
+
+    The fields of training.json are those of `report.numbers.Training`.
+    """
     model, tokenizer = _start(job)
     prepare = _preference if job.settings.method.stage == "preference" else _supervised
-    trainer, data = prepare(job, model, tokenizer)
+    trainer, rows, tokens, dropped = prepare(job, model, tokenizer)
     processes = job.settings.launch.processes
-    if processes > 1 and (filled := -data.rows % (trainer.args.per_device_train_batch_size * processes)):
-        logger.warning("%d rows are no multiple of the batch: each epoch ends with %d rows again", data.rows, filled)
+    if processes > 1 and (filled := -rows % (trainer.args.per_device_train_batch_size * processes)):
+        logger.warning("%d rows are no multiple of the batch: each epoch ends with %d rows again", rows, filled)
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     weights = gathered(trainer)
-    if trainer.is_world_process_zero():
-        if weights is not None:
-            model, _ = _start(job)
-            load_trained(model, weights)
-        _save(trainer.model if weights is None else model, tokenizer, job.out / "model")
-        write(job.out / "training.json", _account(job.settings.learning_rate, trainer, data, clock.seconds()))
+    if not trainer.is_world_process_zero():
+        return
+    if weights is None:
+        model = trainer.model
+    else:
+        model, _ = _start(job)
+        load_trained(model, weights)
+    if hasattr(model, "merge_and_unload"):  # an adapter, merged in fp32: in bf16 a small update would be rounded away
+        model = model.float().merge_and_unload()
+    with building(job.out / "model") as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+    state, logs = trainer.state, trainer.state.log_history
+    epochs = round(state.epoch, 4)
+    # The share of pairs in which the chosen response gained more than the rejected one, over the last quarter.
+    rewards = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
+    rewards = rewards[-max(len(rewards) // 4, 1) :]
+    training = {
+        "learning_rate": job.settings.learning_rate,
+        "seconds": round(clock.seconds(), 1),
+        "tokens": round(tokens * epochs),
+        "rows": rows,
+        "dropped": dropped,
+        "epochs": epochs,
+        "steps": state.global_step,
+        "kept_step": trainer.kept_step,
+        "kept_epochs": round(epochs * trainer.kept_step / state.global_step, 4),
+        "reward_accuracy": sum(rewards) / len(rewards) if rewards else None,
+        "history": [
+            {
+                name.removeprefix("eval_"): entry[name]
+                for name in entry
+                if name == "step" or name.startswith("eval_val_")
+            }
+            for entry in logs
+            if "eval_val_ece" in entry
+        ],
+    }
+    write(job.out / "training.json", training)
 
 
 def gathered(trainer: Any) -> dict[str, torch.Tensor] | None:
@@ -126,33 +158,6 @@ def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
         raise RuntimeError(f"the gathered weights are not those of the model: {len(strange)} differ, as {strange[0]}")
 
 
-def _account(learning_rate: float, trainer: Any, data: _Data, seconds: float) -> dict[str, Any]:
-    """Return what training.json holds; the fields are those of `report.numbers.Training`."""
-    state, logs = trainer.state, trainer.state.log_history
-    epochs = round(state.epoch, 4)
-    measured = [entry for entry in logs if "eval_val_ece" in entry]
-    # The share of pairs in which the chosen response gained more than the rejected one, over the last quarter.
-    rewards = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
-    rewards = rewards[-max(len(rewards) // 4, 1) :]
-    return {
-        "learning_rate": learning_rate,
-        "seconds": round(seconds, 1),
-        "tokens": round(data.tokens * epochs),
-        "rows": data.rows,
-        "dropped": data.dropped,
-        "epochs": epochs,
-        "steps": state.global_step,
-        "kept_step": trainer.kept_step,
-        "kept_epochs": round(epochs * trainer.kept_step / state.global_step, 4),
-        "reward_accuracy": sum(rewards) / len(rewards) if rewards else None,
-        "history": [
-            {"step": entry["step"]}
-            | {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_val_")}
-            for entry in measured
-        ],
-    }
-
-
 def _start(job: Job) -> tuple[Any, Any]:
     """Return the model that this training starts from, with new adapters if there are to be, and its tokenizer."""
     settings, started = job.settings.model, "start" in job.inputs
@@ -172,15 +177,6 @@ def _start(job: Job) -> tuple[Any, Any]:
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
     return model, tokenizer
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
-    if hasattr(model, "merge_and_unload"):
-        model = model.float().merge_and_unload()
-    with building(folder) as beside:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
 
 
 def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
@@ -220,7 +216,7 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
 # ---- supervised -----------------------------------------------------------------------------------------------------
 
 
-def _supervised(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+def _supervised(job: Job, model: Any, tokenizer: Any) -> Prepared:
     settings, method = job.settings, job.settings.method
     rows = list(read_records(job.inputs["teacher"] / "sft.jsonl", SftRow))
     fit = tokenised(tokenizer, rows, settings.context)
@@ -237,7 +233,7 @@ def _supervised(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
         bins=_bins(job, tokenizer) if method.rcft_weight else None,
         rcft_weight=method.rcft_weight,
     )
-    return trainer, _Data(len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)})
+    return trainer, len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)}
 
 
 def _validation(job: Job, role: str, tokenizer: Any) -> list[Example]:
@@ -262,9 +258,7 @@ def _bins(job: Job, tokenizer: Any) -> RcftBins:
     def answers(model: Any) -> tuple[list[float | None], list[bool]]:
         options = {"batch_size": evaluation.batch_size, "max_tokens": evaluation.max_tokens}
         predictions = evaluate_model(model, tokenizer, questions, **options, reasoning=answering.reasoning)
-        return [label_share(prediction) for prediction in predictions], [
-            is_correct(prediction) for prediction in predictions
-        ]
+        return list(map(label_share, predictions)), list(map(is_correct, predictions))
 
     return RcftBins(answers)
 
@@ -279,7 +273,7 @@ def label_share(prediction: Prediction) -> float | None:
 # ---- preferences ----------------------------------------------------------------------------------------------------
 
 
-def _preference(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
+def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     settings, method = job.settings, job.settings.method
     rows = list(read_records(job.inputs["teacher"] / "preferences.jsonl", PreferenceRow))
     if not rows:
@@ -326,7 +320,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> tuple[Any, _Data]:
     if stream:  # so many rows of the stream beside every pair, up to the label where the loss reads nothing after it
         each = [row.tokens if method.stream == "right" else len(row.row.prompt) + row.label.at for row in stream]
         tokens += round(config.outcome_rows_per_pair * len(columns) * sum(each) / len(each))
-    return trainer, _Data(len(columns), tokens, dropped)
+    return trainer, len(columns), tokens, dropped
 
 
 def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:
