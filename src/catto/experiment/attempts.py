@@ -9,22 +9,22 @@ Attempts know of each other only by files on the file system that they share. No
     renamed, so every `.part-` folder with an attempt.json is a whole copy, and what a paused attempt still writes goes
     into its own folder. If a dead attempt cannot be copied, the new one does not begin.
 3.  `attempt.json` in the folder is its heartbeat: a counter that moves every BEAT seconds, with the progress. The
-    attempt is dead if the file says that it has ended, if its process was on this machine and is gone, or if the
-    counter did not move for STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An
-    NFS client may show attributes that are 60 s old (acregmax), so STALE is that, some beats and a margin.
+    attempt is dead if the file says that it has ended, or if its process was on this machine and is gone.
 4.  To publish, an attempt writes `done.json` and renames its folder to `<stage>`. A folder cannot take the place of one
     that holds files, so one attempt becomes the stage; it deletes the folders of the others. A stale stage is renamed
     to `<stage>.stale-<random>` first. If what was renamed is no longer the stale one, it is put back, by whoever finds
     it; others are deleted once the stage is there.
-5.  An attempt discards a dead one by renaming it first, to a name that ends in `.half`. Should the dead one wake up, it
-    can no longer win: what it would rename is not there. A `.half` folder in which nothing changes for STALE seconds is
-    discarded too.
+5.  An attempt that begins deletes the dead ones, once what it needs of them is copied; those of other machines are
+    deleted when the stage is published. Whatever is deleted is renamed first, to a name that ends in `.half`, so none
+    of it can be published.
 6.  An attempt whose attempt.json is gone has lost, since nothing creates that file again: it stops at its next report
     of progress, or when it publishes, and deletes what it wrote. Until then it may create its folder again, from which
     no attempt starts and which no attempt publishes without that file.
 
 A run as a whole says in `running.json`, with the same heartbeat, that it works in a folder, so that a second one is
-refused. That saves work; no result depends on it.
+refused. That saves work; no result depends on it. A run on another machine is dead if its counter did not move for
+STALE seconds on the observer's monotonic clock; clocks of machines are not compared. An NFS client may show attributes
+that are 60 s old (acregmax), so STALE is that, some beats and a margin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,9 @@ class LostError(Exception):
 class Heart(threading.Thread):
     """Moves a counter in a file for as long as this process lives and works."""
 
-    def __init__(self, path: Path, token: str, watch: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path, token: str) -> None:
         super().__init__(daemon=True)
-        self.path, self.token, self.watch = path, token, watch
+        self.path, self.token = path, token
         self.beats, self.lost, self.ended = 0, False, False
         self.progress: tuple[int, int, str] | None = None
         self._stopped = threading.Event()
@@ -80,11 +80,7 @@ class Heart(threading.Thread):
     def run(self) -> None:
         """Beat until stopped."""
         while not self._stopped.wait(BEAT):
-            try:
-                self.beat()
-                self.watch()
-            except Exception:  # without a heart the work would be taken for dead
-                logger.exception("%s", self.path)
+            self.beat()
 
     def beat(self) -> None:
         """Write the next count; a file that was taken away is not created again."""
@@ -157,14 +153,6 @@ class Watch:
             self._seen[path] = record, now
             return True if record else None
         return False if now - since > STALE else None
-
-    def still(self, folder: Path) -> bool:
-        """Whether no file in a folder came, went or grew for STALE seconds."""
-        now = time.monotonic()
-        sizes = {path: path.stat().st_size for path in folder.rglob("*")}
-        if self._seen.setdefault(folder, (sizes, now))[0] != sizes:
-            self._seen[folder] = sizes, now
-        return now - self._seen[folder][1] > STALE
 
 
 @contextlib.contextmanager
@@ -305,43 +293,37 @@ class Attempt:
     """One attempt at a stage, from its folder to its result; leaving it without `publish` keeps the folder."""
 
     def __init__(self, root: Path, stage: Stage, content: str, source: Path | None = None) -> None:
-        """Begin from the earlier attempt that came furthest, or from the whole files of a finished stage (`source`)."""
+        """Begin from the earlier attempt that came furthest, or from a finished stage (`source`); delete the dead ones.
+
+        What those hold was copied by then, or is of other inputs, and their checkpoints take space.
+        """
         self.root, self.stage, self.content = root, stage, content
         self.out = _new(root, stage, content)
-        self._watch, self._uncopied = Watch(), set[Path]()
-        self.heart = Heart(self.out / ATTEMPT, _token(self.out), self._prune)
-        half = _half(self.out)
+        self.heart = Heart(self.out / ATTEMPT, _token(self.out))
+        half, begun = _half(self.out), (root / "stages").glob(f"{stage.folder}{PART}*")
+        dead = [folder for folder in begun if Watch().alive(folder / ATTEMPT) is False]
+        whole = [folder for folder in folders(root, stage, content) if (folder / ATTEMPT).exists()]
         try:
-            self._copy_to(half, source)
-            (half / ATTEMPT).stat()  # gone if another attempt took this one for dead and deleted the copy
+            for start in [source] if source is not None else [*sorted(whole, key=_reached, reverse=True), None]:
+                half.mkdir(parents=True)
+                (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
+                if start is None:
+                    break
+                try:
+                    _inherit(start, half, self.out)
+                    break
+                except OSError as error:
+                    if start == source or (start.exists() and Watch().alive(start / ATTEMPT) is False):
+                        raise OSError(f"cannot copy {start}: {error}") from error
+                    shutil.rmtree(half)  # the earlier one is alive after all and moves on, or was deleted
+            (half / ATTEMPT).stat()  # gone if another attempt has published meanwhile and deleted the copy
             half.rename(self.out)
         except BaseException:
             shutil.rmtree(half, ignore_errors=True)
             raise
+        for folder in dead:
+            _delete(folder, place(root, stage))
         self.heart.start()
-        self._prune()
-
-    def _copy_to(self, half: Path, source: Path | None) -> None:
-        """Fill the folder that this attempt begins with."""
-        whole = [folder for folder in folders(self.root, self.stage, self.content) if (folder / ATTEMPT).exists()]
-        for old in (None,) if source is not None else (*sorted(whole, key=_reached, reverse=True), None):
-            half.mkdir(parents=True)
-            (half / ATTEMPT).write_text(self.heart.text(), encoding="utf-8")
-            try:
-                if source is not None:  # the files of a finished stage are never written to
-                    for name in stages.account(source)["files"]:
-                        (half / name).parent.mkdir(parents=True, exist_ok=True)
-                        files.link(source / name, half / name)
-                elif old is not None:
-                    _inherit(old, half, self.out)
-                return
-            except OSError as error:
-                if old is None:
-                    raise
-                if old.exists() and self._watch.alive(old / ATTEMPT) is False:
-                    raise OSError(f"cannot copy {old}: {error}") from error
-                self._uncopied.add(old)  # it is alive after all and moves on, or was discarded
-                shutil.rmtree(half)
 
     def __enter__(self) -> Attempt:
         return self
@@ -356,19 +338,6 @@ class Attempt:
         self.heart.progress = finished, total, note
         if self.heart.lost:
             raise LostError(LOST)
-
-    def _prune(self) -> None:
-        """Discard dead attempts: their checkpoints take space, and what is in them was copied or is of other inputs.
-
-        One that came further than what was copied is kept for the next attempt.
-        """
-        for folder in {*folders(self.root, self.stage)} - {self.out, *self._uncopied}:
-            if self._watch.alive(folder / ATTEMPT) is False:
-                _delete(folder, place(self.root, self.stage))
-        for half in (self.root / "stages").glob(f"{self.stage.folder}{PART}*{HALF}"):
-            with contextlib.suppress(OSError):  # what is being copied changes
-                if self._watch.still(half):
-                    _delete(half, place(self.root, self.stage))
 
     def publish(self, details: Mapping[str, Any]) -> None:
         """Make this attempt the stage, if no other one is by now; LostError if another one will be."""
