@@ -218,13 +218,10 @@ def begun(root: Path) -> dict[str, list[Path]]:
     return by_stage
 
 
-def _token(folder: Path) -> str:
-    return folder.name.removesuffix(HALF).rpartition(PART)[2]
-
-
 def _new(root: Path, stage: Stage, content: str) -> Path:
     """Name the folder of a new attempt."""
-    number = max((int(_token(folder).partition("-")[0]) for folder in folders(root, stage)), default=0) + 1
+    earlier = [folder.name.rpartition(PART)[2].partition("-")[0] for folder in folders(root, stage)]
+    number = max(map(int, earlier), default=0) + 1
     return root / "stages" / f"{stage.folder}{PART}{number:04d}-{content[:8]}-{secrets.token_hex(3)}"
 
 
@@ -299,7 +296,7 @@ class Attempt:
         """
         self.root, self.stage, self.content = root, stage, content
         self.out = _new(root, stage, content)
-        self.heart = Heart(self.out / ATTEMPT, _token(self.out))
+        self.heart = Heart(self.out / ATTEMPT, self.out.name)
         half, begun = _half(self.out), (root / "stages").glob(f"{stage.folder}{PART}*")
         dead = [folder for folder in begun if Watch().alive(folder / ATTEMPT) is False]
         whole = [folder for folder in folders(root, stage, content) if (folder / ATTEMPT).exists()]

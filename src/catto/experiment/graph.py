@@ -98,13 +98,13 @@ class Graph:
         """Questions of one split. Training questions are the same for every seed: no seed holds one of them out."""
         others = {"train", "validation", "test"} - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(others))
-        seeds = None
-        if split == "train" and block.own and len(block.files or ()) < len(SPLITS):  # a user's file, cut by the seeds
-            seeds, seed = self.recipe.seeds, self.recipe.seeds[0]
-        settings = QuestionSettings(task, split, seed, block, self._tasks[task], seeds)
-        if split == "train":
-            return Stage("questions", f"questions {task}", settings)
-        return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
+        if split != "train":
+            settings = QuestionSettings(task, split, seed, block, self._tasks[task])
+            return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
+        cut = block.own and len(block.files or ()) < len(SPLITS)  # a user's file, by the seeds
+        seeds = self.recipe.seeds if cut else None
+        settings = QuestionSettings(task, split, (seeds or (0,))[0], block, self._tasks[task], seeds)
+        return Stage("questions", f"questions {task}", settings)
 
     def responses(self, task: str) -> Stage[ResponseSettings]:
         """The teacher's responses to the training questions, unread: what may cost money."""
@@ -121,24 +121,21 @@ class Graph:
 
     def reasoning(self, model: Choice) -> Stage:
         """One sampled response of a start model to every validation question: what training is monitored on."""
-        questions = self.questions(model.settings.task, "validation", model.settings.seed)
-        return self._sampled(f"reasoning {model.settings.name}", model, questions)
+        return self._sampled(f"reasoning {model.settings.name}", model, "validation")
 
     def stream(self, task: str, seed: int) -> Stage:
         """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
         model = self.chosen(task, seed, "sft", "matched")
-        return self._sampled(f"stream sft {task} seed {seed}", model, self.questions(task), self.recipe.outcome)
+        return self._sampled(f"stream sft {task} seed {seed}", model, "train", self.recipe.outcome)
 
     def _asked(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
         parser, split = answers.VERSION if teacher.source == "responses" else None, questions.settings.split
-        settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser)
+        settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser, None, None)
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
-    def _sampled(
-        self, name: str, model: Choice, questions: Stage[QuestionSettings], outcome: OutcomeSettings | None = None
-    ) -> Stage:
+    def _sampled(self, name: str, model: Choice, split: Split, outcome: OutcomeSettings | None = None) -> Stage:
         """Rows of one sampled response per question: the model is asked as a teacher would be."""
         generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
@@ -149,10 +146,9 @@ class Graph:
             seed=model.settings.seed,
             concurrency=generating.evaluation.batch_size,
         )
-        split = questions.settings.split
-        settings = ResponseSettings(teacher, split, generating.prompts, generating=generating, outcome=outcome)
-        needs: dict[str, Stage] = {"model": model, "questions": questions}
-        return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs))
+        settings = ResponseSettings(teacher, split, generating.prompts, None, None, generating, outcome)
+        questions = self.questions(model.settings.task, split, model.settings.seed)
+        return self._rows(name, Stage("sampled", f"sampled {name}", settings, {"model": model, "questions": questions}))
 
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
         needs = {"responses": responses, "questions": responses.needs["questions"]}
@@ -229,7 +225,8 @@ class Graph:
         self,
         name: str,
         model: Stage,
-        questions: Stage[QuestionSettings],
+        task: str,
+        split: Split,
         temperatures: tuple[float, ...] | int,
         temperature: Stage | None = None,
         limit: int | None = None,
@@ -238,12 +235,11 @@ class Graph:
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
-        split, seed = questions.settings.split, questions.settings.seed
+        seed, count = model.settings.seed, self.recipe.launch.shards
         settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
-        needs: dict[str, Stage] = {"model": model, "held_out": questions}
+        needs: dict[str, Stage] = {"model": model, "held_out": self.questions(task, split, seed)}
         others = {} if temperature is None else {"temperature": temperature}
-        whole, count = Stage("generated", f"generated {name}", settings, needs | others), self.recipe.launch.shards
-        shards: dict[str, Stage] = {}
+        whole, shards = Stage("generated", f"generated {name}", settings, needs | others), dict[str, Stage]()
         for number in range(1, count + 1) if count > 1 else ():
             shard, part = f"{whole.name} shard {number} of {count}", replace(settings, shard=(number, count))
             shards[f"shard {number}"] = replace(whole, name=shard, settings=part, whole=whole)
@@ -252,13 +248,12 @@ class Graph:
         return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
 
     def _validated(self, task: str, model: Stage[stages.TrainSettings]) -> Stage:
-        questions = self.questions(task, "validation", model.settings.seed)
-        return self._predicted(f"validation {model.name}", model, questions, GREEDY)
+        return self._predicted(f"validation {model.name}", model, task, "validation", GREEDY)
 
     def tested(self, task: str, model: Choice) -> Stage:
         """Greedy predictions on the test questions."""
-        title, seed = model.settings.title, model.settings.seed
-        return self._predicted(f"test {title} {task} seed {seed}", model, self.questions(task, "test", seed), GREEDY)
+        name = f"test {model.settings.title} {task} seed {model.settings.seed}"
+        return self._predicted(name, model, task, "test", GREEDY)
 
     def tau(self, model: Choice, kind: Rescaled = "raw") -> Stage[stages.ScalingSettings]:
         """The temperature of a model's label token, fitted on its greedy validation predictions."""
@@ -274,28 +269,25 @@ class Graph:
 
         A temperature among the labels is none of the vocabulary's, so nothing is sampled at it.
         """
-        seed, tau = model.settings.seed, self.tau(model, kind)
-        name = f"scaled {title} {task} seed {seed}"
+        name, tau = f"scaled {title} {task} seed {model.settings.seed}", self.tau(model, kind)
         if self.recipe.evaluation.decode == "sample" and kind == "raw":
-            predicted = self._predicted(name, model, self.questions(task, "test", seed), 1, tau)
+            predicted = self._predicted(name, model, task, "test", 1, tau)
         else:
             predicted = self.tested(task, model)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def sampling(self, model: Choice) -> Stage:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
-        held_out = self.questions(model.settings.task, "validation", model.settings.seed)
-        name = f"sampling {model.settings.name}"
+        name, task = f"sampling {model.settings.name}", model.settings.task
         each = tuple(temperature for temperature in SAMPLING for _ in range(max(self.recipe.evaluation.k)))
-        predicted = self._predicted(name, model, held_out, each, limit=SAMPLING_QUESTIONS)
+        predicted = self._predicted(name, model, task, "validation", each, limit=SAMPLING_QUESTIONS)
         return Stage("sampling", name, stages.StageSettings(), {"predicted": predicted, "tau": self.tau(model)})
 
     def candidates(self, task: str, model: Choice) -> Stage:
         """max(k) samples a test question, with their confidence at tau, by which they are ranked."""
-        seed, tau, evaluation = model.settings.seed, self.tau(model), self.recipe.evaluation
-        name, held_out = f"candidates {model.settings.title} {task} seed {seed}", self.questions(task, "test", seed)
-        temperature = tau if evaluation.sampling == "fitted" else self.sampling(model)
-        predicted = self._predicted(name, model, held_out, max(evaluation.k), temperature)
+        name, tau = f"candidates {model.settings.title} {task} seed {model.settings.seed}", self.tau(model)
+        temperature = tau if self.recipe.evaluation.sampling == "fitted" else self.sampling(model)
+        predicted = self._predicted(name, model, task, "test", max(self.recipe.evaluation.k), temperature)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     # ---- the whole --------------------------------------------------------------------------------------------------

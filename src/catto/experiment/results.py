@@ -17,7 +17,7 @@ from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
 from catto.metrics.temperature import fit_tau, rescaled
 from catto.predict import predictor
-from catto.records import Prediction, Question, content_hash
+from catto.records import Prediction, content_hash
 from catto.report.numbers import Cell, Results, Training
 from catto.teacher.responses import GENERATIONS
 
@@ -35,7 +35,8 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
     if isinstance(temperatures, int):  # so many samples at the temperature that another stage found
         temperatures = (read_json(work.input("temperature") / TEMPERATURE)["temperature"],) * temperatures
     write(work.out / TEMPERATURES, temperatures)
-    questions, out = _questions(work, settings), work.out / GENERATIONS
+    questions = read_questions(work.input("held_out") / f"{settings.split}.jsonl", settings.limit)
+    out = work.out / GENERATIONS
     shards = [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]
     if shards:
         predictor.merge(ScoredGeneration, questions, shards, out)
@@ -55,16 +56,12 @@ def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     text, generations = work.settings.text, work.input("generated") / GENERATIONS
     predictor.read(
         StoredEngine(work, text.generating.evaluation, generations),
-        _questions(work, text),
+        read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit),
         read_records(generations, ScoredGeneration),
         **_options(text, read_json(work.input("generated") / TEMPERATURES)),
         out=work.out / PREDICTIONS,
         progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),
     )
-
-
-def _questions(work: Work, text: stages.TextSettings) -> list[Question]:
-    return read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
 
 
 def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predictor.Settings:

@@ -59,17 +59,16 @@ class StageSettings:
     """What determines a stage of one kind.
 
     Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
-    until somebody says that it has no part in the stage.
+    until somebody says that it has no part in the stage. A field that has its default does not count.
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
-    unset: ClassVar[Mapping[str, object]] = {}  # field -> the value with which it does not count
 
     def counted(self) -> dict[str, Any]:
         """Return the part of the settings that the key is a hash of."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name in self.unset and value == self.unset[name]:
+            if value == self.__dataclass_fields__[name].default:
                 continue
             excluded = set(self.excluded.get(name, ()))
             if isinstance(value, BaseModel):
@@ -91,8 +90,6 @@ class QuestionSettings(StageSettings):
     block: TaskSettings  # without the numbers of questions of the other splits
     contents: str | None  # hash of the local files that are read
     seeds: tuple[int, ...] | None = None  # of a user's file that is cut: whose held-out questions are not trained on
-
-    unset: ClassVar = {"seeds": None}
 
     def counted(self) -> dict[str, Any]:
         """Leave out what only users' files set, so that the key of a benchmark does not depend on it."""
@@ -121,10 +118,10 @@ class ResponseSettings(StageSettings):
     teacher: TeacherSettings
     split: Split
     prompts: str
-    contents: str | None = None  # hash of the local files that are read
-    parser: int | None = None  # where responses are stored with labels, which are compared with what is read
-    generating: Generating | None = None
-    outcome: OutcomeSettings | None = None  # of the stream that `outcome` learns from
+    contents: str | None  # hash of the local files that are read
+    parser: int | None  # where responses are stored with labels, which are compared with what is read
+    generating: Generating | None
+    outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
 
     excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair"})}
 
@@ -208,8 +205,6 @@ class TextSettings(StageSettings):
     limit: int | None  # at most so many questions
     shard: tuple[int, int] | None = None  # its number and how many there are; None: all questions
 
-    unset: ClassVar = {"shard": None}
-
 
 @dataclass(frozen=True)
 class PredictionSettings(StageSettings):
@@ -224,8 +219,6 @@ class ScalingSettings(StageSettings):
     """A temperature: of the label token in the whole vocabulary, or among the labels."""
 
     kind: Rescaled = "raw"
-
-    unset: ClassVar = {"kind": "raw"}
 
 
 class CellPlace(NamedTuple):

@@ -98,11 +98,7 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     else:
         model, _ = _start(job)
         load_trained(model, weights)
-    if hasattr(model, "merge_and_unload"):  # an adapter, merged in fp32: in bf16 a small update would be rounded away
-        model = model.float().merge_and_unload()
-    with building(job.out / "model") as beside:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+    _save(model, tokenizer, job.out / "model")
     state, logs = trainer.state, trainer.state.log_history
     epochs = round(state.epoch, 4)
     # The share of pairs in which the chosen response gained more than the rejected one, over the last quarter.
@@ -177,6 +173,15 @@ def _start(job: Job) -> tuple[Any, Any]:
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
     return model, tokenizer
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
+    if hasattr(model, "merge_and_unload"):
+        model = model.float().merge_and_unload()
+    with building(folder) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
 
 def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
