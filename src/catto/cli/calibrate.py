@@ -10,12 +10,15 @@ import typer
 from typer import Argument, Option
 
 from catto.cli import console, measure
-from catto.cli.console import SeedOption, number, real_option, say, span, warn, writable_file
+from catto.cli.console import Real, SeedOption, number, say, span, warn, writable_file
+from catto.logs import ColumnNames
 
 if TYPE_CHECKING:
     from catto.measure import GradedAnswers
     from catto.metrics.binning import Floats
 
+On = Literal["confidence", "labels"]
+Kind = Literal["temperature", "platt", "isotonic", "histogram"]
 SHOWN = ("ece", "nll", "brier")
 
 app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file, apply it to another, and find a threshold.")
@@ -25,12 +28,8 @@ app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file, appl
 def fit(
     file: Annotated[Path, Argument(help="Answers to fit on, as `catto measure` reads them.")],
     out: Annotated[Path, Option(help="Where the calibrator goes: a .json file.")],
-    method: Annotated[
-        Literal["temperature", "platt", "isotonic", "histogram"], Option(help="Kind of calibrator.")
-    ] = "temperature",
-    on: Annotated[
-        Literal["confidence", "labels"], Option(help="What it reads; labels, by temperature only: label_logprobs.")
-    ] = "confidence",
+    method: Annotated[Kind, Option(help="Kind of calibrator.")] = "temperature",
+    on: Annotated[On, Option(help="What it reads; labels, by temperature only: label_logprobs.")] = "confidence",
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
     confidence: measure.ConfidenceColumn = "confidence",
@@ -46,7 +45,6 @@ def fit(
     catto calibrate fit validation.jsonl --method temperature --out tau.json
     """
     from catto.calibrate import fit_file
-    from catto.logs import ColumnNames
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if on == "labels" and method != "temperature":
@@ -70,9 +68,7 @@ def apply(
     calibrator: Annotated[Path, Argument(help="What `catto calibrate fit` wrote.")],
     file: Annotated[Path, Argument(help="Answers to calibrate; they need not be labelled.")],
     out: Annotated[Path, Option(help="Where the rows go: a .jsonl file.")],
-    on: Annotated[
-        Literal["confidence", "labels"] | None, Option(help="What the calibrator reads, where its file is alone.")
-    ] = None,
+    on: Annotated[On | None, Option(help="What the calibrator reads, where its file is alone.")] = None,
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
     confidence: measure.ConfidenceColumn = "confidence",
@@ -88,7 +84,6 @@ def apply(
     catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
     """
     from catto.calibrate import apply_file, open_fitted
-    from catto.logs import ColumnNames
     from catto.measure import GradedAnswers
 
     writable_file("--out", out, ".jsonl")
@@ -106,7 +101,7 @@ def apply(
 @app.command()
 def threshold(
     file: Annotated[Path, Argument(help="Final answers, as `catto select --rule ... --out` writes them.")],
-    target_risk: Annotated[float, real_option(min=0.0001, max=0.9999, help="Largest share of wrong answers.")],
+    target_risk: Annotated[float, Real(min=0.0001, max=0.9999, help="Largest share of wrong answers.")],
     out: Annotated[Path, Option(help="Where the threshold goes: a .json file.")],
     confidence_level: measure.RiskLevelOption = 0.95,
 ) -> None:
@@ -121,14 +116,10 @@ def threshold(
     from catto.calibrate import fit_threshold
 
     writable_file("--out", out, ".json")
-    found = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
-    say(
-        f"Answering at confidence >= {found.threshold:.8g}: coverage {100 * found.coverage:.1f} %, {found.errors:,} of "
-        f"{found.answered:,} wrong, error rate at most {100 * found.bound:.1f} % with {100 * confidence_level:g} % "
-        "confidence."
-    )
-    made = found.protocol
-    say(f"For the {made.rule} of {made.k} at temperature {made.temperature:g}. Wrote {out}.")
+    limit = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
+    say(measure.told_threshold(limit, limit.rows))
+    protocol = limit.protocol
+    say(f"For the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
 
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
@@ -142,12 +133,12 @@ def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
         both = [summarise(part, settings, tick) for part in (answers, replace(answers, confidence=calibrated))]
     if both[0].warning is not None:
         say(both[0].warning)
-    made = console.table(str(answers.source), "metric", "before", "95 % interval", "after", "95 % interval")
+    rows = []
     for name in SHOWN:
-        percent, intervals = METRICS[name].percent, [summary.metrics[name].interval for summary in both]
-        cells = [text for one in intervals for text in (number(one.value, percent), span(one, percent))]
-        made.add_row(METRICS[name].title, *cells)
-    console.print_table(made)
+        metric, intervals = METRICS[name], [summary.metrics[name].interval for summary in both]
+        before, after = ([number(ends.value, metric.percent), span(ends, metric.percent)] for ends in intervals)
+        rows.append([metric.title, *before, *after])
+    console.show_table(str(answers.source), ("metric", "before", "95 % interval", "after", "95 % interval"), rows)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")
     for when, summary in zip(("Before", "After"), both, strict=True):
         for sentence in unheld(summary):

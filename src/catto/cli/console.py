@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -63,24 +63,26 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def table(title: str, *columns: str) -> Table:
-    """Return an empty table: the first column is text, which may wrap, the others are numbers, which do not."""
+def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table: the first column is text, which may wrap, the others are numbers; an empty row is a line."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(
+    table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
-    return made
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
+    for row in rows:
+        table.add_row(*row) if row else table.add_section()
+    print_table(table)
 
 
-def print_table(made: Table) -> None:
+def print_table(table: Table) -> None:
     """Print a table on stdout, as wide as the terminal."""
     from rich.console import Console
 
-    Console(highlight=False, markup=False, emoji=False).print(made)
+    Console(highlight=False, markup=False, emoji=False).print(table)
 
 
 def number(value: float, percent: bool, signed: bool = False) -> str:
@@ -124,10 +126,10 @@ def tasks() -> list[str]:
     return list(TASKS)
 
 
-# An option with a number that is not whole.
-real_option = partial(Option, callback=finite)
-seed_option = partial(Option, min=0, max=MOST_SEED)
-SeedOption = Annotated[int, seed_option(help="Seed of the resamples.")]
+# Options with a number that is not whole, and with a seed.
+Real = partial(Option, callback=finite)
+Seed = partial(Option, min=0, max=MOST_SEED)
+SeedOption = Annotated[int, Seed(help="Seed of the resamples.")]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON and nothing else; shares in 0 to 1.")]
 
 

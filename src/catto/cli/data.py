@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections import deque
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import print_json, print_table, refuse, refusing, say, table
+from catto.cli.console import print_json, refuse, refusing, say, show_table
 
 if TYPE_CHECKING:
     from catto.recipe import TaskSettings
@@ -22,31 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["data"]
 
+SplitFile = partial(Option, metavar="[SPLIT=]FILE")
 FileOption = Annotated[
-    list[str] | None,
-    Option("--file", metavar="[SPLIT=]FILE", help="Your own questions: jsonl, json, csv, tsv, parquet, also gzipped."),
+    list[str] | None, SplitFile(help="Your own questions: jsonl, json, csv, tsv, parquet; also .gz.")
 ]
-FieldsOption = Annotated[
-    str | None,
-    Option(help="Its fields: question=..,options=..,answer=..; columns as a+b+c, the same for all as yes|no."),
-]
-AnswerOption = Annotated[
-    Literal["label", "index", "index1", "text", "boolean"] | None,
-    Option(help="What its answers are.", show_default="what fits all rows"),
-]
-AnswersOption = Annotated[list[str] | None, Option(metavar="[SPLIT=]FILE", help="A file with its answers, one a line.")]
+FieldsOption = Annotated[str | None, Option(help="Its fields: question=..,options=.. (a+b+c, or yes|no),answer=..")]
+AnswerForm = Literal["label", "index", "index1", "text", "boolean"]
+AnswerOption = Annotated[AnswerForm | None, Option(help="What its answers are.", show_default="what fits all rows")]
+AnswersOption = Annotated[list[str] | None, SplitFile(help="A file with its answers, one a line.")]
 SplitName = Literal["train", "validation", "test"]
 DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", show_default="the hub")]
 
 
 def data(
     task: Annotated[
-        str | None,
-        Argument(help="A task's name, or a YAML file of one; a name for --file.", autocompletion=console.tasks),
+        str | None, Argument(help="A task, its YAML file, or a name for --file.", autocompletion=console.tasks)
     ] = None,
     data_dir: DataDirOption = None,
     split: Annotated[SplitName, Option(help="Which questions to show.")] = "train",
-    seed: Annotated[int, console.seed_option(help="Seed of the splits.")] = 0,
+    seed: Annotated[int, console.Seed(help="Seed of the splits.")] = 0,
     n: Annotated[int, Option(min=0, max=100_000, help="How many questions to show.")] = 3,
     stats: Annotated[bool, Option("--stats", help="Count labels, dropped rows and leaks of every split.")] = False,
     file: FileOption = None,
@@ -92,8 +87,8 @@ def data(
     if stats:
         _show_stats(splits)
         return
-    sizes = [f"{name} {'-' if 'problem' in one else format(one['questions'], ',')}" for name, one in splits.items()]
-    say(f"questions: {', '.join(sizes)}")
+    sizes = {name: "-" if "problem" in counts else f"{counts['questions']:,}" for name, counts in splits.items()}
+    say(f"questions: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
     for question in asked:
         say(f"\n--- {question['id']} ({question['split']}), gold {question['gold']}")
         for message in question["messages"]:
@@ -198,18 +193,18 @@ def _read(
 
 def _show_stats(splits: dict[Split, dict[str, Any]]) -> None:
     """Print the sizes of the splits; then label balance, what was left out and why, and notes."""
-    sizes, lines = table("", "split", "questions", "rows read", "leaks removed"), []
+    sizes, lines = [], []
     for split, counts in splits.items():
         if "problem" in counts:
-            sizes.add_row(split, "-", "-", "-")
+            sizes.append([split, "-", "-", "-"])
             lines.append(f"{split}: {counts['problem']}")
             continue
-        sizes.add_row(split, *(f"{counts[name]:,}" for name in ("questions", "read", "leaks")))
+        sizes.append([split, *(f"{counts[name]:,}" for name in ("questions", "read", "leaks"))])
         total = sum(counts["gold"].values())
         gold = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
         dropped = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in counts["dropped"].items())
         details = f"gold labels {gold or '-'}", f"left out {dropped or 'nothing'}", *counts["notes"]
         lines.extend(f"{split}: {line}" for line in details)
-    print_table(sizes)
+    show_table("", ("split", "questions", "rows read", "leaks removed"), sizes)
     for line in lines:
         say(line)

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from catto import __version__
-from catto.cli.console import needs, print_json, print_table, say, table
+from catto.cli.console import needs, print_json, say, show_table
 from catto.cli.run import QUIET
 
 __all__ = ["diagnosis", "doctor"]
@@ -111,25 +111,25 @@ def _devices() -> list[str]:
 def _show(state: dict[str, Any]) -> None:
     """Print what is installed and what is missing; then the checks of a self-test, and one line that says all of it."""
     say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
-    made = table("", "package", "part", "installed", "needed")
+    rows: list[list[str]] = []
     for part, packages in state["packages"].items():
         for name, package in packages.items():
             version = package["version"] or "missing"
             mark = "" if package["ok"] or not package["version"] else " (!)"
-            made.add_row(name, part, version + mark, package["needs"])
-        made.add_section()
-    print_table(made)
+            rows.append([name, part, version + mark, package["needs"]])
+        rows.append([])
+    show_table("", ("package", "part", "installed", "needed"), rows)
     say("Devices: " + "; ".join(state["devices"]))
     say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in state["variables"].items()))
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
     if (result := state.get("selftest")) is None:
         return
-    made = table("", "self-test", "error", "bound", "")
+    rows = []
     for check in result["checks"]:
         error = check["problem"] if check["error"] is None else f"{check['error']:.1e}"
-        made.add_row(check["name"], error, f"{check['bound']:g}", "ok" if check["ok"] else "FAILED")
-    print_table(made)
+        rows.append([check["name"], error, f"{check['bound']:g}", "ok" if check["ok"] else "FAILED"])
+    show_table("", ("self-test", "error", "bound", ""), rows)
     times = result["milliseconds"]
     ratios = [f"{name} {times[name] / times['trl']:.2f}x" for name in ("catto", "shared") if times]
     beside = f"; step {', '.join(ratios)} of TRL's {times['trl']:.0f} ms" if times else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import needs, real_option, refuse, refusing, say, seed_option, writable_folder
+from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
 from catto.recipe import MOST_SAMPLES
 
@@ -29,11 +29,11 @@ def evaluate(
     split: Annotated[SplitName, Option(help="Which questions.")] = "test",
     n: Annotated[int | None, Option(min=1, max=1_000_000, help="How many questions.", show_default="all")] = None,
     k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")] = 1,
-    temperature: Annotated[float, real_option(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, Real(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
     reasoning: Annotated[bool, Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
-    seed: Annotated[int, seed_option(help="Seed of the samples.")] = 0,
-    split_seed: Annotated[int, seed_option(help="Seed of the splits; of benchmarks 0 to 4.")] = 0,
+    seed: Annotated[int, Seed(help="Seed of the samples.")] = 0,
+    split_seed: Annotated[int, Seed(help="Seed of the splits; of benchmarks 0 to 4.")] = 0,
     data_dir: DataDirOption = None,
     file: FileOption = None,
     fields: FieldsOption = None,
@@ -42,15 +42,11 @@ def evaluate(
     engine: Annotated[EngineName, Option(help="Who runs the model.")] = "transformers",
     base_url: Annotated[str | None, Option(help="The server's address, ending in /v1.")] = None,
     api_key_env: Annotated[str, Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
-    batch_size: Annotated[
-        int | None, Option(min=1, max=100_000, help="Responses at once.", show_default="16; with vllm 256")
-    ] = None,
-    deadline: Annotated[float, real_option(min=1, max=1e6, help="Server: seconds for a reply, with retries.")] = 1800.0,
-    max_refused: Annotated[float, real_option(min=0, max=1, help="Server: most refused questions, as a share.")] = 0.2,
+    batch_size: Annotated[int | None, Option(min=1, max=100_000, help="Responses at once: 16, with vllm 256.")] = None,
+    deadline: Annotated[float, Real(min=1, max=1e6, help="Server: seconds for a reply, with retries.")] = 1800.0,
+    max_refused: Annotated[float, Real(min=0, max=1, help="Server: most refused questions, as a share.")] = 0.2,
     retry_refused: Annotated[bool, Option("--retry-refused", help="Ask refused requests again.")] = False,
-    shard: Annotated[
-        str | None, Option(metavar="I/N", help="Answer part I of N; without it, parts are joined.")
-    ] = None,
+    shard: Annotated[str | None, Option(help="Answer part I of N; without it, parts are joined.")] = None,
     out: Annotated[Path, Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.

@@ -37,16 +37,12 @@ def recipes() -> list[str]:
 
 
 RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=recipes)]
-OutOption = Annotated[
-    Path | None, Option(metavar="FOLDER", help="The experiment's folder.", show_default="runs/<name>")
-]
+OutOption = Annotated[Path | None, Option(help="The experiment's folder.", show_default="runs/<name>")]
 SetOption = Annotated[
     list[str] | None, Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
 ]
-SeedsOption = Annotated[list[int] | None, console.seed_option("--seed", help="Only these seeds. May be repeated.")]
-RetryOption = Annotated[
-    bool, Option("--retry-refused", help="Ask what the teacher's server refused again, and redo what depends on it.")
-]
+SeedsOption = Annotated[list[int] | None, console.Seed("--seed", help="Only these seeds. May be repeated.")]
+RetryOption = Annotated[bool, Option("--retry-refused", help="Ask again what a server refused; redo what needs it.")]
 
 # Progress bars and notices of libraries would break the display.
 QUIET = {
@@ -143,9 +139,7 @@ def run(
     retry_refused: RetryOption = False,
     repair: Annotated[bool, Option("--repair", help="Run damaged stages again; keep their folders, renamed.")] = False,
     on: Annotated[Literal["here", "ray"], Option(help="One stage after the other here, or on a Ray cluster.")] = "here",
-    address: Annotated[
-        str | None, Option(help="Ray's: auto, HOST:PORT or ray://HOST:PORT.", show_default="one started here")
-    ] = None,
+    address: Annotated[str | None, Option(help="Ray's: auto, HOST:PORT or ray://...; else one starts here.")] = None,
 ) -> None:
     """Run the missing stages of a recipe and report; a run that was interrupted or killed resumes where it was.
 
@@ -191,9 +185,7 @@ def run(
 def stage(
     folder: Annotated[Path, Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")],
     key: Annotated[str, Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
-    recipe: Annotated[
-        str, Option(metavar="HASH", help="Of several recipes in RUN/recipes, this one.", show_default="used last")
-    ] = "",
+    recipe: Annotated[str, Option(metavar="HASH", help="Of several in RUN/recipes; else the last used.")] = "",
 ) -> None:
     """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.
 

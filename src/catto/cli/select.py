@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import number, real_option, refuse, say, span
+from catto.cli.console import Real, number, refuse, say, span
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -24,18 +24,12 @@ def select(
     file: Annotated[Path, Argument(help="Predictions with several samples per question.")],
     k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
     more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
-    tau: Annotated[
-        float | None,
-        real_option(min=0.01, max=100.0, help="Rank by the confidence at this temperature.", show_default="as stated"),
-    ] = None,
+    tau: Annotated[float | None, Real(min=0.01, max=100, help="Rank by the confidence at this temperature.")] = None,
     fit_tau: Annotated[Path | None, Option(help="Fit tau on these greedy validation predictions.")] = None,
     rule: Annotated[str | None, Option(help="With --out: how the final answers are chosen.")] = None,
     calibrator: Annotated[Path | None, Option(help="With --out: calibrate the confidences.")] = None,
     adaptive: Annotated[bool, Option("--adaptive", help="Stop sampling when the choice is settled.")] = False,
-    stop: Annotated[
-        float | None,
-        real_option(min=0.0, max=1.0, help="With --adaptive: stop at this confidence.", show_default="the file's best"),
-    ] = None,
+    stop: Annotated[float | None, Real(min=0, max=1, help="With --adaptive: stop at this confidence.")] = None,
     out: Annotated[Path | None, Option(help="Write one final answer per question: a .jsonl file.")] = None,
     seed: console.SeedOption = 0,
     as_json: console.JsonOption = False,
@@ -140,20 +134,20 @@ def _adaptive_rows(predictions: list[Prediction], sizes: list[int], stop: float 
 
 def _show(title: str, rows: list[Selected], saved: list[dict[str, Any]], fallback: str) -> None:
     """Print the rules, and what stopping early saves where it was asked for."""
-    made = console.table(title, "rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback")
+    cells = []
     for row in rows:
         accuracy = f"{number(row.accuracy, True)}\n{span(row, True)}"
         subsets = f"{row.subsets:,}{'' if row.exact else ' drawn'}"
-        made.add_row(row.rule, str(row.k), accuracy, number(row.ece, True), subsets, fallback)
-    console.print_table(made)
-    made = console.table("Stopping early", "rule", "k", "stop", "samples", "tokens", "accuracy")
+        cells.append([row.rule, str(row.k), accuracy, number(row.ece, True), subsets, fallback])
+    console.show_table(title, ("rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback"), cells)
+    cells = []
     for mean in saved:
         tokens = "-" if mean["tokens"] is None else f"{mean['tokens']:.0f}"
         ended = "-" if mean["stop"] is None else f"{mean['stop']:.4g}" if mean["rule"] == MOST else "settled"
-        cells = ended, f"{mean['samples']:.2f}", tokens, number(mean["accuracy"], True)
-        made.add_row(mean["rule"], str(mean["k"]), *cells)
+        means = f"{mean['samples']:.2f}", tokens, number(mean["accuracy"], True)
+        cells.append([mean["rule"], str(mean["k"]), ended, *means])
     if saved:
-        console.print_table(made)
+        console.show_table("Stopping early", ("rule", "k", "stop", "samples", "tokens", "accuracy"), cells)
 
 
 def _told_within(within: Within, questions: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from catto.cli import console
-from catto.cli.console import check_name, needs, real_option, refuse, refusing, say, warn, writable_file
+from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -30,16 +30,12 @@ def serve(
     model: Annotated[str | None, Option(help="The upstream's model.", show_default="its only one")] = None,
     k: Annotated[int | None, Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
     rule: Annotated[str | None, Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
-    temperature: Annotated[
-        float | None, real_option(min=0, max=2, help="Of sampling.", show_default=DEFAULT + "0")
-    ] = None,
-    stop: Annotated[float | None, real_option(min=0, max=1, help="Stop at this confidence, or a settled vote.")] = None,
+    temperature: Annotated[float | None, Real(min=0, max=2, help="Of samples.", show_default=DEFAULT + "0")] = None,
+    stop: Annotated[float | None, Real(min=0, max=1, help="Stop at this confidence, or a settled vote.")] = None,
     max_k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
     concurrency: Annotated[int, Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
     queue: Annotated[int, Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
-    deadline: Annotated[
-        float, real_option(min=1, max=1e6, help="Seconds for an answer, with queue and retries.")
-    ] = 120.0,
+    deadline: Annotated[float, Real(min=1, max=1e6, help="Seconds for an answer, with queue and retries.")] = 120.0,
     abstention: Annotated[str, Option(help="What is answered below the threshold.")] = "I do not know.",
     log: Annotated[Path | None, Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",

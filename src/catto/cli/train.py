@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from catto.cli.console import check_name, needs, refuse, refusing, say, seed_option, writable_folder
+from catto.cli.console import Seed, check_name, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
-from catto.methods import METHODS, unscaled
+from catto.methods import METHODS, Budget, unscaled
 
 __all__ = ["app", "train"]
 
@@ -26,16 +26,10 @@ def train(
     fields: FieldsOption = None,
     answer: AnswerOption = None,
     answers: AnswersOption = None,
-    seed: Annotated[int | None, seed_option(help="The seed.", show_default="the recipe's first")] = None,
-    budget: Annotated[
-        Literal["paper", "matched"] | None, Option(help="How much it trains.", show_default="the recipe's first")
-    ] = None,
-    processes: Annotated[
-        int | None, Option(min=1, help="Processes that share a training.", show_default="the recipe's")
-    ] = None,
-    config: Annotated[
-        str | None, Option(help="How they hold the model: ddp, fsdp2, zero2, zero3, or a file of Accelerate.")
-    ] = None,
+    seed: Annotated[int | None, Seed(help="The seed.", show_default="the recipe's first")] = None,
+    budget: Annotated[Budget | None, Option(help="How much it trains.", show_default="the recipe's first")] = None,
+    processes: Annotated[int | None, Option(min=1, help="Share a training.", show_default="the recipe's")] = None,
+    config: Annotated[str | None, Option(help="Their layout: ddp, fsdp2, zero2, zero3, or Accelerate's file.")] = None,
     out: OutOption = None,
     sets: SetOption = None,
 ) -> None:
