@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from catto.cli.display import Bar, Left, RunDisplay, bars, duration, progress
+from catto.cli.display import Bar, RunDisplay, bars, duration, progress
 from catto.experiment.attempts import Attempt
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, StageSettings, content, ordered
@@ -280,7 +280,7 @@ def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
     """Events at 0, 1, ..., 25 s after the start: told at 10 and 20, which are 16 and 6 s before the end."""
     now, stream, (questions, teacher) = [100.0], io.StringIO(), stages(tmp_path)
     with bars(stream, clock=lambda: now[0]) as shown:
-        lines = RunDisplay(shown, Left(tmp_path, [teacher]))
+        lines = RunDisplay(shown, tmp_path, [teacher])
         lines.started(questions, 1, 2)
         for second in range(26):
             now[0] = 100.0 + second
@@ -298,7 +298,7 @@ def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
     """An hour of events every second. Lines at 10, 20, ..., 200 s, then each a twentieth later than the last."""
     now, stream, (questions, teacher) = [0.0], io.StringIO(), stages(tmp_path)
     with bars(stream, clock=lambda: now[0]) as shown:
-        lines = RunDisplay(shown, Left(tmp_path, [teacher]))
+        lines = RunDisplay(shown, tmp_path, [teacher])
         lines.started(questions, 1, 2)
         for second in range(3601):
             now[0] = float(second)
@@ -335,7 +335,7 @@ def test_a_terminal_shows_bars_and_keeps_failures(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("COLUMNS", "120")
     now, stream, (questions, teacher) = [0.0], Terminal(), stages(tmp_path)
     with bars(stream, clock=lambda: now[0]) as shown:
-        display = RunDisplay(shown, Left(tmp_path, [teacher]))
+        display = RunDisplay(shown, tmp_path, [teacher])
         display.started(questions, 1, 2)
         for now[0], finished in ((1.0, 10), (2.0, 20), (3.0, 30)):
             display.progress(questions, finished, 90, "loss 0.5")
@@ -360,17 +360,24 @@ def trainings(method: str, count: int) -> list[Stage]:
     return [replace(graph.trained("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
 
 
+def displayed(tmp_path: Path, goals: list[Stage], now: list[float]) -> RunDisplay:
+    with bars(io.StringIO(), clock=lambda: now[0]) as shown:
+        return RunDisplay(shown, tmp_path, goals)
+
+
 def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
     """Of four trainings of dpo one took 60 s: about 3 x 60 s; half a minute into the next one, 150 s."""
-    dpo = trainings("dpo", 4)
-    left = Left(tmp_path, dpo)
-    assert left.text() == ""
-    left.ended(dpo[0], "done", 60.0)
-    assert left.text() == "about 3 min left"
-    assert left.text({dpo[1].key: 30.0}) == "about 2 min left"
+    dpo, now = trainings("dpo", 4), [0.0]
+    display = displayed(tmp_path, dpo, now)
+    assert display.left() == ""
+    display.ended(dpo[0], "done", 60.0)
+    assert display.left() == "about 3 min left"
+    display.started(dpo[1], 2, 4)
+    now[0] += 30.0
+    assert display.left() == "about 2 min left"
     for stage in dpo[1:]:
-        left.ended(stage, "failed", 1.0)
-    assert left.text() == ""
+        display.ended(stage, "failed", 1.0)
+    assert display.left() == ""
 
 
 def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> None:
@@ -381,18 +388,18 @@ def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> N
         trainings("dpo+catto", 1),
         trainings("rcft", 1),
     )
-    left = Left(tmp_path, [*dpo, *bce, *catto, *rcft])
-    left.ended(dpo[0], "done", 60.0)
-    left.ended(bce[0], "done", 20.0)
-    assert left.text() == f"more than {duration(100.0)} left"
-    left.ended(rcft[0], "done", 500.0)
-    assert left.text() == f"about {duration(100.0)} left"
+    display = displayed(tmp_path, [*dpo, *bce, *catto, *rcft], [0.0])
+    display.ended(dpo[0], "done", 60.0)
+    display.ended(bce[0], "done", 20.0)
+    assert display.left() == f"more than {duration(100.0)} left"
+    display.ended(rcft[0], "done", 500.0)
+    assert display.left() == f"about {duration(100.0)} left"
 
 
 def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:
     dpo = trainings("dpo", 3)
-    left = Left(tmp_path, [*dpo, Stage("report", "report", StageSettings())])
-    left.ended(dpo[0], "done", 4.0)
-    assert left.text() == ""  # more than 8 s says nothing
-    left.ended(dpo[1], "done", 60.0)
-    assert left.text() == "more than 32 s left"
+    display = displayed(tmp_path, [*dpo, Stage("report", "report", StageSettings())], [0.0])
+    display.ended(dpo[0], "done", 4.0)
+    assert display.left() == ""  # more than 8 s says nothing
+    display.ended(dpo[1], "done", 60.0)
+    assert display.left() == "more than 32 s left"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from catto.methods import METHODS
 if TYPE_CHECKING:
     from catto.experiment.stages import Stage
 
-__all__ = ["Bar", "Left", "RunDisplay", "bars", "duration", "progress"]
+__all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
 
 # Without a terminal, a line of progress every ten seconds at first, then every twentieth of the elapsed time: a stage
 # of a minute has five lines, one of a day about 140.
@@ -114,17 +114,45 @@ def _print_line(shown: Progress, line: str) -> None:
 
 
 class RunDisplay:
-    """What `catto run` shows: a bar for the stages and one for each running stage, or lines. Failures stay visible."""
+    """What `catto run` shows: a bar for the stages and one for each running stage, or lines. Failures stay visible.
 
-    def __init__(self, shown: Progress, left: Left) -> None:
-        self._shown, self._left = shown, left
-        self._stages = shown.add_task("stages", total=None, note="", left="")
+    The missing stages take as long as finished ones of the same method, or else of the same kind.
+    """
+
+    def __init__(self, shown: Progress, root: Path, goals: Sequence[Stage]) -> None:
+        from catto.experiment.cost import took
+        from catto.experiment.stages import done, ordered
+
+        self._shown, self._stages = shown, shown.add_task("stages", total=None, note="", left="")
         self._bars: dict[str, Bar] = {}  # key of a running stage -> its bar
+        self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
+        self._missing: dict[str, Stage] = {}
+        for stage in ordered(list(goals)):
+            if done(root, stage):
+                self._learn(stage, took(root, stage) or 0.0)
+            else:
+                self._missing[stage.key] = stage
+
+    def _learn(self, stage: Stage, seconds: float) -> None:
+        for sort in _sorts(stage):
+            self._known[sort].append(seconds)
+
+    def left(self) -> str:
+        """Return `about 3 min left`; `more than` where no stage of a kind has finished yet; empty if that is little."""
+        total, unknown, now = 0.0, False, self._shown.get_time()
+        for key, stage in self._missing.items():
+            known = next((self._known[sort] for sort in _sorts(stage) if sort in self._known), None)
+            unknown |= known is None
+            spent = now - self._bars[key].began if key in self._bars else 0.0
+            total += max(0.0, fmean(known) - spent) if known else 0.0
+        if not self._missing or (unknown and total < LITTLE):
+            return ""
+        return f"{'more than' if unknown else 'about'} {duration(total)} left"
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage starts."""
         name = f"[{number}/{total}] {stage.name}"
-        self._shown.update(self._stages, total=total, left=self._left.text())
+        self._shown.update(self._stages, total=total, left=self.left())
         self._bars[stage.key] = Bar(self._shown, name if self._shown.disable else stage.name)
         _print_line(self._shown, name)
 
@@ -132,58 +160,21 @@ class RunDisplay:
         """Show how far a running stage is."""
         if stage.key in self._bars:
             self._bars[stage.key].update(finished, total, note)
-            now = self._shown.get_time()
-            spent = {key: now - bar.began for key, bar in self._bars.items()}
-            self._shown.update(self._stages, left=self._left.text(spent))
+            self._shown.update(self._stages, left=self.left())
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Count a stage and show how it ended; blocked stages are counted at the end of the run."""
-        self._left.ended(stage, outcome, seconds)
+        self._missing.pop(stage.key, None)
+        if outcome == "done":
+            self._learn(stage, seconds)
         if stage.key in self._bars:
             self._shown.remove_task(self._bars.pop(stage.key).id)
-        left, line = self._left.text(), f"{stage.name}: {outcome} in {duration(seconds)}"
+        left, line = self.left(), f"{stage.name}: {outcome} in {duration(seconds)}"
         self._shown.update(self._stages, advance=1, left=left, refresh=True)
         if outcome == "failed" and not self._shown.disable:
             self._shown.console.print(line, markup=False)
         elif outcome != "blocked":
             _print_line(self._shown, f"{line}; {left}" if left else line)
-
-
-class Left:
-    """How long the missing stages take: as long as finished ones of the same method, or else of the same kind."""
-
-    def __init__(self, root: Path, goals: Sequence[Stage]) -> None:
-        from catto.experiment.cost import took
-        from catto.experiment.stages import done, ordered
-
-        self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
-        stages = ordered(list(goals))
-        self._missing = {stage.key: stage for stage in stages}
-        for stage in stages:
-            if done(root, stage):
-                self.ended(stage, "done", took(root, stage) or 0.0)
-
-    def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
-        """Take a stage off the list, and learn from one that is done."""
-        self._missing.pop(stage.key, None)
-        for sort in _sorts(stage) if outcome == "done" else ():
-            self._known[sort].append(seconds)
-
-    def text(self, spent: Mapping[str, float] | None = None) -> str:
-        """Return `about 3 min left`; `more than` where no stage of a kind has finished yet; empty if that is little.
-
-        spent: key of a running stage -> the seconds since it started.
-        """
-        total, unknown = 0.0, False
-        for stage in self._missing.values():
-            known = next((self._known[sort] for sort in _sorts(stage) if sort in self._known), None)
-            if known is None:
-                unknown = True
-            else:
-                total += max(0.0, fmean(known) - (spent or {}).get(stage.key, 0.0))
-        if not self._missing or (unknown and total < LITTLE):
-            return ""
-        return f"{'more than' if unknown else 'about'} {duration(total)} left"
 
 
 def _sorts(stage: Stage) -> tuple[str, str]:

@@ -11,22 +11,20 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.problems import listed
+from catto.files import replacing
+from catto.problems import DataError, listed
+from catto.recipe import Recipe
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from catto.experiment.runner import Display, Outcome
     from catto.experiment.stages import Stage
-    from catto.recipe import Recipe
-
-    Cluster: TypeAlias = Callable[[Path, Recipe, Sequence[Stage], Display], Outcome]
 
 
 def recipes() -> list[str]:
@@ -69,27 +67,29 @@ def go(
     goals: Sequence[Stage],
     retry_refused: bool = False,
     repair: bool = False,
-    cluster: Cluster | None = None,
+    execute: Callable[..., Any] | None = None,
 ) -> None:
-    """Run what is missing, here or on a cluster; exit with code 1 if a stage failed, with 130 if it was interrupted."""
-    from catto.cli.display import Left, RunDisplay
-    from catto.experiment.graph import check_places, freeze
-    from catto.experiment.runner import forget_refused, refused_stages, run, set_damaged_aside
+    """Run what is missing; exit with code 1 if a stage failed, with 130 if it was interrupted.
+
+    execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
+    """
+    from catto.cli.display import RunDisplay
+    from catto.experiment import graph, runner
     from catto.experiment.stages import done, ordered
 
-    _posix()
-    check_places(source, recipe)
-    for stage in set_damaged_aside(root, goals) if repair else ():
+    refuse_windows()
+    graph.check_places(source, recipe)
+    for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
     if any(stage.kind == "train" and not done(root, stage) for stage in ordered(list(goals))):
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
-    freeze(root, recipe)
+    graph.freeze(root, recipe)
     with running() as shown:
-        display = RunDisplay(shown, Left(root, goals))
+        display = RunDisplay(shown, root, goals)
         if retry_refused:
-            forget_refused(root, goals)
-        outcome = run(root, goals, display) if cluster is None else cluster(root, recipe, goals, display)
-    for stage, refused in refused_stages(root, goals):
+            runner.forget_refused(root, goals)
+        outcome = execute(root, recipe, goals, display) if execute else runner.run(root, goals, display)
+    for stage, refused in runner.refused_stages(root, goals):
         console.warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     for problem, log in outcome.failed.items():
         console.warn(f"{problem}; its log: {log}")
@@ -99,7 +99,7 @@ def go(
         sys.exit(1)
 
 
-def _posix() -> None:
+def refuse_windows() -> None:
     """Refuse Windows, which cannot tell whether a process is alive without ending it."""
     if platform.system() == "Windows":
         console.refuse("experiments run on Linux and macOS; on Windows, use WSL")
@@ -150,33 +150,29 @@ def run(
     """
     from catto.experiment.graph import Graph
     from catto.experiment.stages import place
-    from catto.files import replacing
     from catto.report import numbers as store
-    from catto.report.page import headline
-    from catto.report.render import terminal
-    from catto.report.tables import summary
+    from catto.report import page, render, tables
 
-    read, cluster = read_recipe(recipe, sets, seeds), None
+    read, execute = read_recipe(recipe, sets, seeds), None
     if address is not None and on != "ray":
         console.refuse("--address: needs --on ray")
     root, goal = folder(read, out), Graph(read).report()
     if on == "ray":
         console.needs("ray", "ray", "--on ray")
-        from catto.experiment.ray_runner import run as run_on_ray
+        from catto.experiment import ray_runner
 
-        cluster = partial(run_on_ray, address=address)
-    go(recipe, read, root, [goal], retry_refused, repair, cluster)
-    report, page = place(root, goal), root / "report.html"
+        execute = partial(ray_runner.run, address=address)
+    go(recipe, read, root, [goal], retry_refused, repair, execute)
+    report, first = place(root, goal), root / "report.html"
     numbers = store.read(report / "numbers.json")
-    if numbers is not None:  # None: the file was deleted
-        told = headline(numbers)
-        for line in (told.answer, *told.warnings):
+    if numbers is not None:  # None: of another version
+        headline = page.headline(numbers)
+        for line in (headline.answer, *headline.warnings):
             console.say(line)
-        console.print_table(terminal(summary(numbers)))
-    if (report / page.name).exists():  # the one-file page is copied to where it is found first
-        with replacing(page) as file:
-            file.write((report / page.name).read_text(encoding="utf-8"))
-        console.say(f"Report: {page}")
+        console.print_table(render.terminal(tables.summary(numbers)))
+    with replacing(first) as file:  # the one-file page is copied to where it is found first
+        file.write((report / first.name).read_text(encoding="utf-8"))
+    console.say(f"Report: {first}")
 
 
 # ---- one stage ------------------------------------------------------------------------------------------------------
@@ -199,7 +195,7 @@ def stage(
     from catto.experiment.runner import run_stage, unseen
     from catto.experiment.stages import done
 
-    _posix()
+    refuse_windows()
     wanted = find_stage(folder, key, recipe)
     if missing := unseen(folder, wanted.needs.values(), wanted.name):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
@@ -230,7 +226,6 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
     """
     from catto.cli.display import progress
     from catto.experiment.stages import account, check, finished
-    from catto.problems import DataError
 
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
