@@ -113,15 +113,14 @@ def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Captu
     assert read_graded(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
 
 
-def test_answer_and_gold_are_places_in_the_labels(tmp_path: Path) -> None:
+def test_an_answer_that_was_not_parsed_is_the_likeliest_label(tmp_path: Path) -> None:
     data = [
         {"label_logprobs": {"B": -2.0, "A": -0.2}, "label": "B", "gold": "A"},
         {"label_logprobs": {"A": -0.3, "B": -2.0, "C": -3.0}, "label": None, "gold": "C"},
     ]
-    table = read_labels(write_lines(tmp_path / "a.jsonl", data), ColumnNames())
-    assert table.gold is not None
-    assert (table.answer.tolist(), table.gold.tolist()) == ([0, 0], [1, 2])
-    assert table.logprobs.shape == (2, 3)
+    labels = list(read_labels(write_lines(tmp_path / "a.jsonl", data), ColumnNames()))
+    assert [(answer, gold) for _, answer, gold in labels] == [("B", "A"), ("A", "C")]
+    assert [logprobs for logprobs, _, _ in labels] == [row["label_logprobs"] for row in data]
 
 
 def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:

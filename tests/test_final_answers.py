@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from catto.calibrate import Fitted, final_answers, open_fitted, open_threshold, write_final
-from catto.files import manifest_path, read_manifest, write_records
+from catto.calibrate import Fitted, RiskThreshold, final_answers, open_fitted, write_final
+from catto.files import manifest_path, read_manifest, read_record, write_records
 from catto.metrics import selection
 from catto.metrics.calibrators import Temperature
 from catto.metrics.ranking import threshold_for_risk
@@ -203,7 +203,7 @@ def test_the_chain_of_files_up_to_a_threshold(tmp_path: Path, capsys: Capture, m
     final = chain(tmp_path, capsys, *more)
     done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.2", "--out", tmp_path / "t.json")
     assert (done.code, done.err) == (0, "")
-    found = open_threshold(tmp_path / "t.json")
+    found = read_record(tmp_path / "t.json", RiskThreshold)
     rows = [json.loads(line) for line in final.read_text().splitlines()]
     expected = threshold_for_risk([row["confidence"] for row in rows], [row["correct"] for row in rows], 0.2, 0.05)
     assert (found.threshold, found.bound, found.rows) == (expected.threshold, expected.bound, 600)

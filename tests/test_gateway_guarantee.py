@@ -13,8 +13,9 @@ from needs import REASONS
 
 pytest.importorskip("fastapi", reason=REASONS["serve"])
 
-from catto.calibrate import open_fitted, open_threshold
+from catto.calibrate import RiskThreshold, open_fitted
 from catto.engines.server import ServerEngine
+from catto.files import read_record
 from catto.predict.predictor import evaluate
 from catto.prompts import messages
 from catto.records import Question
@@ -61,7 +62,7 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
         run(capsys, "select", tmp_path / "held.jsonl", *rule, "--out", final)
         done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.2", "--out", found)
         assert (done.code, done.err) == (0, "")
-        fitted, limit = open_fitted(tau), open_threshold(found)
+        fitted, limit = open_fitted(tau), read_record(found, RiskThreshold)
         assert 1.6 < getattr(fitted.calibrator, "tau", 0) < 2.5
         with gateway(server, protocol=limit.protocol, fitted=fitted, limit=limit) as url:
             answers = []

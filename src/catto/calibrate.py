@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import exp
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from catto import files
 from catto.files import library_versions, manifest_path, read_manifest
 from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
-from catto.metrics.binning import Floats, Ints
+from catto.metrics.binning import Floats
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import candidates, samples_by_question, stopped
@@ -44,37 +44,21 @@ FINAL = "final answers"
 OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
-class LabelTable(NamedTuple):
-    """Label log-probabilities as columns. logprobs: (N, K); answer, gold: (N,) columns of it; gold None: not known.
+def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, float], str, str | None]]:
+    """Yield the label log-probabilities of each row, its answer and its gold label; None: the row has none.
 
-    Rows with fewer than K labels are filled up with labels of probability 0.
+    Where no answer could be parsed, it is the likeliest label.
     """
-
-    logprobs: Floats
-    answer: Ints
-    gold: Ints | None
-
-
-def read_labels(path: Path, names: ColumnNames) -> LabelTable:
-    """Read the label log-probabilities of a file with rows, with the place of the answer and of the gold label."""
-    rows: list[list[float]] = []
-    places: dict[str, list[int]] = {"label": [], "gold": []}
     for row, fields in read_answers(path, names):
         with locating(path, row):
             logprobs = logprobs_of(fields)
             answer = answer_of("label", fields)
-            labels = {"label": max(logprobs, key=logprobs.__getitem__) if answer is None else answer}
-            if "gold" in fields:
-                labels["gold"] = text_of("gold", fields)
-            for name, label in labels.items():
-                if label not in logprobs:
+            answer = max(logprobs, key=logprobs.__getitem__) if answer is None else answer
+            gold = text_of("gold", fields) if "gold" in fields else None
+            for name, label in (("label", answer), ("gold", gold)):
+                if label is not None and label not in logprobs:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
-                places[name].append(list(logprobs).index(label))
-        rows.append(list(logprobs.values()))
-    width = max(map(len, rows))
-    filled = np.array([row + [NO_LABEL] * (width - len(row)) for row in rows], dtype=np.float64)
-    gold = np.array(places["gold"]) if len(places["gold"]) == len(rows) else None
-    return LabelTable(filled, np.array(places["label"]), gold)
+        yield logprobs, answer, gold
 
 
 @dataclass(frozen=True)
@@ -105,30 +89,28 @@ class Fitted:
         if self.on == "confidence":
             new = self.calibrator.apply([prediction.confidence for prediction in predictions]).tolist()
         else:
-            new = [0.0 if row.label is None else self._of_sample(row, row.label) for row in predictions]
+            new = [self._of_label(row.label_logprobs, row.label, row.name) for row in predictions]
         pairs = zip(predictions, new, strict=True)
         return [row.model_copy(update={"confidence": 0.0 if row.label is None else value}) for row, value in pairs]
 
-    def _of_sample(self, row: Prediction, label: str) -> float:
-        if row.label_logprobs is None:
-            raise ValueError(f"{row.name} has no label_logprobs, which the calibrator reads")
-        labels, logprobs = zip(*row.label_logprobs.items(), strict=True)
-        return float(self._of_labels([logprobs], np.array([labels.index(label)]))[0])
-
-    def _of_labels(self, logprobs: ArrayLike, place: Ints) -> Floats:
-        """Return the calibrated probability of one label of each row, by its column. (N, K), (N,) -> (N,)."""
+    def _of_label(self, logprobs: Mapping[str, float] | None, label: str | None, name: str = "") -> float:
+        """Return the calibrated probability of one of the labels; 0 where there is no answer."""
+        if label is None:
+            return 0.0
+        if logprobs is None:
+            raise ValueError(f"{name} has no label_logprobs, which the calibrator reads")
         if not isinstance(self.calibrator, Temperature):
             raise ValueError("only a temperature can be applied to label log-probabilities")
-        rescaled = self.calibrator.apply_labels(logprobs)
-        return np.asarray(np.exp(rescaled[np.arange(len(rescaled)), place]), dtype=np.float64)
+        rescaled = self.calibrator.apply_labels([list(logprobs.values())])
+        return exp(rescaled[0, list(logprobs).index(label)])
 
     def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
         if self.on == "confidence":
             return self.calibrator.apply(answers.confidence)
-        labels = read_labels(answers.source, names)
         with locating(answers.source):
-            return self._of_labels(labels.logprobs, labels.answer)
+            rows = read_labels(answers.source, names)
+            return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
 
     def shared(self, questions: Iterable[str]) -> int:
         """Count the fit questions, as far as they were kept, that are among these too."""
@@ -139,15 +121,17 @@ def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
-    _check_other_file(path, out, "the calibrator")
     answers = read_graded(path, names, unparsed)
     calibrator: Calibrator
     with locating(path):
         if on == "labels":
-            labels = read_labels(path, names)
-            if labels.gold is None:
+            rows = list(read_labels(path, names))
+            golds = [list(logprobs).index(gold) for logprobs, _, gold in rows if gold is not None]
+            if len(golds) < len(rows):
                 raise ValueError("gold: missing")
-            calibrator = Temperature.fit_labels(labels.logprobs, labels.gold)
+            widest = max(len(logprobs) for logprobs, _, _ in rows)
+            filled = [[*logprobs.values(), *[NO_LABEL] * (widest - len(logprobs))] for logprobs, _, _ in rows]
+            calibrator = Temperature.fit_labels(filled, golds)
         else:
             calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
     if answers.correct.all() or not answers.correct.any():
@@ -159,11 +143,6 @@ def fit_file(
     counts = {"rows": len(answers)}
     files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
     return open_fitted(out), answers
-
-
-def _check_other_file(path: Path, out: Path, what: str) -> None:
-    if out.exists() and path.exists() and out.samefile(path):
-        raise DataError(out, None, f"is the input: write {what} to another file")
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
@@ -185,7 +164,6 @@ def _digests(questions: Iterable[str]) -> tuple[str, ...]:
 
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
-    _check_other_file(path, out, "the calibrated answers")
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
@@ -290,7 +268,6 @@ class RiskThreshold(Record):
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
-    _check_other_file(path, out, "the threshold")
     notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
@@ -307,8 +284,3 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
     files.write_record(out, threshold)
     return threshold
-
-
-def open_threshold(path: Path) -> RiskThreshold:
-    """Read a threshold that `fit_threshold` wrote."""
-    return files.read_record(path, RiskThreshold)

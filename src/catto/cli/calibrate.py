@@ -49,7 +49,7 @@ def fit(
 
     if on == "labels" and method != "temperature":
         console.refuse(f"--on labels: works with --method temperature, not {method}")
-    writable_file("--out", out, ".json")
+    writable_file("--out", out, ".json", source=file)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     fitted, answers = fit_file(file, method, on, names, unparsed, out)
     console.warn_few(len(answers), file, "a calibrator follows single answers")
@@ -86,7 +86,7 @@ def apply(
     from catto.calibrate import apply_file, open_fitted
     from catto.measure import GradedAnswers
 
-    writable_file("--out", out, ".jsonl")
+    writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
     answers, calibrated = apply_file(fitted, file, names, out)
@@ -115,7 +115,7 @@ def threshold(
     """
     from catto.calibrate import fit_threshold
 
-    writable_file("--out", out, ".json")
+    writable_file("--out", out, ".json", source=file)
     limit = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
     say(measure.told_threshold(limit, limit.rows))
     protocol = limit.protocol

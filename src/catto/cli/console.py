@@ -162,7 +162,7 @@ def writable_file(option: str, path: Path, *suffixes: str, source: Path | None =
     if suffixes and path.suffix.lower() not in suffixes:
         refuse(f"{option}: {path} must end in {', '.join(suffixes)}")
     if source is not None and path.exists() and source.exists() and path.samefile(source):
-        refuse(f"{option}: {path} is the input: write to another file")
+        refuse(f"{path}: is the input: write {option} to another file")
     if path.exists() and not path.is_file():
         refuse(f"{option}: {path} is {'a folder' if path.is_dir() else 'not a regular file'}")
     if path.exists() and not os.access(path, os.W_OK):

@@ -10,6 +10,7 @@ from typer import Option
 
 from catto.cli import console
 from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
+from catto.files import read_record
 from catto.recipe import MOST_SAMPLES
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def serve(
     """
     for package in ("fastapi", "uvicorn"):
         needs(package, "serve", "catto serve")
-    from catto.calibrate import open_fitted, open_threshold
+    from catto.calibrate import RiskThreshold, open_fitted
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run
 
@@ -62,7 +63,7 @@ def serve(
     if log is not None:
         writable_file("--log", log)
     fitted = None if calibrator is None else open_fitted(calibrator)
-    limit = None if threshold is None else open_threshold(threshold)
+    limit = None if threshold is None else read_record(threshold, RiskThreshold)
     if limit is not None and limit.calibrator != (fitted.digest if fitted else None):
         refuse(f"{threshold}: fitted with {'another calibrator' if fitted else 'a calibrator'}: give that one")
     key = os.environ.get("CATTO_API_KEY", "").strip() or None
