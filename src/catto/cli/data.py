@@ -15,11 +15,12 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import print_json, refuse, refusing, say, show_table
+from catto.problems import DataError
+from catto.recipe import TaskSettings, is_task_file
+from catto.records import SPLITS, Split
 
 if TYPE_CHECKING:
-    from catto.recipe import TaskSettings
-    from catto.records import Question, Split
-    from catto.tasks import LoadReport, Task
+    from catto.tasks import Task
 
 __all__ = ["data"]
 
@@ -63,21 +64,38 @@ def data(
     catto data mine.yaml --stats
     """
     from catto.prompts import messages
+    from catto.tasks import load
     from catto.tasks.own_file import propose
 
     proposed: dict[str, Any] = {}
+    splits: dict[Split, dict[str, Any]] = {}
     with refusing():
         if file and fields is None:
             proposed, n = propose(by_split(file), by_split(answers)), min(n, 1)
             columns = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
             fields = ",".join(f"{name}={column}" for name, column in columns.items())
         source = source_of(task, file, fields, answer, answers, name="TASK")
-        questions, report, splits = _read(source, split, seed, data_dir, n)
-    asked = [
-        question.model_dump(mode="json") | {"messages": [message.model_dump() for message in messages(question)]}
-        for question in questions
-    ]
+        for name in SPLITS:
+            try:
+                loaded = load(source, name, seed=seed, data_dir=data_dir)
+                first = list(islice(loaded, n))
+                deque(loaded, maxlen=0)  # the counts are complete once every row was read
+            except DataError as error:
+                if name == split:
+                    raise
+                splits[name] = {"problem": str(error)}
+                continue
+            if name == split:
+                questions, report = first, loaded.report
+            splits[name] = {key: getattr(loaded.report, key) for key in ("read", "unshuffled", "files", "notes")}
+            gold, dropped = (dict(sorted(counts.items())) for counts in (loaded.report.gold, loaded.report.dropped))
+            leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
+            splits[name] |= {"questions": loaded.report.kept, "gold": gold, "dropped": dropped, "leaks": leaks}
     if as_json:
+        asked = []
+        for question in questions:
+            put = [message.model_dump() for message in messages(question)]
+            asked.append({**question.model_dump(mode="json"), "messages": put})
         named = {"task": report.task, "licence": report.licence, "source": report.source}
         print_json({**named, **({"fields": proposed} if proposed else {}), "splits": splits, "questions": asked})
         return
@@ -89,17 +107,16 @@ def data(
         return
     sizes = {name: "-" if "problem" in counts else f"{counts['questions']:,}" for name, counts in splits.items()}
     say(f"questions: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
-    for question in asked:
-        say(f"\n--- {question['id']} ({question['split']}), gold {question['gold']}")
-        for message in question["messages"]:
-            say(f"[{message['role']}]\n{message['content']}")
+    for question in questions:
+        say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
+        for message in messages(question):
+            say(f"[{message.role}]\n{message.content}")
 
 
 def own_questions(
     task: str | None, file: list[str] | None, fields: str | None, answer: Any, answers: list[str] | None
 ) -> tuple[str, TaskSettings] | None:
     """Return name and settings of the user's own questions; None where the task is one of ours."""
-    from catto.recipe import TaskSettings, is_task_file
     from catto.recipe_file import load_task
     from catto.tasks.own_file import task_name
 
@@ -123,8 +140,6 @@ def own_questions(
 
 def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
     """Parse the values of --file and --answers: FILE, which is cut by seed, or SPLIT=FILE."""
-    from catto.records import SPLITS
-
     named: dict[Split, str | list[str]] = {}
     for text in files or ():
         split = next((split for split in SPLITS if text.startswith(f"{split}=")), None)
@@ -150,45 +165,6 @@ def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Ta
     if task is None:
         refuse(f"{name} or --file is needed: a task's name, or a file of your own")
     return task
-
-
-def _read(
-    task: Any, shown: Split, seed: int, data_dir: Path | None, n: int
-) -> tuple[list[Question], LoadReport, dict[Split, dict[str, Any]]]:
-    """Return the first n questions of a split, its report, and the counts of every split; of an absent one, why.
-
-    Leaks are rows whose content is also in a held-out split.
-    """
-    from catto.problems import DataError
-    from catto.records import SPLITS
-    from catto.tasks import load
-
-    questions: list[Question] = []
-    counts: dict[Split, dict[str, Any]] = {}
-    for split in SPLITS:
-        try:
-            loaded = load(task, split, seed=seed, data_dir=data_dir)
-            questions += islice(loaded, n if split == shown else 0)
-            deque(loaded, maxlen=0)  # the counts are complete once every row was read
-        except DataError as error:
-            if split == shown:
-                raise
-            counts[split] = {"problem": str(error)}
-            continue
-        report = loaded.report
-        if split == shown:
-            of_shown = report
-        dropped, gold = (dict(sorted(each.items())) for each in (report.dropped, report.gold))
-        leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
-        counts[split] = {
-            "questions": report.kept,
-            "read": report.read,
-            "gold": gold,
-            "dropped": dropped,
-            "leaks": leaks,
-        }
-        counts[split] |= {"unshuffled": report.unshuffled, "files": report.files, "notes": report.notes}
-    return questions, of_shown, counts
 
 
 def _show_stats(splits: dict[Split, dict[str, Any]]) -> None:

@@ -49,32 +49,17 @@ def doctor(
 
 
 def diagnosis() -> dict[str, Any]:
-    """Return versions, devices, which variables are set, and for each part what is missing and how to install it."""
-    packages = _packages()
-    lacking = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
-    missing = {part: names for part, names in lacking.items() if names}
-    commands = {part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing}
-    return {
-        "catto": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-        "missing": missing,
-        "install": commands,
-        "devices": _devices(),
-        "variables": {name: name in os.environ for name in VARIABLES},
-    }
+    """Return versions, devices, which variables are set, and for each part what is missing and how to install it.
 
-
-def _packages() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return part -> name -> version (None: not installed), what is needed, and whether the two agree."""
+    packages: part -> name -> version (None: not installed), what is needed, and whether the two agree.
+    """
     from packaging.requirements import Requirement
 
+    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
     try:
         needed = [Requirement(text) for text in metadata.requires("catto") or []]
     except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        return {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
-    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
+        needed, packages = [], {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
     for requirement in needed:
         name, marker = requirement.name, requirement.marker
         try:
@@ -88,7 +73,20 @@ def _packages() -> dict[str, dict[str, dict[str, Any]]]:
             parts = [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
         for part in parts if name != "catto" else ():  # an extra that includes another names catto itself
             packages[part][name] = {"version": version, "needs": str(requirement.specifier), "ok": ok}
-    return packages
+    lacking = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
+    missing = {part: names for part, names in lacking.items() if names}
+    return {
+        "catto": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "missing": missing,
+        "install": {
+            part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing
+        },
+        "devices": _devices(),
+        "variables": {name: name in os.environ for name in VARIABLES},
+    }
 
 
 def _devices() -> list[str]:

@@ -13,7 +13,9 @@ from typer import Argument, Option
 from catto.cli import console
 from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
+from catto.files import manifest_path, read_manifest
 from catto.recipe import MOST_SAMPLES
+from catto.records import Prediction
 
 if TYPE_CHECKING:
     from catto.engines import Engine
@@ -67,10 +69,13 @@ def evaluate(
     from catto.engines import model_name
     from catto.engines.replies import ServerError
     from catto.predict import predictor
-    from catto.records import Prediction
     from catto.tasks import load
 
-    part, whole = _shard(shard), out / "predictions.jsonl"
+    numbers = re.fullmatch(r"(\d{1,5})/(\d{1,5})", shard or "1/1")
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        refuse(f"--shard: expected I/N with I from 1 to N, such as 1/3, got {shard}")
+    part = None if shard is None else (int(numbers[1]), int(numbers[2]))
+    whole = out / "predictions.jsonl"
     predictions = whole if part is None else predictor.shard_path(whole, part)
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
@@ -105,21 +110,12 @@ def evaluate(
     _show(predictions)
 
 
-def _shard(text: str | None) -> tuple[int, int] | None:
-    """Read `1/3`."""
-    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text or "1/1")
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        refuse(f"--shard: expected I/N with I from 1 to N, such as 1/3, got {text}")
-    return None if text is None else (int(found[1]), int(found[2]))
-
-
 def _shards(path: Path) -> list[Path]:
     """Return the files of all shards where some have begun and no file of predictions is finished."""
-    from catto.files import manifest_path
     from catto.predict.predictor import shard_path
 
     names = [] if manifest_path(path).exists() else [file.name for file in path.parent.glob("*.shard-*-of-*")]
-    counts = {int(found[1]) for name in names if (found := re.search(r"-of-(\d+)\.", name))}
+    counts = {int(count) for name in names for count in re.findall(r"-of-(\d+)\.", name)}
     if len(counts) > 1:
         several = " and of ".join(map(str, sorted(counts)))
         refuse(f"--out: {path.parent} has shards of {several}: delete those not meant")
@@ -152,7 +148,6 @@ def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.cli.measure import measure
     from catto.engines.replies import count_reasons
-    from catto.files import read_manifest
     from catto.predict.predictor import refusals_of
     from catto.report.build import write_cards
 

@@ -10,12 +10,12 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import Real, number, refuse, say, span
+from catto.files import read_records
 from catto.recipe import MOST_SAMPLES
+from catto.records import FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:
-    from catto.metrics.ranking import Within
     from catto.metrics.selection import Selected
-    from catto.records import FinalAnswer, Prediction, Protocol
 
 MOST = "most confident"
 
@@ -48,11 +48,9 @@ def select(
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
     from catto.calibrate import open_fitted, write_final
-    from catto.files import read_records
     from catto.measure import Sources, jsonable
     from catto.metrics import selection, temperature
     from catto.predict.predictor import refusals_of
-    from catto.records import Prediction
 
     sizes = [*k, *(more or ())]
     if out is None and (rule is not None or calibrator is not None):
@@ -100,15 +98,19 @@ def select(
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
     if written:
         say(written)
-    say(_told_within(within, questions))
-    if tau is None and within.pairs:
+    if not within.pairs:
+        say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
+        return
+    value = f"{number(within.value, True)} (95 % interval {span(within, True)})"
+    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
+    say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
+    if tau is None:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
 def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None) -> Protocol:
     """Describe how the first k samples of a file become one answer; choose where to stop if that is not given."""
     from catto.metrics.selection import candidates, choose_stop, samples_by_question
-    from catto.records import Protocol
 
     temperatures = {row.temperature for row in predictions}
     if len(temperatures) > 1:
@@ -148,14 +150,6 @@ def _show(title: str, rows: list[Selected], saved: list[dict[str, Any]], fallbac
         cells.append([mean["rule"], str(mean["k"]), ended, *means])
     if saved:
         console.show_table("Stopping early", ("rule", "k", "stop", "samples", "tokens", "accuracy"), cells)
-
-
-def _told_within(within: Within, questions: int) -> str:
-    if not within.pairs:
-        return "AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win."
-    value = f"{number(within.value, True)} (95 % interval {span(within, True)})"
-    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
-    return f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick."
 
 
 def _means(answers: list[FinalAnswer]) -> dict[str, Any]:

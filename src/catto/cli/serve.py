@@ -10,13 +10,13 @@ from typer import Option
 
 from catto.cli import console
 from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
+from catto.cli.data import source_of
 from catto.files import read_record
 from catto.recipe import MOST_SAMPLES
+from catto.records import Protocol
 
 if TYPE_CHECKING:
     from catto.calibrate import RiskThreshold
-    from catto.engines.server import ServerEngine
-    from catto.records import Protocol
 
 MOST = "most confident"
 DEFAULT = "the threshold's, else "
@@ -56,10 +56,18 @@ def serve(
     for package in ("fastapi", "uvicorn"):
         needs(package, "serve", "catto serve")
     from catto.calibrate import RiskThreshold, open_fitted
+    from catto.engines import server_address
+    from catto.engines.replies import ServerError
+    from catto.engines.server import ServerEngine
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run
+    from catto.tasks import TASKS
 
-    labels = _labels(task)
+    with refusing(place="--task: "):
+        source = source_of(task, None, None, None, None)
+    if isinstance(source, str):
+        check_name("--task", source, TASKS)
+        source = TASKS[source]
     if log is not None:
         writable_file("--log", log)
     fitted = None if calibrator is None else open_fitted(calibrator)
@@ -70,36 +78,32 @@ def serve(
     if key is None and host not in LOCAL:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
     protocol = _protocol(limit, {"k": k, "rule": rule, "temperature": temperature, "stop": stop})
-    engine, continues = _engine(upstream, model, deadline, concurrency)
-    if not continues:
+    with refusing(place="--upstream: "):
+        server_address(upstream)
+    with refusing(ServerError):
+        bounds: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
+        engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **bounds)
+        engine.model = model or engine.only_model()
+        abilities = engine.probe()
+    if not abilities.logprobs:
+        refuse(f"{engine.place}: {abilities.missing()[0]}")
+    for line in abilities.missing():
+        warn(f"{engine.model}: {line}")
+    if not abilities.continues:
         protocol = protocol.model_copy(update={"fallback": "none"})
     if limit is not None and limit.protocol != protocol:
         warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
     if limit is not None and limit.models and engine.model not in limit.models:
         warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
-    answerer = Answerer(engine, engine.client(), continues, fitted, limit, abstention)
+    answerer = Answerer(engine, engine.client(), abilities.continues, fitted, limit, abstention)
     say(f"Serving {engine.model} of {engine.place} at http://{host}:{port}/v1")
-    run(Gateway(answerer, labels, protocol, limits, log), host, port)
-
-
-def _labels(task: str) -> tuple[str, ...]:
-    """The labels of a task, or of the task in a file."""
-    from catto.cli.data import source_of
-    from catto.tasks import TASKS
-
-    with refusing(place="--task: "):
-        source = source_of(task, None, None, None, None)
-    if not isinstance(source, str):
-        return source.labels
-    check_name("--task", source, TASKS)
-    return TASKS[source].labels
+    run(Gateway(answerer, source.labels, protocol, limits, log), host, port)
 
 
 def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
     """How requests without wishes are answered: as the options say, else the threshold, else one greedy sample."""
     from catto.metrics.selection import RULES
-    from catto.records import Protocol
 
     plain = {"rule": MOST, "k": 1, "temperature": 0.0, "fallback": "answer"}
     base = plain if limit is None else {**limit.protocol.model_dump(), "fallback": "answer"}
@@ -108,23 +112,3 @@ def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
     if made.k > 1 and made.temperature == 0:
         refuse(f"--k {made.k} at temperature 0: all samples would be the same, give a --temperature")
     return made
-
-
-def _engine(upstream: str, model: str | None, deadline: float, concurrency: int) -> tuple[ServerEngine, bool]:
-    """The upstream, probed, and whether it continues messages; one that gives no log-probabilities is refused."""
-    from catto.engines import server_address
-    from catto.engines.replies import ServerError
-    from catto.engines.server import ServerEngine
-
-    with refusing(place="--upstream: "):
-        server_address(upstream)
-    with refusing(ServerError):
-        limits: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
-        engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **limits)
-        engine.model = model or engine.only_model()
-        abilities = engine.probe()
-    if not abilities.logprobs:
-        refuse(f"{engine.place}: {abilities.missing()[0]}")
-    for line in abilities.missing():
-        warn(f"{engine.model}: {line}")
-    return engine, abilities.continues
