@@ -55,7 +55,7 @@ def test_vllm_is_given_the_batch_size(tmp_path: Path, monkeypatch: pytest.Monkey
         raise ValueError("there is no GPU")
 
     monkeypatch.setattr("catto.cli.evaluate.needs", lambda *_: None)
-    monkeypatch.setattr("catto.engines.open_engine", opened)
+    monkeypatch.setattr("catto.cli.evaluate.open_engine", opened)
     app = typer.Typer()
     app.command()(command)
     for more in ([], ["--batch-size", "7"]):

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from catto.cli import console, measure
 from catto.cli.console import Real, SeedOption, number, say, span, warn, writable_file
+from catto.cli.display import progress
 from catto.logs import ColumnNames
 
 if TYPE_CHECKING:
@@ -124,7 +125,6 @@ def threshold(
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
-    from catto.cli.display import progress
     from catto.measure import MeasureSettings, summarise, unheld
     from catto.metrics.catalogue import METRICS
 

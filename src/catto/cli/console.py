@@ -11,15 +11,16 @@ from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 from typer import Option
 
 from catto.problems import did_you_mean, shortened
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from catto.tasks import TASKS
 
 # A path or two, and a message that is itself limited in length.
 LONGEST = 1200
@@ -65,9 +66,6 @@ def print_json(value: object) -> None:
 
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table: the first column is text, which may wrap, the others are numbers; an empty row is a line."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
@@ -80,8 +78,6 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
 
 def print_table(table: Table) -> None:
     """Print a table on stdout, as wide as the terminal."""
-    from rich.console import Console
-
     Console(highlight=False, markup=False, emoji=False).print(table)
 
 
@@ -121,8 +117,6 @@ def finite(value: float | None) -> float | None:
 
 def tasks() -> list[str]:
     """Return the names that the shell completes a task to."""
-    from catto.tasks import TASKS
-
     return list(TASKS)
 
 

@@ -9,18 +9,18 @@ from collections import deque
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import print_json, refuse, refusing, say, show_table
+from catto.cli.console import print_json, refuse, refusing, say, show_table, tasks
 from catto.problems import DataError
+from catto.prompts import messages
 from catto.recipe import TaskSettings, is_task_file
 from catto.records import SPLITS, Split
-
-if TYPE_CHECKING:
-    from catto.tasks import Task
+from catto.tasks import Task, load
+from catto.tasks.own_file import own_task, propose, task_name
 
 __all__ = ["data"]
 
@@ -38,7 +38,7 @@ DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", sh
 
 def data(
     task: Annotated[
-        str | None, Argument(help="A task, its YAML file, or a name for --file.", autocompletion=console.tasks)
+        str | None, Argument(help="A task or its YAML file; a name for --file.", autocompletion=tasks)
     ] = None,
     data_dir: DataDirOption = None,
     split: Annotated[SplitName, Option(help="Which questions to show.")] = "train",
@@ -63,10 +63,6 @@ def data(
     catto data --file mine.jsonl --fields question=stem,options=choices,answer=key
     catto data mine.yaml --stats
     """
-    from catto.prompts import messages
-    from catto.tasks import load
-    from catto.tasks.own_file import propose
-
     proposed: dict[str, Any] = {}
     splits: dict[Split, dict[str, Any]] = {}
     with refusing():
@@ -118,7 +114,6 @@ def own_questions(
 ) -> tuple[str, TaskSettings] | None:
     """Return name and settings of the user's own questions; None where the task is one of ours."""
     from catto.recipe_file import load_task
-    from catto.tasks.own_file import task_name
 
     if not file:
         for option, value in (("--fields", fields), ("--answer", answer), ("--answers", answers)):
@@ -158,8 +153,6 @@ def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> t
 
 def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Task:
     """Return what `load` takes: one of our tasks, or the one of the user's own questions."""
-    from catto.tasks.own_file import own_task
-
     if (own := own_questions(task, *options)) is not None:
         return own_task(*own)
     if task is None:

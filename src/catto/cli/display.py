@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from catto.experiment.cost import took
+from catto.experiment.stages import Stage, done, ordered
 from catto.methods import METHODS
-
-if TYPE_CHECKING:
-    from catto.experiment.stages import Stage
 
 __all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
 
@@ -120,9 +119,6 @@ class RunDisplay:
     """
 
     def __init__(self, shown: Progress, root: Path, goals: Sequence[Stage]) -> None:
-        from catto.experiment.cost import took
-        from catto.experiment.stages import done, ordered
-
         self._shown, self._stages = shown, shown.add_task("stages", total=None, note="", left="")
         self._bars: dict[str, Bar] = {}  # key of a running stage -> its bar
         self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones

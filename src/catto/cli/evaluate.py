@@ -6,19 +6,21 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
+from catto.cli.display import Bar, bars
+from catto.cli.measure import measure
+from catto.engines import Engine, check_model, model_name, open_engine, server_address
+from catto.engines.replies import ServerError, count_reasons
 from catto.files import manifest_path, read_manifest
 from catto.recipe import MOST_SAMPLES
 from catto.records import Prediction
-
-if TYPE_CHECKING:
-    from catto.engines import Engine
+from catto.tasks import load
 
 __all__ = ["evaluate"]
 
@@ -65,11 +67,7 @@ def evaluate(
     catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
     catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key
     """
-    from catto.cli.display import Bar, bars
-    from catto.engines import model_name
-    from catto.engines.replies import ServerError
     from catto.predict import predictor
-    from catto.tasks import load
 
     numbers = re.fullmatch(r"(\d{1,5})/(\d{1,5})", shard or "1/1")
     if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
@@ -126,8 +124,6 @@ def _loader(
     name: Any, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
 ) -> Callable[[], Engine]:
     """Refuse an engine that cannot be loaded; return a function that loads it, once the questions are known."""
-    from catto.engines import check_model, open_engine, server_address
-
     if (base_url is None) == (name == "server"):
         refuse("--engine server needs --base-url, and no other engine takes it")
     if base_url is not None:
@@ -135,10 +131,8 @@ def _loader(
             server_address(base_url)
         from catto.engines.server import ServerEngine
 
-        asked = partial(
-            ServerEngine, concurrency=batch_size, top_logprobs=20, api_key_env=api_key_env, deadline=deadline
-        )
-        return partial(asked, base_url, model)
+        limits: Any = {"concurrency": batch_size, "api_key_env": api_key_env, "deadline": deadline}
+        return partial(ServerEngine, base_url, model, top_logprobs=20, **limits)
     check_model(model)
     needs(*(("vllm", "vllm") if name == "vllm" else ("torch", "train")), f"--engine {name}")
     return partial(open_engine, name, model, batch_size=batch_size)
@@ -146,8 +140,6 @@ def _loader(
 
 def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
-    from catto.cli.measure import measure
-    from catto.engines.replies import count_reasons
     from catto.predict.predictor import refusals_of
     from catto.report.build import write_cards
 

@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import JsonOption, Real, SeedOption, number, refuse, say, span
+from catto.cli.display import progress
 from catto.logs import ColumnNames, Format
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
@@ -72,7 +73,6 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.cli.display import progress
     from catto.measure import MeasureSettings, jsonable, read_graded, summarise, unheld, verdict
     from catto.metrics import catalogue, errors, ranking
 
@@ -124,7 +124,6 @@ def measure(
 
 def _compare(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
     """Compare two files metric by metric; no marks where too many answers of one were forced."""
-    from catto.cli.display import progress
     from catto.measure import compare_runs
     from catto.metrics.catalogue import correct_p_values
 

@@ -6,21 +6,20 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from typer import Option
 
 from catto.cli import console
+from catto.cli.display import duration
 from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, folder, read_recipe
+from catto.experiment import runner
+from catto.experiment.cost import GPU, PROMPT, Costs, Job, group, resources, simulate, took
+from catto.experiment.stages import Stage, ordered
 from catto.files import replacing
 from catto.methods import METHODS
 
-if TYPE_CHECKING:
-    from catto.experiment.cost import Costs
-    from catto.experiment.stages import Stage
-
-    Planned: TypeAlias = Sequence[tuple[Stage, str, float | None]]  # with its standing, and the seconds it took
-
+Planned = Sequence[tuple[Stage, str, float | None]]  # with its standing, and the seconds it took
 Exported = Literal["slurm", "make"]
 STANDINGS = ("done", "begun", "to do")
 # Stages of the critical path that are named.
@@ -50,18 +49,17 @@ def plan(
     catto plan paper --schedule 1,8,64 --seconds train=5400
     catto plan paper --export slurm
     """
-    from catto.experiment import cost, graph, runner
-    from catto.experiment.stages import ordered
+    from catto.experiment.graph import Graph
 
     if sum((memory, schedule is not None, export is not None)) > 1:
         console.refuse("give one of --memory, --schedule and --export")
     chosen = read_recipe(recipe, sets, seeds)
-    root, plans, costs = folder(chosen, out), graph.Graph(chosen), cost.Costs(chosen)
-    goal = plans.report()
+    root, graph, costs = folder(chosen, out), Graph(chosen), Costs(chosen)
+    goal = graph.report()
     if memory:
         _show_memory(costs, ordered([goal]), as_json)
         return
-    stages = [(stage, standing, cost.took(root, stage)) for stage, standing in runner.plan(root, [goal])]
+    stages = [(stage, standing, took(root, stage)) for stage, standing in runner.plan(root, [goal])]
     missing = [stage for stage, standing, _ in stages if standing != "done"]
     if not missing and (schedule or export):
         console.refuse("nothing is left to do: every stage is done")
@@ -71,23 +69,20 @@ def plan(
         _write(costs, root, missing, export)
     elif as_json:
         rows = []
-        for stage, standing, took in stages:
+        for stage, standing, spent in stages:
             named = {name: getattr(stage, name) for name in ("kind", "name", "key", "folder")}
-            rows.append({**named, "standing": standing, "seconds": took})
+            rows.append({**named, "standing": standing, "seconds": spent})
         console.print_json(rows)
     else:
         _show_stages(root, stages)
         for line in costs.lines(missing):
             console.say(line)
-        several_rates = any(name in METHODS and len(plans.rates(name)) > 1 for name in chosen.methods)
+        several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in chosen.methods)
         if chosen.lr_choice == "mean" and len(chosen.seeds) > 1 and several_rates:
             console.say("lr_choice mean: a rate is chosen by its mean over seeds, so choices wait for every seed.")
 
 
 def _show_stages(root: Path, stages: Planned) -> None:
-    from catto.cli.display import duration
-    from catto.experiment.cost import group
-
     groups = defaultdict(list)
     for stage, standing, seconds in stages:
         for name in (group(stage), "all"):
@@ -96,15 +91,13 @@ def _show_stages(root: Path, stages: Planned) -> None:
     rows: list[list[str]] = []
     for name, members in groups.items():
         counts = Counter(standing for standing, _ in members)
-        took = duration(sum(seconds for _, seconds in members)) if counts["done"] else "-"
-        rows.append([name, *(str(counts[standing]) for standing in STANDINGS), took])
+        spent = duration(sum(seconds for _, seconds in members)) if counts["done"] else "-"
+        rows.append([name, *(str(counts[standing]) for standing in STANDINGS), spent])
     console.show_table(str(root), ("stages", *STANDINGS, "took"), [*rows[:-1], [], rows[-1]])
 
 
 def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
     """Print the memory of the training whose step computes most tokens."""
-    from catto.experiment.cost import PROMPT
-
     trainings = [stage.settings for stage in stages if stage.kind == "train"]
     largest = max(trainings, key=lambda settings: settings.batch_size * costs.rows(settings))
     with console.refusing(place="--memory: "):
@@ -130,9 +123,6 @@ def _show_schedule(costs: Costs, stages: Planned, gpus: str, stated: Sequence[st
 
     stated: KIND=SECONDS; a kind is a line of the plan or the kind of a stage.
     """
-    from catto.cli.display import duration
-    from catto.experiment.cost import GPU, Job, group, resources, simulate
-
     kinds, known = sorted({name for stage, _, _ in stages for name in (stage.kind, group(stage))}), {}
     for value in stated:
         name, _, text = value.rpartition("=")

@@ -11,20 +11,19 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.progress import Progress
 from typer import Argument, Option
 
 from catto.cli import console
+from catto.cli.display import Bar, RunDisplay, bars, progress
+from catto.experiment import runner
+from catto.experiment.stages import Stage, account, check, done, finished, ordered, place
 from catto.files import replacing
 from catto.problems import DataError, listed
 from catto.recipe import Recipe
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from catto.experiment.stages import Stage
 
 
 def recipes() -> list[str]:
@@ -73,17 +72,15 @@ def go(
 
     execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
     """
-    from catto.cli.display import RunDisplay
-    from catto.experiment import graph, runner
-    from catto.experiment.stages import done, ordered
+    from catto.experiment.graph import check_places, freeze
 
     refuse_windows()
-    graph.check_places(source, recipe)
+    check_places(source, recipe)
     for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
     if any(stage.kind == "train" and not done(root, stage) for stage in ordered(list(goals))):
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
-    graph.freeze(root, recipe)
+    freeze(root, recipe)
     with running() as shown:
         display = RunDisplay(shown, root, goals)
         if retry_refused:
@@ -108,8 +105,6 @@ def refuse_windows() -> None:
 @contextmanager
 def running() -> Iterator[Progress]:
     """Yield the bars of a run that can be interrupted, with the libraries' own ones switched off."""
-    from catto.cli.display import bars
-
     os.environ.update(QUIET | os.environ)
     try:
         with bars() as shown:
@@ -149,7 +144,6 @@ def run(
     catto run mine.yaml --on ray --address auto
     """
     from catto.experiment.graph import Graph
-    from catto.experiment.stages import place
     from catto.report import numbers as store
     from catto.report import page, render, tables
 
@@ -190,14 +184,11 @@ def stage(
     Examples:
     catto stage runs/quickstart 5f2c81d09ab34e67
     """
-    from catto.cli.display import Bar
     from catto.experiment.graph import find_stage
-    from catto.experiment.runner import run_stage, unseen
-    from catto.experiment.stages import done
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
-    if missing := unseen(folder, wanted.needs.values(), wanted.name):
+    if missing := runner.unseen(folder, wanted.needs.values(), wanted.name):
         console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
     if done(folder, wanted):
         console.say(f"{wanted.name}: done already")
@@ -205,7 +196,7 @@ def stage(
     if wanted.kind == "train":
         console.needs("torch", "train", "training")
     with running() as shown:
-        ending = run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
+        ending = runner.run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
     if ending.outcome == "failed":
         console.warn(f"{wanted.name}: {ending.problem}; its log: {ending.log}")
         sys.exit(1)
@@ -224,9 +215,6 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
     catto verify runs/quickstart
     catto run quickstart --repair
     """
-    from catto.cli.display import progress
-    from catto.experiment.stages import account, check, finished
-
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
     stages = finished(folder)

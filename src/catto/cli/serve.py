@@ -11,9 +11,12 @@ from typer import Option
 from catto.cli import console
 from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
 from catto.cli.data import source_of
+from catto.engines import server_address
+from catto.engines.replies import ServerError
 from catto.files import read_record
 from catto.recipe import MOST_SAMPLES
 from catto.records import Protocol
+from catto.tasks import TASKS
 
 if TYPE_CHECKING:
     from catto.calibrate import RiskThreshold
@@ -56,12 +59,9 @@ def serve(
     for package in ("fastapi", "uvicorn"):
         needs(package, "serve", "catto serve")
     from catto.calibrate import RiskThreshold, open_fitted
-    from catto.engines import server_address
-    from catto.engines.replies import ServerError
     from catto.engines.server import ServerEngine
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run
-    from catto.tasks import TASKS
 
     with refusing(place="--task: "):
         source = source_of(task, None, None, None, None)

@@ -6,9 +6,13 @@ from typing import Annotated
 
 from typer import Option
 
+from catto import teacher
 from catto.cli.console import check_name, refusing, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
+from catto.experiment.attempts import folders
+from catto.experiment.stages import done, place
+from catto.experiment.steps import questions_of, read_questions
 
 __all__ = ["teach"]
 
@@ -32,11 +36,7 @@ def teach(
     catto teach mine.yaml --task snli --set teacher.concurrency=64
     catto teach mine.yaml --dry-run
     """
-    from catto import teacher
-    from catto.experiment.attempts import folders
     from catto.experiment.graph import Graph, check_places, open_recipe
-    from catto.experiment.stages import done, place
-    from catto.experiment.steps import questions_of, read_questions
 
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     read = open_recipe(recipe, overrides)
