@@ -154,12 +154,12 @@ class GradedAnswers(Confidences):
             values = sorted(rows, key=float)
         except ValueError:
             values = sorted(rows)
-        return {value: self._picked(rows[value]) for value in values}
-
-    def _picked(self, rows: list[int]) -> Self:
-        texts = {"question": self.question, "read_as": self.read_as, "by": self.by}
-        picked = {name: None if column is None else [column[row] for row in rows] for name, column in texts.items()}
-        return replace(self, confidence=self.confidence[rows], correct=self.correct[rows], **picked)  # type: ignore[arg-type]
+        texts, slices = {"question": self.question, "read_as": self.read_as, "by": self.by}, {}
+        for value in values:
+            mine = rows[value]
+            picked: Any = {name: column and [column[row] for row in mine] for name, column in texts.items()}
+            slices[value] = replace(self, confidence=self.confidence[mine], correct=self.correct[mine], **picked)
+        return slices
 
     def unparsed_wrong(self) -> Self:
         """Count every answer that came from the fallback as wrong."""
@@ -310,13 +310,12 @@ class MeasureSettings:
 
     def functions(self) -> dict[str, MetricFunction]:
         """The metrics with the bins filled in."""
-        functions: dict[str, Callable[..., float]] = {
-            name: confidence_gap if name == GAP else METRICS[name].function for name in self.metrics
-        }
-        return {
-            name: partial(function, bins=self.bins) if "bins" in signature(function).parameters else function
-            for name, function in functions.items()
-        }
+        functions: dict[str, MetricFunction] = {}
+        for name in self.metrics:
+            function: Callable[..., float] = confidence_gap if name == GAP else METRICS[name].function
+            binned = "bins" in signature(function).parameters
+            functions[name] = partial(function, bins=self.bins) if binned else function
+        return functions
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add it below. The
 lines after `Examples:` in its docstring end its help page.
-Commands import heavy libraries inside their functions, so that `catto --help` answers at once.
+What loads numpy, torch or YAML is imported inside the functions, so that `catto --help` answers at once.
 """
 
 from __future__ import annotations
@@ -69,14 +69,8 @@ def _command() -> Callable[..., int | None]:
 
 # What help pages call the value of an option, by its name or its type; others have the last word of their name.
 _VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "data_dir": "DIR", "schedule": "GPUS,..."}
-_VALUES |= {
-    "sets": "KEY=VALUE",
-    "fields": "NAME=FIELD,...",
-    "by": "COLUMN",
-    "shard": "I/N",
-    "positive": "LABEL",
-    "seconds": "KIND=SECONDS",
-}
+_VALUES |= {"sets": "KEY=VALUE", "fields": "NAME=FIELD,...", "by": "COLUMN", "shard": "I/N", "positive": "LABEL"}
+_VALUES |= {"seconds": "KIND=SECONDS"}
 
 
 def _finish(command: Any) -> list[str]:

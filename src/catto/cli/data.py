@@ -98,11 +98,24 @@ def data(
     say(f"{report.task}: {report.source}; licence: {report.licence}")
     if proposed:
         say(f"Proposed from its first rows: --fields {shlex.quote(fields or '')}")
+    sizes, lines = [], []  # of each split; then label balance, what was left out and why, and notes
+    for name, counts in splits.items():
+        if "problem" in counts:
+            sizes.append([name, "-", "-", "-"])
+            lines.append(f"{name}: {counts['problem']}")
+            continue
+        sizes.append([name, *(f"{counts[key]:,}" for key in ("questions", "read", "leaks"))])
+        total = sum(counts["gold"].values())
+        balance = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
+        left_out = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in counts["dropped"].items())
+        details = f"gold labels {balance or '-'}", f"left out {left_out or 'nothing'}", *counts["notes"]
+        lines += [f"{name}: {line}" for line in details]
     if stats:
-        _show_stats(splits)
+        show_table("", ("split", "questions", "rows read", "leaks removed"), sizes)
+        for line in lines:
+            say(line)
         return
-    sizes = {name: "-" if "problem" in counts else f"{counts['questions']:,}" for name, counts in splits.items()}
-    say(f"questions: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
+    say(f"questions: {', '.join(f'{name} {size}' for name, size, *_ in sizes)}")
     for question in questions:
         say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
         for message in messages(question):
@@ -158,22 +171,3 @@ def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Ta
     if task is None:
         refuse(f"{name} or --file is needed: a task's name, or a file of your own")
     return task
-
-
-def _show_stats(splits: dict[Split, dict[str, Any]]) -> None:
-    """Print the sizes of the splits; then label balance, what was left out and why, and notes."""
-    sizes, lines = [], []
-    for split, counts in splits.items():
-        if "problem" in counts:
-            sizes.append([split, "-", "-", "-"])
-            lines.append(f"{split}: {counts['problem']}")
-            continue
-        sizes.append([split, *(f"{counts[name]:,}" for name in ("questions", "read", "leaks"))])
-        total = sum(counts["gold"].values())
-        gold = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
-        dropped = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in counts["dropped"].items())
-        details = f"gold labels {gold or '-'}", f"left out {dropped or 'nothing'}", *counts["notes"]
-        lines.extend(f"{split}: {line}" for line in details)
-    show_table("", ("split", "questions", "rows read", "leaks removed"), sizes)
-    for line in lines:
-        say(line)

@@ -75,6 +75,8 @@ def evaluate(
     part = None if shard is None else (int(numbers[1]), int(numbers[2]))
     whole = out / "predictions.jsonl"
     predictions = whole if part is None else predictor.shard_path(whole, part)
+    # Shards are joined where some have begun and no file of predictions is finished.
+    begun = [] if part is not None or manifest_path(whole).exists() else sorted(out.glob("*.shard-*-of-*"))
     settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
     writable_folder("--out", out)
     size = batch_size or (256 if engine == "vllm" else 16)
@@ -85,7 +87,11 @@ def evaluate(
         asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)
         predictor.check_questions(questions, k, temperature)
-        finished = _shards(whole) if part is None else []
+        counts = {int(count) for path in begun for count in re.findall(r"-of-(\d+)\.", path.name)}
+        if len(counts) > 1:
+            several = " and of ".join(map(str, sorted(counts)))
+            refuse(f"--out: {out} has shards of {several}: delete those not meant")
+        finished = [predictor.shard_path(whole, (n, count)) for count in counts for n in range(1, count + 1)]
         for path in (predictions, *finished):
             predictor.check_settings(path, expected)
         if finished:
@@ -106,18 +112,6 @@ def evaluate(
         say(f"Shard {shard} is done: {predictions}. The same command without --shard joins all shards.")
         return
     _show(predictions)
-
-
-def _shards(path: Path) -> list[Path]:
-    """Return the files of all shards where some have begun and no file of predictions is finished."""
-    from catto.predict.predictor import shard_path
-
-    names = [] if manifest_path(path).exists() else [file.name for file in path.parent.glob("*.shard-*-of-*")]
-    counts = {int(count) for name in names for count in re.findall(r"-of-(\d+)\.", name)}
-    if len(counts) > 1:
-        several = " and of ".join(map(str, sorted(counts)))
-        refuse(f"--out: {path.parent} has shards of {several}: delete those not meant")
-    return [shard_path(path, (number, count)) for count in counts for number in range(1, count + 1)]
 
 
 def _loader(

@@ -18,7 +18,7 @@ from catto.logs import ColumnNames, Format
 from catto.recipe import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.measure import GradedAnswers, Summary
     from catto.metrics.catalogue import Versus
 
 # More panels than this side by side cannot be read on a page.
@@ -73,7 +73,7 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.measure import MeasureSettings, jsonable, read_graded, summarise, unheld, verdict
+    from catto.measure import MeasureSettings, compare_runs, jsonable, read_graded, summarise, unheld, verdict
     from catto.metrics import catalogue, errors, ranking
 
     if figure is not None:
@@ -84,8 +84,8 @@ def measure(
     answers = read_graded(file, names, unparsed)
     if target_risk is not None and answers.run.question is not None:
         refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
-    other = answers if compare is None else read_graded(compare, replace(names, by=None), unparsed)
-    comparison = {} if compare is None else _compare(answers, other, settings)
+    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
+    comparison: dict[str, Versus] = {}
     slices = answers.slices()
     parts = [answers, *slices.values()]
     with progress("measuring", sum(settings.steps(len(part)) for part in parts)) as tick:
@@ -96,7 +96,11 @@ def measure(
     if by is not None:
         values = [{"warning": summary.warning, **jsonable(summary)} for summary in summaries]
         document["slices"] = {"by": by, "values": dict(zip(slices, values, strict=True))}
-    if compare is not None:
+    if other is not None:
+        with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+            compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
+        forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
+        comparison = catalogue.correct_p_values(compared, judge=not forced)
         versus = {name: jsonable({**asdict(two), "mark": two.mark(name)}) for name, two in comparison.items()}
         document["compare"] = {"file": str(compare), "metrics": versus}
     if brier_split:
@@ -120,17 +124,6 @@ def measure(
         return
     by_value = {f"{by} {value}": part for value, part in zip(slices, summaries, strict=True)}
     _show(file, whole, by_value, sentences, compare, comparison)
-
-
-def _compare(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
-    """Compare two files metric by metric; no marks where too many answers of one were forced."""
-    from catto.measure import compare_runs
-    from catto.metrics.catalogue import correct_p_values
-
-    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-        compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
-    forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
-    return correct_p_values(compared, judge=not forced)
 
 
 def _draw(figure: Path, titles: Sequence[str], parts: Sequence[GradedAnswers], summaries: Sequence[Summary]) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 from catto.cli import console
 from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
 from catto.cli.data import source_of
-from catto.engines import server_address
 from catto.engines.replies import ServerError
 from catto.files import read_record
 from catto.recipe import MOST_SAMPLES
 from catto.records import Protocol
 from catto.tasks import TASKS
-
-if TYPE_CHECKING:
-    from catto.calibrate import RiskThreshold
 
 MOST = "most confident"
 DEFAULT = "the threshold's, else "
@@ -60,6 +56,7 @@ def serve(
         needs(package, "serve", "catto serve")
     from catto.calibrate import RiskThreshold, open_fitted
     from catto.engines.server import ServerEngine
+    from catto.metrics.selection import RULES
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run
 
@@ -77,10 +74,14 @@ def serve(
     key = os.environ.get("CATTO_API_KEY", "").strip() or None
     if key is None and host not in LOCAL:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
-    protocol = _protocol(limit, {"k": k, "rule": rule, "temperature": temperature, "stop": stop})
-    with refusing(place="--upstream: "):
-        server_address(upstream)
-    with refusing(ServerError):
+    given = {"k": k, "rule": rule, "temperature": temperature, "stop": stop}
+    base = {"rule": MOST, "k": 1, "temperature": 0.0} if limit is None else limit.protocol.model_dump()
+    wanted = {name: value for name, value in given.items() if value is not None}
+    protocol = Protocol.model_validate({**base, "fallback": "answer", **wanted})
+    check_name("--rule", protocol.rule, RULES)
+    if protocol.k > 1 and protocol.temperature == 0:
+        refuse(f"--k {protocol.k} at temperature 0: all samples would be the same, give a --temperature")
+    with refusing(ServerError, place="--upstream: "):
         bounds: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
         engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **bounds)
         engine.model = model or engine.only_model()
@@ -99,16 +100,3 @@ def serve(
     answerer = Answerer(engine, engine.client(), abilities.continues, fitted, limit, abstention)
     say(f"Serving {engine.model} of {engine.place} at http://{host}:{port}/v1")
     run(Gateway(answerer, source.labels, protocol, limits, log), host, port)
-
-
-def _protocol(limit: RiskThreshold | None, given: dict[str, Any]) -> Protocol:
-    """How requests without wishes are answered: as the options say, else the threshold, else one greedy sample."""
-    from catto.metrics.selection import RULES
-
-    plain = {"rule": MOST, "k": 1, "temperature": 0.0, "fallback": "answer"}
-    base = plain if limit is None else {**limit.protocol.model_dump(), "fallback": "answer"}
-    made = Protocol.model_validate({**base, **{name: value for name, value in given.items() if value is not None}})
-    check_name("--rule", made.rule, RULES)
-    if made.k > 1 and made.temperature == 0:
-        refuse(f"--k {made.k} at temperature 0: all samples would be the same, give a --temperature")
-    return made
