@@ -47,7 +47,8 @@ def gateway(
     """Its address, without /v1."""
     url = upstream if isinstance(upstream, str) else upstream.url
     asking = ServerEngine(url, MODEL, top_logprobs=20, **{"max_retries": 1, "deadline": 30.0, **engine})
-    answerer = Answerer(asking, asking.client(), continues, fitted, limit, "I do not know.")
+    asking.continues = continues
+    answerer = Answerer(asking, asking.client(), fitted, limit, "I do not know.")
     app = Gateway(answerer, labels, protocol, limits or Limits(), log).app()
     config = uvicorn.Config(app, port=0, http=PatientProtocol, log_level="warning", access_log=False)
     server = uvicorn.Server(config)

@@ -71,9 +71,10 @@ def test_a_probe_never_makes_later_requests_ask_for_more_than_was_accepted(limit
 
     with OpenAIServer(respond) as server:
         asking = engine(server, top_logprobs=wanted)
-        assert asking.probe().tops == limit
-        answers = asking.next_tokens([(request(0).messages, "<answer>")])
-    assert isinstance(answers[0], dict)
+        asking.probe()
+        (answer,) = asking.generate([request(0).model_copy(update={"begun": True})])
+    assert isinstance(answer, Generation)
+    assert answer.tops is not None
     assert server.seen[-1].body["top_logprobs"] == limit
 
 

@@ -16,8 +16,8 @@ import torch
 
 from catto.engines import Generation, Request
 from catto.engines.decoding import evaluating, last_logits
-from catto.engines.server import MOST_TOPS, Abilities, ServerEngine, ServerError
-from catto.predict.label_reader import Answer, Case, continued, label_logprobs, read_reply
+from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
+from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
 from catto.predict.predictor import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message, Prediction
@@ -153,10 +153,11 @@ def test_candidates_of_a_text_that_was_read_otherwise_are_not_used() -> None:
     reply = Generation(question="q", sample=0, text="A", tops=(("A", {"A": -0.5}),), model="m")
     case = Case(question, (), reply)
     more = dict.fromkeys(question.labels, -2.0)
-    known = continued(case, more)
+    known = read_reply(case, reply.model_copy(update={"tops": (("A", more),)}))
     assert isinstance(known, Answer)
     assert known.label_logprobs == {**more, "A": -0.5}
-    assert continued(case, {label: -2.0 for label in question.labels if label != "A"}) == read_reply(question, reply)
+    others = {label: -2.0 for label in question.labels if label != "A"}
+    assert read_reply(case, reply.model_copy(update={"tops": (("B", others),)})) == read_reply(case)
 
 
 def test_without_continuation_there_is_no_fallback_answer() -> None:
@@ -203,19 +204,27 @@ def test_a_server_without_logprobs_is_told_at_the_start() -> None:
 
 
 def test_the_probe_tells_what_a_server_can_do() -> None:
+    missing: list[str] = []
     with serving() as remote:
-        assert remote.probe() == Abilities(True, 20, True)
-        assert remote.probe().missing() == []
+        remote.probe(missing.append)
+        assert (remote.continues, remote.more_tops, missing) == (True, 20, [])
     with serving(lambda seen: served(seen, continues=False)) as remote:
-        assert remote.probe() == Abilities(True, 20, False)
-    with serving(lambda seen: served(seen, logprobs=False)) as remote:
-        assert remote.probe() == Abilities(False, 0, True)
+        remote.probe(missing.append)
+        assert not remote.continues
+        assert "cannot continue a partial message" in missing.pop()
+    with (
+        serving(lambda seen: served(seen, logprobs=False)) as remote,
+        pytest.raises(ServerError, match="no log-probabilities"),
+    ):
+        remote.probe(missing.append)
 
     def refuses(seen: Seen) -> Reply:
         return error(400, "unknown field") if "continue_final_message" in seen.body else served(seen)
 
     with serving(refuses) as remote:
-        assert remote.probe() == Abilities(True, 20, False)
+        remote.probe(missing.append)
+    assert not remote.continues
+    assert len(missing) == 1
 
 
 def test_the_probe_asks_for_single_tokens() -> None:

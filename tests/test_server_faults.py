@@ -466,8 +466,3 @@ def test_a_wait_may_be_a_date() -> None:
 @pytest.mark.parametrize("given", ["0", "-5", "soon", "nan", "inf", "", "Thu, 01 Jan 1970 00:00:00 GMT"])
 def test_a_wait_that_is_none_leaves_the_usual_one(given: str) -> None:
     assert wished_wait({"retry-after": given}) is None
-
-
-def test_an_address_is_told_with_its_port() -> None:
-    places = [ServerEngine(url, "m").place for url in ("https://a.b/v1", "http://a.b", "http://[::1]:8000/v1")]
-    assert places == ["https://a.b:443/v1", "http://a.b:80", "http://[::1]:8000/v1"]

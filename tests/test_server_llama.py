@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from catto.engines import Context, Request, server
+from catto.engines import Context, Generation, Request, server
 from catto.engines.server import ServerEngine
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
@@ -48,7 +48,7 @@ def url() -> Iterator[str]:
 def engine(url: str) -> ServerEngine:
     """One request at a time: llama.cpp's numbers depend a little on what it computes beside."""
     made = ServerEngine(url, "", top_logprobs=20, concurrency=1)
-    made.model = made.only_model()
+    made.find_model()
     return made
 
 
@@ -58,9 +58,10 @@ def answers(url: str, folder: Path) -> list[Prediction]:
 
 def test_the_probe_finds_more_candidates_and_continuation(url: str) -> None:
     asked = engine(url)
-    found = asked.probe()
-    assert (found.logprobs, found.continues, found.missing()) == (True, True, [])
-    assert asked.more_tops == found.tops > 900
+    missing: list[str] = []
+    asked.probe(missing.append)
+    assert (asked.continues, missing) == (True, [])
+    assert asked.more_tops > 900
 
 
 def test_every_label_has_its_logprob_also_outside_the_best_20(
@@ -108,7 +109,13 @@ def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> N
     here = local.score([Context(messages=chat, prefix=path.ids, candidates=tokens) for chat in chats])
     remote = engine(url)
     remote.probe()
-    for scores, tops in zip(here, remote.next_tokens([(chat, begun) for chat in chats]), strict=True):
-        assert isinstance(tops, dict)
+    ends = [(*chat, Message(role="assistant", content=begun)) for chat in chats]
+    requests = [Request(question="q", sample=n, messages=end, max_tokens=1, begun=True) for n, end in enumerate(ends)]
+    replies = {reply.sample: reply for reply in remote.generate(requests)}
+    for sample, scores in enumerate(here):
+        reply = replies[sample]
+        assert isinstance(reply, Generation)
+        assert reply.tops is not None
+        tops = reply.tops[0][1]
         texts = [local.tokenizer.decode([token]) for token in tokens]
         assert [tops[text] for text in texts] == pytest.approx(scores.logprobs, abs=0.5)

@@ -84,19 +84,16 @@ def serve(
     with refusing(ServerError, place="--upstream: "):
         bounds: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
         engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **bounds)
-        engine.model = model or engine.only_model()
-        abilities = engine.probe()
-    if not abilities.logprobs:
-        refuse(f"{engine.place}: {abilities.missing()[0]}")
-    for line in abilities.missing():
-        warn(f"{engine.model}: {line}")
-    if not abilities.continues:
+        if model is None:
+            engine.find_model()
+        engine.probe(warn)
+    if not engine.continues:
         protocol = protocol.model_copy(update={"fallback": "none"})
     if limit is not None and limit.protocol != protocol:
         warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
     if limit is not None and limit.models and engine.model not in limit.models:
         warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
-    answerer = Answerer(engine, engine.client(), abilities.continues, fitted, limit, abstention)
-    say(f"Serving {engine.model} of {engine.place} at http://{host}:{port}/v1")
+    answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
+    say(f"Serving {engine.model} of {engine.base_url} at http://{host}:{port}/v1")
     run(Gateway(answerer, source.labels, protocol, limits, log), host, port)

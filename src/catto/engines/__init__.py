@@ -36,6 +36,7 @@ class Request(Sampled):
     max_tokens: int = Field(default=512, gt=0)
     stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which is kept
     keep_states: bool = False  # the next `score` is of this response: an engine may keep what makes it cheap
+    begun: bool = False  # the last message is the beginning of the response, which a server is to continue
 
 
 class Generation(Sampled):

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import copy
 import json
 import os
-import queue
 import random
 import re
 import ssl
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -52,11 +48,9 @@ MOST_BYTES = 256 * 2**20
 # What every server gives. Of one token llama.cpp gives as many candidates as are asked for (its n_probs), and vLLM as
 # many as its --max-logprobs allows.
 MOST_TOPS, MORE_TOPS = 20, 1000
-# Bytes of an error reply that is no JSON.
-MOST_SAID = 2**16
 PROBE_RETRIES = 2
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
-CONTINUE: Mapping[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
 AGAIN = {408, 409, 425, 429}
 # The whole server is at fault, or the account, and not the one request.
@@ -66,28 +60,6 @@ _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
 
 T = TypeVar("T")
-Put = Callable[[T], Awaitable[None]]
-
-
-class Abilities(NamedTuple):
-    """Whether a server gives log-probabilities, of how many candidates a token, and whether it continues a message."""
-
-    logprobs: bool
-    tops: int
-    continues: bool
-
-    def missing(self) -> list[str]:
-        """What is missing, a sentence each.
-
-        >>> Abilities(True, 20, False).missing()
-        ['the server cannot continue a partial message, so unanswered responses stay unanswered']
-        """
-        lines = {
-            "no log-probabilities: the confidence cannot be read": not self.logprobs,
-            f"top_logprobs gives {self.tops} candidates: other labels may be unknown": self.logprobs and self.tops < 2,
-            "the server cannot continue a partial message, so unanswered responses stay unanswered": not self.continues,
-        }
-        return [line for line, is_missing in lines.items() if is_missing]
 
 
 class FaultError(Exception):
@@ -131,30 +103,18 @@ class ServerEngine(Engine):
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         self.name = f"server httpx2-{httpx.__version__}"
-        self.model, self.batch_size = model, concurrency
-        self.more_tops = top_logprobs or MOST_TOPS  # candidates after a begun answer; `probe` may find more
+        # the model's name as it is stored and shown, and the server's own, which may be a path
+        self.model, self.served, self.batch_size = model_name(model), model, concurrency
+        # candidates after a begun answer, and whether the server continues one: `probe` finds out
+        self.more_tops, self.continues = top_logprobs or MOST_TOPS, False
         self.base_url, login = server_address(base_url)
         # the login as basic authentication carries it, and the part of it that no message may show
         self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
         self.api_key_env, self.timeout, self.deadline = api_key_env, timeout, deadline
-        self.max_retries, self._counts = max_retries, Counter[str]()  # shared by the twins
+        self.max_retries, self.retries = max_retries, 0
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
         self._warned = self._reached = False
         self._in_a_row = 0  # requests that ran out of retries with no reply between them
-
-    @property
-    def retries(self) -> int:
-        """How many requests were sent again."""
-        return self._counts["retries"]
-
-    @property
-    def model(self) -> str:
-        """The model's name as it is stored and shown; requests carry the server's own, which may be a path."""
-        return model_name(self._served)
-
-    @model.setter
-    def model(self, served: str) -> None:
-        self._served = served
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
@@ -164,73 +124,84 @@ class ServerEngine(Engine):
         is still awaited and yielded, then a `ServerError` is raised.
         """
         todo = (request for request in requests if request.key not in done)
-        failures: list[ServerError] = []
-
-        async def work(client: httpx.AsyncClient, put: Put[Generation | Refusal]) -> None:
-            while not failures and (request := next(todo, None)) is not None:
-                try:
-                    await put(await self.ask(client, request))
-                    self._in_a_row = 0
-                except FaultError as fault:
-                    self._in_a_row = self._in_a_row + 1 if fault.again else 0
-                    if fault.of_all or self._in_a_row >= ENOUGH:
-                        where = f"{self.place} question {request.question} sample {request.sample}"
-                        failures.append(ServerError(f"{where}: {fault.reason}"))
-                    else:
-                        await put(Refusal(refused=fault.reason, question=request.question, sample=request.sample))
-
-        async def ask_all(put: Put[Generation | Refusal]) -> None:
-            async with self.client() as client:
-                await asyncio.gather(*(work(client, put) for _ in range(self.batch_size)))
-            if failures:
-                raise failures[0] from None
-
-        for outcome in arrivals(ask_all):
+        for outcome in in_thread(self._arriving(todo)):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
                 warnings.warn(f"{outcome.model} thinks before it answers: the temperature does not act", stacklevel=2)
 
+    async def _arriving(self, todo: Iterator[Request]) -> AsyncGenerator[Generation | Refusal, None]:
+        """Yield outcomes as they arrive. The next request is sent once an outcome was taken: a caller that stops is
+        never some paid requests behind.
+        """
+        flying: dict[asyncio.Task[Generation], Request] = {}
+        failure: ServerError | None = None
+        async with self.client() as client:
+            while True:
+                while failure is None and len(flying) < self.batch_size and (request := next(todo, None)) is not None:
+                    flying[asyncio.create_task(self.ask(client, request))] = request
+                if not flying:
+                    break
+                arrived, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+                task = arrived.pop()
+                request = flying.pop(task)
+                outcome: Generation | Refusal
+                try:
+                    outcome, self._in_a_row = task.result(), 0
+                except FaultError as fault:
+                    self._in_a_row = self._in_a_row + 1 if fault.again else 0
+                    if fault.of_all or self._in_a_row >= ENOUGH:
+                        failure = failure or ServerError(f"{self.base_url} {request.name}: {fault.reason}")
+                        continue
+                    outcome = Refusal(refused=fault.reason, question=request.question, sample=request.sample)
+                yield outcome
+        if failure is not None:
+            raise failure
+
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Refuse: chat servers take texts, not token ids."""
         raise NotImplementedError("a server cannot score token ids; use a local engine")
 
-    def probe(self) -> Abilities:
-        """Find out by a few one-token requests what the server can do. One that cannot answer raises ServerError.
+    def probe(self, warn: Callable[[str], object] = warnings.warn) -> None:
+        """Find out by a few one-token requests what the server can do, and `warn` of what it cannot.
 
-        Whether it continues a final message shows in the prompt's length: twice the text then costs twice the tokens,
-        while a server that ignores the wish adds the end of a turn and a new one.
+        One that cannot answer or gives no log-probabilities raises ServerError. Whether it continues a final message
+        shows in the prompt's length: twice the text then costs twice the tokens, while a server that ignores the wish
+        adds the end of a turn and a new one.
         """
 
-        def ask(text: str, top_logprobs: int, **extra_body: Any) -> Generation | Refusal:
+        def ask(text: str, tops: int) -> Generation | Refusal:
             chat = [Message(role="user", content="Count.")]
             chat += [Message(role="assistant", content=text)] if text else []
-            request = Request(question="probe", messages=tuple(chat), max_tokens=1)
-            twin = self._twin(top_logprobs, min(self.max_retries, PROBE_RETRIES), extra_body)
+            twin = copy.copy(self)
+            twin.top_logprobs = twin.more_tops = tops
+            twin.max_retries = min(self.max_retries, PROBE_RETRIES)
+            request = Request(question="probe", messages=tuple(chat), max_tokens=1, begun=bool(text))
             return next(iter(twin.generate([request])))
 
         plain = ask("", 0)
         if isinstance(plain, Refusal):
-            raise ServerError(f"{self.place}: a first request was refused: {plain.refused}")
+            raise ServerError(f"{self.base_url}: a first request was refused: {plain.refused}")
         asked, known = MORE_TOPS, ask("", MORE_TOPS)
         if isinstance(known, Refusal):
             known = ask("", asked := self.top_logprobs or MOST_TOPS)
         tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
+        if not tops:
+            raise ServerError(f"{self.base_url}: no log-probabilities: the confidence cannot be read")
         tops = min(tops, asked)  # a drawn token outside the best is counted too
         self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
-        longer = [ask(" ".join(["one"] * words), 0, **CONTINUE) for words in (4, 8)]
-        bare, *lengths = [reply.prompt_tokens if isinstance(reply, Generation) else None for reply in (plain, *longer)]
-        if bare is None or lengths[0] is None or lengths[1] is None:
-            continues = False
-        else:
-            continues = lengths[0] - bare <= lengths[1] - lengths[0] + 1
-        return Abilities(tops > 0, tops, continues)
+        if tops < 2:
+            warn(f"{self.model}: top_logprobs gives {tops} candidates: other labels may be unknown")
+        replies = [plain, *(ask(" ".join(["one"] * words), 0) for words in (4, 8))]
+        lengths = [reply.prompt_tokens for reply in replies if isinstance(reply, Generation) and reply.prompt_tokens]
+        self.continues = len(lengths) == 3 and lengths[1] - lengths[0] <= lengths[2] - lengths[1] + 1
+        if not self.continues:
+            warn(f"{self.model}: the server cannot continue a partial message, so unanswered responses stay unanswered")
 
-    def only_model(self) -> str:
-        """The name of the one model that the server lists; ServerError where there are others, or none."""
-        settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
+    def find_model(self) -> None:
+        """Take the one model that the server lists; ServerError where there are others, or none."""
         try:
-            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
+            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **self._settings())
             if not reply.is_success:
                 said = error_message(reply.content) or reply.reason_phrase or "no message"
                 raise ValueError(f"{reply.status_code}: {said}")
@@ -238,31 +209,10 @@ class ServerEngine(Engine):
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
             reason = one_line(problem, self._secrets())
-            raise ServerError(f"{self.place}: it does not list its models: {reason}; name one") from None
+            raise ServerError(f"{self.base_url}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:
-            raise ServerError(f"{self.place}: serves {', '.join(names[:5]) or 'no model'}; name one")
-        return names[0]
-
-    def next_tokens(self, begun: Sequence[tuple[tuple[Message, ...], str]]) -> list[dict[str, float] | Refusal]:
-        """Best next tokens after each (chat, begun answer), text -> log-probability; empty where there are none."""
-        requests = [_begun(str(place), chat, text) for place, (chat, text) in enumerate(begun)]
-        outcomes = {int(outcome.question): outcome for outcome in self._continuing().generate(requests)}
-        ordered = [outcomes[place] for place in range(len(begun))]
-        return [reply if isinstance(reply, Refusal) else best_next(reply) for reply in ordered]
-
-    async def continuation(self, client: httpx.AsyncClient, chat: tuple[Message, ...], text: str) -> Generation:
-        """One more token of a begun answer, by a client of the caller; FaultError as `ask` raises it."""
-        return await self._continuing().ask(client, _begun("", chat, text))
-
-    def _continuing(self) -> ServerEngine:
-        return self._twin(self.more_tops, self.max_retries, CONTINUE)
-
-    def _twin(self, top_logprobs: int, max_retries: int, extra_body: Mapping[str, Any]) -> ServerEngine:
-        """The same server with other settings."""
-        twin = copy.copy(self)
-        twin.top_logprobs, twin.max_retries = top_logprobs, max_retries
-        twin.extra_body = {**self.extra_body, **extra_body}
-        return twin
+            raise ServerError(f"{self.base_url}: serves {', '.join(names[:5]) or 'no model'}; name one")
+        self.model, self.served = model_name(names[0]), names[0]
 
     def client(self) -> httpx.AsyncClient:
         """A client for `ask`, to be closed by the caller."""
@@ -271,20 +221,20 @@ class ServerEngine(Engine):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
         try:
             _chat(self.base_url)
-            settings: Any = {"headers": self._headers(), "verify": _certificates(), "follow_redirects": True}
-            return httpx.AsyncClient(timeout=timeout, limits=limits, **settings)
+            return httpx.AsyncClient(timeout=timeout, limits=limits, **self._settings())
         except httpx.InvalidURL:
             raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
-            raise ServerError(f"{self.place}: {one_line(str(error), self._secrets())}") from None
+            raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets())}") from None
 
-    def _headers(self) -> dict[str, str]:
+    def _settings(self) -> dict[str, Any]:
         key = self._key()
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
         credentials = f"Basic {self._login[0]}" if self._login else f"Bearer {key}" if key else None
         headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
-        return headers if credentials is None else {**headers, "Authorization": credentials}
+        headers |= {"Authorization": credentials} if credentials else {}
+        return {"headers": headers, "verify": _certificates(), "follow_redirects": True}
 
     def _secrets(self) -> tuple[str, ...]:
         return (self._key() or "", *self._login)
@@ -311,7 +261,7 @@ class ServerEngine(Engine):
                     unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
                     if not fault.again or tries > self.max_retries or unreached:
                         break
-                    self._counts["retries"] += 1
+                    self.retries += 1
                     await asyncio.sleep(back_off(tries) if fault.wait is None else fault.wait)
         except TimeoutError:
             if fault is None or not fault.of_all:
@@ -323,18 +273,18 @@ class ServerEngine(Engine):
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Reply:
         """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
-            "model": self._served,
+            "model": self.served,
             "messages": [message.model_dump() for message in request.messages],
             "temperature": request.temperature,
             "seed": request.seed,
             "max_tokens": request.max_tokens,
         }
-        if self.top_logprobs:
-            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if tops := self.more_tops if request.begun else self.top_logprobs:
+            body |= {"logprobs": True, "top_logprobs": tops}
+        body |= self.extra_body | (CONTINUE if request.begun else {})
         content = bytearray()
         try:
-            data = json.dumps(body | self.extra_body)
-            async with client.stream("POST", _chat(self.base_url), content=data) as answer:
+            async with client.stream("POST", _chat(self.base_url), content=json.dumps(body)) as answer:
                 self._reached = True
                 async for block in answer.aiter_bytes():
                     content += block
@@ -343,8 +293,8 @@ class ServerEngine(Engine):
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         if not answer.is_success:
-            # Secrets go before anything is cut, since half of a key would not be recognised; no long page is shown.
-            page = one_line(content.decode(errors="replace"), self._secrets()) if len(content) <= MOST_SAID else ""
+            # Secrets go before anything is cut, since half of a key would not be recognised.
+            page = one_line(content.decode(errors="replace"), self._secrets())
             said = error_message(content) or shortened(page) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
         try:
@@ -363,13 +313,13 @@ class ServerEngine(Engine):
     def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
         choice = reply.choices[0]
         text, tops, mean = cut_after_stop(choice, request.stop)
-        model = model_name(reply.model or self.model)
+        model = model_name(reply.model or self.served)
         return Generation(
             question=request.question,
             sample=request.sample,
             text=text,
             reasoning=choice.message.reasoned,
-            tops=tops if self.top_logprobs else None,
+            tops=tops,
             mean_logprob=mean,
             prompt_tokens=reply.usage.prompt_tokens if reply.usage else None,
             tokens=reply.usage.completion_tokens if reply.usage else None,
@@ -388,13 +338,6 @@ class ServerEngine(Engine):
         host = urlsplit(self.base_url).hostname or ""
         return host == "deepseek.com" or host.endswith(".deepseek.com") or model == "deepseek-reasoner"
 
-    @property
-    def place(self) -> str:
-        """The server's address with its port."""
-        url = urlsplit(self.base_url)
-        host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-        return f"{url.scheme}://{host}:{url.port or (443 if url.scheme == 'https' else 80)}{url.path}"
-
     def _status_fault(self, status: int, headers: Mapping[str, str], said: str, tries: int) -> FaultError:
         """What an HTTP error says of the request and of the server."""
         if status == 401:
@@ -409,11 +352,10 @@ class ServerEngine(Engine):
             # An unknown model; a 404 of one request does not name it.
             or (status == 404 and _MODEL.search(said) is not None)
         )
-        wish = headers.get("x-should-retry")
-        again = wish == "true" or (wish != "false" and (status in AGAIN or status >= 500))
+        again = (status in AGAIN or status >= 500) and not too_long
         reason = f"{status} in try {tries}{f', Retry-After {header}' if header else ''}: {said}"
         code = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}.get(status, 502)
-        return FaultError(reason, again=again and not too_long, of_all=of_all, wait=wait, code=code)
+        return FaultError(reason, again=again, of_all=of_all, wait=wait, code=code)
 
     def _connection_fault(self, cause: BaseException, tries: int) -> FaultError:
         """What a failed connection says; before the first reply of all, it says that there is no server."""
@@ -425,16 +367,6 @@ class ServerEngine(Engine):
         if isinstance(cause, httpx.TimeoutException):
             return FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True, code=504)
         return FaultError(f"the connection broke in try {tries}: {why}", again=True)
-
-
-def _begun(question: str, chat: tuple[Message, ...], text: str) -> Request:
-    """Ask for the token after an answer that was begun."""
-    return Request(question=question, messages=(*chat, Message(role="assistant", content=text)), max_tokens=1)
-
-
-def best_next(reply: Generation) -> dict[str, float]:
-    """The candidates of a reply's first token, text -> log-probability; none where the server gave none."""
-    return dict(reply.tops[0][1]) if reply.tops else {}
 
 
 @cache
@@ -449,50 +381,34 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def arrivals(produce: Callable[[Put[T]], Awaitable[None]]) -> Iterator[T]:
-    """Run `produce(put)` on an event loop in a thread of its own and yield what it puts, then raise what it raised.
+def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
+    """Iterate an async generator on an event loop in a thread of its own.
 
-    The thread lets it work where a loop is already running (a notebook) and while the caller writes. `put` returns once
-    the caller asks for the next item: a caller that stops is never some paid requests behind. An iterator that is
-    dropped cancels the producer.
+    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
+    is dropped cancels what the generator has begun.
     """
-    arrived: queue.SimpleQueue[tuple[T, Callable[[], object]] | Future[None]] = queue.SimpleQueue()
-    cancel: Future[Callable[[], object]] = Future()
-    ended: Future[None] = Future()
-
-    async def main() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-
-        async def put(item: T) -> None:
-            taken = asyncio.Event()
-            arrived.put((item, lambda: loop.call_soon_threadsafe(taken.set)))
-            await taken.wait()
-
-        await produce(put)
-
-    def drive() -> None:
-        try:
-            ended.set_result(asyncio.run(main()))
-        except BaseException as error:  # raised in the caller's thread
-            ended.set_exception(error)
-        cancel.cancel()  # where the loop did not even start
-        arrived.put(ended)
-
-    thread = threading.Thread(target=drive, daemon=True)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+
+    async def step() -> T | None:
+        return await anext(stream, None)
+
+    async def close() -> None:
+        begun = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        await stream.aclose()
+
     try:
-        while not isinstance(entry := arrived.get(), Future):
-            item, take = entry
+        while (item := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not None:
             yield item
-            with contextlib.suppress(RuntimeError):  # the producer failed meanwhile, and the loop is closed
-                take()
-        entry.result()
     finally:
-        with contextlib.suppress(RuntimeError, CancelledError):  # the loop is closed already
-            cancel.result()()
+        asyncio.run_coroutine_threadsafe(close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 def back_off(retry: int) -> float:

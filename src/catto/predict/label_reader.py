@@ -11,13 +11,10 @@ A response without an answer is closed, so that the next token is a label, and t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from catto.engines import Context, Engine, Generation, LabelScores, ScoredGeneration, Scores
-from catto.engines.replies import ServerError
+from catto.engines import Context, Engine, Generation, LabelScores, Request, ScoredGeneration, Scores
 from catto.labels import Opening, common, decoded, encoded, locate, opening, token_at
 from catto.prompts import TAGS, completion, find_tags, parse_answer
 from catto.records import Message, Question, Refusal
@@ -203,66 +200,62 @@ def _scores(engine: Engine, cases: Sequence[Case], spots: Sequence[_Spot | None]
     return [[next(scores) if isinstance(entry, Context) else entry for entry in row] for row in rows]
 
 
-def server_reader(engine: ServerEngine) -> Reader:
-    """Probe the server; raise where its replies do not hold the confidence, and warn of what else is missing."""
-    if engine.top_logprobs == 0:
-        raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
-    abilities = engine.probe()
-    if not abilities.logprobs:
-        raise ServerError(f"{engine.model}: {abilities.missing()[0]}")
-    for line in abilities.missing():
-        warnings.warn(f"{engine.model}: {line}", stacklevel=2)
-    return partial(read_replies, engine, abilities.continues)
-
-
-def read_replies(engine: ServerEngine, continues: bool, cases: Sequence[Case]) -> list[Answer | Refusal]:
+def read_replies(engine: ServerEngine, cases: Sequence[Case]) -> list[Answer | Refusal]:
     """The answer of every reply; what a reply leaves open is asked by continuing it, where the server can.
 
     A response whose label has no readable log-probability is refused, and so is one without an answer whose
     continuation was.
     """
-    answers = [read_reply(case.question, case.generation) for case in cases]
-    texts = [left_open(engine, case, answer) for case, answer in zip(cases, answers, strict=True)]
-    begun = [(case.chat, text) for case, text in zip(cases, texts, strict=True) if text]
-    tops = iter(engine.next_tokens(begun) if continues else [{}] * len(begun))
-    return [
-        continued(case, next(tops)) if text else answer
-        for case, answer, text in zip(cases, answers, texts, strict=True)
-    ]
+    asked = {case.generation.key: case for case in cases}
+    answers = {key: read_reply(case) for key, case in asked.items()}
+    requests = [left_open(engine, case, answers[key]) for key, case in asked.items()]
+    for reply in engine.generate([request for request in requests if request is not None]):
+        answers[reply.key] = read_reply(asked[reply.key], reply)
+    return list(answers.values())
 
 
-def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> str:
-    """The text whose next token tells what a reply leaves open, for `continued`; empty where that is nothing.
+def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
+    """Ask for the token that tells what a reply leaves open; None where that is nothing or the server cannot continue.
 
-    It is the response closed, where there is no answer, or up to its label, where other labels are not among the
-    candidates and the server gives more of them than it gave.
+    It is the one after the response closed, where there is no answer, or the label's, where other labels are not among
+    the candidates and the server gives more of them than it gave.
     """
-    text = case.generation.text
+    generation = case.generation
     if answer is NO_ANSWER:
-        keep, ending = close(text)
-        return text[:keep] + ending
-    if isinstance(answer, Refusal) or answer.label_logprobs is not None or engine.more_tops <= engine.top_logprobs:
-        return ""
-    written = _written(case.question, case.generation)
-    return text[: written.begin] if isinstance(written, _Written) else ""
+        keep, ending = close(generation.text)
+        begun = generation.text[:keep] + ending
+    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.more_tops > engine.top_logprobs:
+        written = _written(case)
+        assert isinstance(written, _Written)
+        begun = generation.text[: written.begin]
+    else:
+        return None
+    if not (begun and engine.continues):
+        return None
+    chat = (*case.chat, Message(role="assistant", content=begun))
+    return Request(question=generation.question, sample=generation.sample, messages=chat, max_tokens=1, begun=True)
 
 
-def continued(case: Case, tops: Mapping[str, float] | Refusal) -> Answer | Refusal:
-    """The answer of a reply with the candidates after its `left_open`; without an answer, the most probable label."""
-    written = _written(case.question, case.generation)
+def read_reply(case: Case, reply: Generation | Refusal | None = None) -> Answer | Refusal:
+    """The answer as it was written, at the token that holds the label's first character.
+
+    `reply`: to the request for what is `left_open`. It tells more labels, unless the server read the text otherwise
+    than it had written it, or the most probable one of a response without an answer.
+    """
+    question, written = case.question, _written(case)
+    more = reply.tops[0][1] if isinstance(reply, Generation) and reply.tops else {}
     if isinstance(written, _Written):
-        return _answer_at(case.question, written, {} if isinstance(tops, Refusal) else tops)
-    if isinstance(tops, Refusal):
-        return tops.model_copy(update={"question": case.generation.question, "sample": case.generation.sample})
-    logprobs = label_logprobs(case.question.labels, tops)
+        tops = {**more, **written.tops} if written.token in more else written.tops
+        logprobs = label_logprobs(question.labels, tops, written.lead, written.after)
+        # The token that was drawn counts, and not the likeliest beginning of the label.
+        logprobs[written.label] = written.tops[written.token]
+        return _answer(question, written.label, written.source, logprobs)
+    refusal = written or reply
+    if isinstance(refusal, Refusal):
+        return refusal
+    logprobs = label_logprobs(question.labels, more)
     best = max(logprobs, key=lambda label: logprobs[label], default=None)
-    return NO_ANSWER if best is None else _answer(case.question, best, "fallback", logprobs)
-
-
-def read_reply(question: Question, generation: Generation) -> Answer | Refusal:
-    """The answer as it was written, at the token that holds the label's first character; NO_ANSWER without one."""
-    written = _written(question, generation)
-    return _answer_at(question, written) if isinstance(written, _Written) else written or NO_ANSWER
+    return NO_ANSWER if best is None else _answer(question, best, "fallback", logprobs)
 
 
 class _Written(NamedTuple):
@@ -277,7 +270,8 @@ class _Written(NamedTuple):
     tops: Mapping[str, float]
 
 
-def _written(question: Question, generation: Generation) -> _Written | Refusal | None:
+def _written(case: Case) -> _Written | Refusal | None:
+    question, _, generation = case
     parsed = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
     if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
@@ -289,7 +283,7 @@ def _written(question: Question, generation: Generation) -> _Written | Refusal |
             break
         if begin <= start < end:
             own = token[start - begin : stop - begin]
-            other = next((one for one in question.labels if one != parsed.label and one.startswith(own)), None)
+            other = next((label for label in question.labels if label != parsed.label and label.startswith(own)), None)
             if other is None:
                 after = token[stop - begin :] if end > stop else ""
                 return _Written(parsed.label, parsed.source, begin, token, token[: start - begin], after, tops)
@@ -297,14 +291,6 @@ def _written(question: Question, generation: Generation) -> _Written | Refusal |
             break
         begin = end
     return Refusal(refused=why, question=generation.question, sample=generation.sample)
-
-
-def _answer_at(question: Question, written: _Written, more: Mapping[str, float] | None = None) -> Answer:
-    """The answer by a token's candidates, and by more of them from another request, unless that was read otherwise."""
-    tops = {**more, **written.tops} if more and written.token in more else written.tops
-    logprobs = label_logprobs(question.labels, tops, written.lead, written.after)
-    # The token that was drawn counts, and not the likeliest beginning of the label.
-    return _answer(question, written.label, written.source, {**logprobs, written.label: written.tops[written.token]})
 
 
 def label_logprobs(

@@ -28,7 +28,7 @@ from catto.files import library_versions, manifest_path, read_manifest, read_rec
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
 from catto.metrics.selection import token_certainty
-from catto.predict.label_reader import Answer, Case, Reader, read_tokens, score_labels, server_reader
+from catto.predict.label_reader import Answer, Case, Reader, read_replies, read_tokens, score_labels
 from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
@@ -308,7 +308,10 @@ class _Job:
         from catto.engines.server import ServerEngine
 
         assert isinstance(self.engine, ServerEngine)
-        return server_reader(self.engine)
+        if self.engine.top_logprobs == 0:
+            raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
+        self.engine.probe()
+        return partial(read_replies, self.engine)
 
     def generate(self, keys: Sequence[Key]) -> list[Generation | Refusal]:
         """What the engine gives for these keys, in their order."""

@@ -15,9 +15,9 @@ import numpy as np
 
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request
-from catto.engines.server import FaultError, ServerEngine, best_next
+from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, candidates, further
-from catto.predict.label_reader import NO_ANSWER, Case, continued, left_open, read_reply
+from catto.predict.label_reader import NO_ANSWER, Case, left_open, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
@@ -57,14 +57,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Answerer:
-    """Asks the upstream. `continues`: it can continue a begun message, so that every response has an answer.
-
-    The threshold must be of this calibrator. Its guarantee is given to requests of its protocol.
-    """
+    """Asks the upstream. The threshold is of this calibrator; its guarantee is given to requests of its protocol."""
 
     engine: ServerEngine
     client: httpx.AsyncClient
-    continues: bool
     fitted: Fitted | None
     threshold: RiskThreshold | None
     abstention: str
@@ -112,12 +108,12 @@ class Answerer:
         )
         replies = [await self.engine.ask(self.client, request)]
         case = Case(question, chat, replies[0])
-        answer = read_reply(question, replies[0])
+        answer = read_reply(case)
         # Only a calibrator of labels reads the other labels.
         wanted = answer is NO_ANSWER or (self.fitted is not None and self.fitted.on == "labels")
-        if wanted and self.continues and (text := left_open(self.engine, case, answer)):
-            replies.append(await self.engine.continuation(self.client, chat, text))
-            answer = continued(case, best_next(replies[1]))
+        if wanted and (more := left_open(self.engine, case, answer)):
+            replies.append(await self.engine.ask(self.client, more))
+            answer = read_reply(case, replies[1])
         unreadable = answer.refused if isinstance(answer, Refusal) else None
         read = NO_ANSWER if isinstance(answer, Refusal) else answer
         made = prediction(question, replies[0], read, request.temperature, request.seed, self.engine.name)
