@@ -94,7 +94,7 @@ def test_parsed_and_constrained_agree_where_the_answer_parses_in_our_form() -> N
             continue  # the response wrote its white space another way
         expected = dense_logits(asked[one.question], list(closed.ids)).log_softmax(-1)
         assert one.label_logprobs == pytest.approx(
-            {x: float(expected[t]) for x, t in closed.candidates.items()}, abs=1e-5
+            {x: float(expected[path[0]]) for x, path in closed.paths.items()}, abs=1e-5
         )
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
 from catto.prompts import completion, parse
-from tokenizer_kinds import FUSED, WORDS, byte_level, kinds, wrapped
+from tokenizer_kinds import FUSED, WORDS, byte_level, firsts, kinds, wrapped
 
 LETTERS = tuple("ABCD")
 KINDS = tuple(kinds())
@@ -38,10 +38,10 @@ def test_exchanging_the_token_exchanges_the_label(name: str, form: str) -> None:
     place = locate(tokenizer, ids, LETTERS)
     assert place is not None
     assert place.label == "C"
-    assert place.candidates["C"] == ids[place.index]
-    assert tuple(place.candidates) == LETTERS
-    for label, token in place.candidates.items():
-        other = [*ids[: place.index], token, *ids[place.index + 1 :]]
+    assert firsts(place)["C"] == ids[len(place.ids)]
+    assert tuple(firsts(place)) == LETTERS
+    for label, token in firsts(place).items():
+        other = [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]]
         assert decoded(tokenizer, other) == decoded(tokenizer, ids).replace("C", label)
 
 
@@ -75,8 +75,8 @@ def test_the_token_found_holds_the_parsers_character(name: str, reasoning: str, 
     assert parsed.span is not None
     assert place is not None
     start = parsed.span[0]
-    assert len(decoded(tokenizer, ids[: place.index]).rstrip("\ufffd")) <= start
-    assert decoded(tokenizer, ids[: place.index + 1])[: start + 1] == text[: start + 1]
+    assert len(decoded(tokenizer, ids[: len(place.ids)]).rstrip("\ufffd")) <= start
+    assert decoded(tokenizer, ids[: len(place.ids) + 1])[: start + 1] == text[: start + 1]
 
 
 def test_a_character_of_several_tokens_belongs_to_the_one_that_completes_it() -> None:
@@ -116,11 +116,11 @@ def test_fused_tokens_keep_their_lead() -> None:
     ids = encode(tokenizer, "<answer>A</answer>")
     place = locate(tokenizer, ids, LETTERS)
     assert place is not None
-    assert tokenizer.convert_ids_to_tokens(list(place.candidates.values())) == [">A", ">B", ">C", ">D"]
+    assert tokenizer.convert_ids_to_tokens(list(firsts(place).values())) == [">A", ">B", ">C", ">D"]
     ids = encode(kinds()["byte-level, newline and letter are one token"], "<answer>\nA\n</answer>")
     place = locate(kinds()["byte-level, newline and letter are one token"], ids, LETTERS)
     assert place is not None
-    assert decoded(kinds()["byte-level, newline and letter are one token"], [place.candidates["D"]]) == "\nD"
+    assert decoded(kinds()["byte-level, newline and letter are one token"], [firsts(place)["D"]]) == "\nD"
 
 
 def test_generated_tokens_are_never_tokenised_again() -> None:
@@ -130,8 +130,8 @@ def test_generated_tokens_are_never_tokenised_again() -> None:
     assert ids != encode(tokenizer, "<answer>A</answer>")
     place = locate(tokenizer, ids, LETTERS)
     assert place is not None
-    assert ids[place.index] == tokenizer.convert_tokens_to_ids("A")
-    assert tokenizer.convert_ids_to_tokens(list(place.candidates.values())) == list("ABCD")
+    assert ids[len(place.ids)] == tokenizer.convert_tokens_to_ids("A")
+    assert tokenizer.convert_ids_to_tokens(list(firsts(place).values())) == list("ABCD")
 
 
 def test_a_word_in_unusual_pieces_keeps_its_rivals_own_first_tokens() -> None:
@@ -141,7 +141,7 @@ def test_a_word_in_unusual_pieces_keeps_its_rivals_own_first_tokens() -> None:
     place, normal = locate(tokenizer, ids, WORDS), locate(tokenizer, usual, WORDS)
     assert place is not None
     assert normal is not None
-    assert place.candidates == {**normal.candidates, "neutral": tokenizer.convert_tokens_to_ids("n")}
+    assert firsts(place) == {**firsts(normal), "neutral": tokenizer.convert_tokens_to_ids("n")}
 
 
 def test_the_case_of_the_answer_is_the_case_of_its_rivals() -> None:
@@ -149,7 +149,7 @@ def test_the_case_of_the_answer_is_the_case_of_its_rivals() -> None:
     place = locate(tokenizer, encode(tokenizer, "<answer>\nb\n</answer>"), LETTERS)
     assert place is not None
     assert place.label == "B"
-    assert tokenizer.convert_ids_to_tokens(list(place.candidates.values())) == list("abcd")
+    assert tokenizer.convert_ids_to_tokens(list(firsts(place).values())) == list("abcd")
 
 
 def test_a_label_without_a_token_of_that_form_is_no_candidate() -> None:
@@ -157,7 +157,7 @@ def test_a_label_without_a_token_of_that_form_is_no_candidate() -> None:
     tokenizer = byte_level([text for text in FUSED if text[-1] in "AB"])
     place = locate(tokenizer, encode(tokenizer, "<answer>A</answer>"), ("A", "B", "C"))
     assert place is not None
-    assert tuple(place.candidates) == ("A", "B")
+    assert tuple(firsts(place)) == ("A", "B")
     with pytest.raises(ValueError, match="label 'C' has no token like that of 'A'"):
         label_place(tokenizer, encode(tokenizer, "<answer>A</answer>"), ("A", "B", "C"))
 
@@ -178,7 +178,7 @@ def test_the_opening_and_a_rendered_row_agree(name: str, labels: tuple[str, ...]
         ids = encode(tokenizer, "a" + completion("the cat sat", label))
         index, candidates = label_place(tokenizer, ids, labels)
         assert tuple(ids[index - len(start.ids) : index]) == start.ids
-        assert candidates == tuple(start.candidates.values())
+        assert candidates == tuple(firsts(start).values())
 
 
 def words_only(*words: str) -> Any:
@@ -199,7 +199,7 @@ def test_labels_that_share_their_first_token_are_refused() -> None:
 def test_labels_fused_with_the_bracket_must_differ_too() -> None:
     """`>e` is one token here, so "entailment" and "entitled" differ after a newline but not after "<answer>"."""
     tokenizer = words_only(*"abcdefghijklmnopqrstuvwxyz\n <>/", "entailment", "entitled", ">e")
-    assert len(opening(tokenizer, "<answer>\n", ("entailment", "entitled")).candidates) == 2
+    assert len(opening(tokenizer, "<answer>\n", ("entailment", "entitled")).paths) == 2
     with pytest.raises(ValueError, match="begin with the same token '>e'"):
         check_labels(tokenizer, ("entailment", "entitled"))
 

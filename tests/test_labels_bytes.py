@@ -14,14 +14,14 @@ import torch
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
-from catto.labels import check_labels, decoded, label_place, locate, opening
+from catto.labels import UnreadableLabelError, check_labels, decoded, label_place, locate, opening
 from catto.measure import GradedAnswers, read_graded
 from catto.predict.label_reader import closed_ids
 from catto.predict.predictor import evaluate, is_correct
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model
-from tokenizer_kinds import byte_level, kinds, metaspace
+from tokenizer_kinds import byte_level, firsts, kinds, metaspace
 
 THUMBS = ("👍", "👎", "🤷")  # bytes f0 9f 91 8d, f0 9f 91 8e, f0 9f a4 b7
 CHOICES = tuple("甲乙丙丁")  # e7 94 b2, e4 b9 99, e4 b8 99, e4 b8 81
@@ -191,7 +191,8 @@ def test_tokens_whose_text_does_not_grow_are_no_answer() -> None:
     tokenizer = Shrinking()
     ids = [*encode(tokenizer, "<answer>\nB\n</answer>"), tokenizer.odd]
     assert decoded(tokenizer, ids).startswith("<answer>\nA\n</answer>")
-    assert locate(tokenizer, ids, ("A", "B")) is None
+    with pytest.raises(UnreadableLabelError, match="changes the text before it"):
+        locate(tokenizer, ids, ("A", "B"))
     (one,) = predictions(tokenizer, ("A", "B"), [ids])
     assert one.source == "fallback"
     assert one.label in ("A", "B")
@@ -203,8 +204,8 @@ def test_a_closed_response_leaves_room_for_all_tokens_that_tell_a_label() -> Non
     for room in range(20, 40):
         closed = closed_ids(tokenizer, ids, CHOICES, room)
         assert closed is not None
-        assert max(map(len, closed.rest.values())) == max(MORE[CHOICES]) - 1
-        assert len(closed.ids) + max(map(len, closed.rest.values())) == room
+        assert max(map(len, closed.paths.values())) == max(MORE[CHOICES])
+        assert closed.length == room
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted_not_raised() -> None:
@@ -231,10 +232,10 @@ def test_an_answer_without_tags_is_found_in_the_tokens(name: str) -> None:
         place = locate(tokenizer, ids, tuple("ABCD"))
         assert place is not None
         assert (place.label, place.source) == ("B", "plain")
-        assert ids[place.index] == place.candidates["B"]
-        assert tuple(place.candidates) == tuple("ABCD")
-        for label, token in place.candidates.items():
-            other = decoded(tokenizer, [*ids[: place.index], token, *ids[place.index + 1 :]])
+        assert ids[len(place.ids)] == firsts(place)["B"]
+        assert tuple(firsts(place)) == tuple("ABCD")
+        for label, token in firsts(place).items():
+            other = decoded(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
             assert other == decoded(tokenizer, ids).removesuffix("B") + label
 
 

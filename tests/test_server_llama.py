@@ -104,7 +104,7 @@ def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> N
     local = TransformersEngine(model, AutoTokenizer.from_pretrained(**place))
     begun = completion(None, None)
     path = opening(local.tokenizer, begun, LABELS)
-    tokens = tuple(path.candidates.values())
+    tokens = tuple(tokens[0] for tokens in path.paths.values())
     chats = [messages(question, reasoning=False) for question in QUESTIONS]
     here = local.score([Context(messages=chat, prefix=path.ids, candidates=tokens) for chat in chats])
     remote = engine(url)

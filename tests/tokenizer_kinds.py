@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from catto.labels import Place
 from tiny import TAGS, TEMPLATE, tiny_tokenizer
 
 # One mark may lead a word, newlines never do: the split of the Qwen and Llama 3 families.
@@ -99,3 +100,8 @@ def kinds() -> dict[str, Any]:
         "unigram": unigram(),
         "word-level": tiny_tokenizer(corpus()),
     }
+
+
+def firsts(place: Place) -> dict[str, int]:
+    """Each label's first token."""
+    return {label: path[0] for label, path in place.paths.items()}

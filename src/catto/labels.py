@@ -9,12 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from catto.prompts import Source, completion, parse
+from catto.prompts import common, completion, parse
 
 _ENDING = "\n</answer>"
 # A letter before a text to encode: no tokenizer merges it with a newline or a tag, and sentencepiece puts its dummy
@@ -26,35 +24,43 @@ TAIL = 32
 _FORMS = (completion(None, None), "<answer>", "<answer> ")
 
 Path = tuple[int, ...]
+Split = tuple[Path, Mapping[str, Path]]  # the tokens that all labels begin with, and each label's after them
 
 
 class UnreadableLabelError(ValueError):
     """Labels that begin with the same tokens, or token ids whose text is not made of their prefixes' texts."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A label in token ids: `index` of the token that tells it apart, and each label's token in the same form.
+Source = Literal["free", "plain", "fallback"]
 
-    That is the token with the label's first character. Where that character takes several tokens (bytes), it is the
-    first of them at which labels differ; labels that still share it continue in `rest`: label -> tokens after its
-    candidate up to the one that sets it apart. The form is what the label's token holds besides the label (" A", ">A",
-    "A.") and the label's case. A label without a token in that form is not a candidate; the written one always is.
+
+class Place(NamedTuple):
+    """Where a label is read: after the tokens `ids`. `label` is the one that was written there, None for the likeliest.
+
+    `paths`: each label's tokens there, in the form in which one was written, up to the token that tells it from every
+    other label. That is mostly one token, the one with the label's first character. Where that character takes several
+    tokens (bytes), the place is the first of them at which labels differ, and labels that share it have longer paths.
+    The form is what the label's token holds besides the label (" A", ">A", "A.") and the label's case. A label without
+    a token in that form has no path; the written one always has.
     """
 
-    label: str
-    index: int
-    candidates: dict[str, int]
-    rest: Mapping[str, Path] = field(default_factory=dict)
-    source: Source = "free"
-
-
-class Opening(NamedTuple):
-    """Tokens to append so that the next one begins a label, that token for every label, and `rest` as in `Place`."""
-
     ids: Path
-    candidates: dict[str, int]
-    rest: Mapping[str, Path]
+    paths: Mapping[str, Path]
+    label: str | None = None
+    source: Source = "fallback"
+
+    @property
+    def length(self) -> int:
+        """How many tokens of prefix the longest path needs."""
+        return len(self.ids) + max(map(len, self.paths.values())) - 1
+
+    def scored(self) -> list[tuple[Path, Path]]:
+        """What is scored: the tokens before each token of a path, and the candidates there."""
+        places: dict[Path, dict[int, None]] = {}
+        for path in self.paths.values():
+            for length, token in enumerate(path):
+                places.setdefault(self.ids + path[:length], {})[token] = None
+        return [(prefix, tuple(tokens)) for prefix, tokens in places.items()]
 
 
 def locate(
@@ -67,51 +73,57 @@ def locate(
 ) -> Place | None:
     """Find the label that a response answers with, by `prompts.parse`; None where it gives no answer.
 
-    A label that its tokens cannot tell from another is no answer either: labels that differ as they are asked for may
+    UnreadableLabelError where its tokens cannot tell it from another: labels that differ as they are asked for may
     begin with one token in the case in which the model wrote them.
     """
-    try:
-        return _located(tokenizer, ids, labels, option_texts, cut)
-    except UnreadableLabelError:
+    text = decoded(tokenizer, ids)
+    parsed = parse(text, labels, option_texts, cut=cut)
+    if parsed.label is None or parsed.span is None or parsed.source is None:
         return None
+    start, end = parsed.span
+    first, last, begin = _tokens_at(tokenizer, ids, text, start)
+    reached = _agreed(decoded(tokenizer, ids[: last + 1]), text)
+    form = _Form(text[parsed.opened : start], text[begin:start], text[start:end], text[end:reached])
+    shared, paths = _candidates(tokenizer, tuple(labels), parsed.label, tuple(ids[first : last + 1]), form)
+    return Place((*ids[:first], *shared), paths, parsed.label, parsed.source)
 
 
 def label_place(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> tuple[int, Path]:
     """Index of the label's token in a rendered completion's ids, and the K labels' tokens, in the order of `labels`."""
-    place = _located(tokenizer, ids, labels, None, False)
+    place = locate(tokenizer, ids, labels)
     if place is None:
         raise ValueError(f"no label among {', '.join(labels)} in the completion {decoded(tokenizer, ids)[-80:]!r}")
-    if missing := [label for label in labels if label not in place.candidates]:
+    if missing := [label for label in labels if label not in place.paths]:
         raise ValueError(f"label {missing[0]!r} has no token like that of {place.label!r} in {_name(tokenizer)}")
-    if place.rest:
-        first, second = list(place.rest)[:2]
+    if alike := [label for label, path in place.paths.items() if len(path) > 1]:
+        first, second = alike[:2]
         raise ValueError(
             f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads on, "
             f"training reads one token"
         )
-    return place.index, tuple(place.candidates[label] for label in labels)
+    return len(place.ids), tuple(place.paths[label][0] for label in labels)
 
 
 @lru_cache(maxsize=1024)
-def opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> Opening:
+def opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> Place:
     """Encode `text`, which ends in the canonical `<answer>\\n`, up to where the labels' tokens begin to differ.
 
     A newline that the tokenizer merges with the label is left to the label's token. ValueError where two labels begin
     alike, or do not begin at the same place.
     """
     written = {label: _written(tokenizer, text, label, _ENDING) for label in labels}
-    split = _split(tokenizer, {label: form.path for label, form in written.items()}, text)
-    before, path, _ = written[labels[0]]
-    if other := next((label for label in labels if written[label].before != before), None):
+    shared, paths = _split(tokenizer, {label: path for label, (_, path, _) in written.items()}, text)
+    before = written[labels[0]][0]
+    if other := next((label for label in labels if written[label][0] != before), None):
         raise ValueError(f"labels {labels[0]!r} and {other!r} begin at different tokens in {_name(tokenizer)}")
-    return Opening((*before, *path[: len(split.ids)]), split.candidates, split.rest)
+    return Place((*before, *shared), paths)
 
 
 def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
     """Raise a ValueError unless tokens tell the labels apart, in each form that answers come in."""
     opening(tokenizer, _FORMS[0], tuple(labels))
     for form in _FORMS[1:]:
-        _split(tokenizer, {label: _written(tokenizer, form, label, _ENDING).path for label in labels}, form)
+        _split(tokenizer, {label: _written(tokenizer, form, label, _ENDING)[1] for label in labels}, form)
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -184,23 +196,8 @@ class _Form(NamedTuple):
     after: str
 
 
-def _located(
-    tokenizer: Any, ids: Sequence[int], labels: Sequence[str], option_texts: Sequence[str] | None, cut: bool
-) -> Place | None:
-    text = decoded(tokenizer, ids)
-    parsed = parse(text, labels, option_texts, cut=cut)
-    if parsed.label is None or parsed.span is None or parsed.source is None:
-        return None
-    start, end = parsed.span
-    first, last, begin = _tokens_at(tokenizer, ids, text, start)
-    reached = _agreed(decoded(tokenizer, ids[: last + 1]), text)
-    form = _Form(text[parsed.opened : start], text[begin:start], text[start:end], text[end:reached])
-    split = _candidates(tokenizer, tuple(labels), parsed.label, tuple(ids[first : last + 1]), form)
-    return Place(parsed.label, first + len(split.ids), dict(split.candidates), split.rest, parsed.source)
-
-
 @lru_cache(maxsize=4096)
-def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, form: _Form) -> Opening:
+def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, form: _Form) -> Split:
     """Each label's tokens in the form in which `label` was written with the tokens `own`, cut by `_split`."""
     styles: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize, str.title)
     style = next((style for style in styles if style(label) == form.written), str if form.written.isascii() else None)
@@ -210,9 +207,9 @@ def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, 
             continue
         rival = style(other)
         with suppress(ValueError):
-            written = _written(tokenizer, form.head, rival, form.after)
-            if written.lead == form.lead:
-                paths[other] = written.path
+            _, path, lead = _written(tokenizer, form.head, rival, form.after)
+            if lead == form.lead:
+                paths[other] = path
                 continue
         # The model wrote what the tokenizer would not (">" and "A" where ">A" is one token): exchange it in the piece.
         piece = str(tokenizer.convert_ids_to_tokens(own[0]))
@@ -224,10 +221,10 @@ def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, 
     return _split(tokenizer, {name: paths[name] for name in labels if name in paths}, form.head)
 
 
-def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Opening:
+def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Split:
     """Cut each label's tokens, those of its first character, where they tell it from every other label's."""
     shared = common(*paths.values()) if len(paths) > 1 else 0
-    rest = {}
+    cut = {}
     for label, path in paths.items():
         same = {other: common(path, rival) for other, rival in paths.items() if other != label}
         if other := next((other for other, length in same.items() if length == len(path)), None):
@@ -237,34 +234,22 @@ def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Opening:
                 f"{tokenizer.convert_ids_to_tokens(path[0])!r} after {head[-20:]!r} in {_name(tokenizer)}: "
                 f"give labels that begin differently"
             )
-        needed = 1 + max(same.values(), default=len(path) - 1)
-        if needed > shared + 1:
-            rest[label] = path[shared + 1 : needed]
-    return Opening(next(iter(paths.values()))[:shared], {label: path[shared] for label, path in paths.items()}, rest)
+        cut[label] = path[shared : 1 + max(same.values(), default=len(path) - 1)]
+    return next(iter(paths.values()))[:shared], cut
 
 
-def common(*paths: Path) -> int:
-    """How many tokens all paths begin with together."""
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*paths, strict=False)))
+def _written(tokenizer: Any, head: str, label: str, after: str) -> tuple[list[int], Path, str]:
+    """Encode head + label + after: the ids before the label, those of its first character, what precedes it in them.
 
-
-class _Written(NamedTuple):
-    """A label as the tokenizer writes it: the ids before it, those of its first character, what precedes in them."""
-
-    before: list[int]
-    path: Path
-    lead: str
-
-
-def _written(tokenizer: Any, head: str, label: str, after: str) -> _Written:
-    """Encode head + label + after; ValueError where the tokenizer cannot write the label."""
+    ValueError where the tokenizer cannot write the label.
+    """
     ids = encoded(tokenizer, head + label + after)
     text = decoded(tokenizer, ids)
     if not text.endswith(label + after):
         raise ValueError(f"{_name(tokenizer)} does not read label {label!r} back after {head[-20:]!r}")
     start = len(text) - len(label + after)
     first, last, begin = _tokens_at(tokenizer, ids, text, start)
-    return _Written(ids[:first], tuple(ids[first : last + 1]), text[begin:start])
+    return ids[:first], tuple(ids[first : last + 1]), text[begin:start]
 
 
 def _name(tokenizer: Any) -> str:

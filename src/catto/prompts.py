@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from catto.answers import TORN_CLOSING, Span, find_label, find_stated
@@ -240,9 +241,12 @@ def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
     (2, 1, 0)
     """
     different = {tuple(prompt) for prompt in prompts}
-    first, last = min(different), max(different)  # what these two share, all those between them share too
-    limit = min(map(len, different)) - 1 if len(different) > 1 else 0
-    return next((n for n in range(limit) if first[n] != last[n]), max(limit, 0))
+    return min(common(*different), *(len(prompt) - 1 for prompt in different)) if len(different) > 1 else 0
+
+
+def common(*sequences: Sequence[int]) -> int:
+    """How many tokens all sequences begin with together."""
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False)))
 
 
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:

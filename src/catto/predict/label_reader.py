@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from catto.engines import Context, Engine, Generation, LabelScores, Request, ScoredGeneration, Scores
-from catto.labels import Opening, common, decoded, encoded, locate, opening, token_at
-from catto.prompts import TAGS, completion, find_tags, parse_answer
+from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, token_at
+from catto.prompts import TAGS, common, completion, find_tags, parse_answer
 from catto.records import Message, Question, Refusal
 
 if TYPE_CHECKING:
     from catto.engines.server import ServerEngine
-
-Source = Literal["free", "plain", "fallback"]
 
 
 class Case(NamedTuple):
@@ -79,7 +78,7 @@ def close(text: str) -> tuple[int, str]:
     return len(kept), ending if kept else ending.lstrip("\n")
 
 
-def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: int | None = None) -> Opening | None:
+def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: float = math.inf) -> Place | None:
     """Tokens of a response closed by `close`, ready for a label, and every label's next token.
 
     `room`: most tokens that it may have; a longer reasoning loses its end. None where the answer's opening alone has
@@ -97,49 +96,47 @@ def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room
             # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it again.
             start, before = opening(tokenizer, ending, labels), encoded(tokenizer, text[:keep])
         closed = start._replace(ids=(*before, *start.ids))
-        excess = 0 if room is None else len(closed.ids) + max(map(len, closed.rest.values()), default=0) - room
-        if excess <= 0:
+        if closed.length <= room:
             return closed
         if not kept:
             return None
-        kept = kept[: max(0, len(kept) - excess)]
+        kept = kept[: max(0, len(kept) - int(closed.length - room))]
 
 
-class _Spot(NamedTuple):
-    """Where a label is read: after the tokens `prefix`, as one of several paths of tokens; `label` None: the best."""
-
-    label: str | None
-    source: Source
-    prefix: tuple[int, ...]
-    paths: dict[str, tuple[int, ...]]
-
-    def places(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What is scored: the tokens before a place, and the candidates there."""
-        places: dict[tuple[int, ...], dict[int, None]] = {}
-        for path in self.paths.values():
-            for length, token in enumerate(path):
-                places.setdefault(self.prefix + path[:length], {})[token] = None
-        return [(prefix, tuple(tokens)) for prefix, tokens in places.items()]
-
-
-def _spot(engine: Engine, case: Case) -> _Spot | None:
+def _place(engine: Engine, case: Case) -> Place | None:
     """Find the label in the token ids, else close the response; None where the prompt leaves no room for an answer."""
     question, _, generation = case
     ids, labels = generation.token_ids, question.labels
     if ids is None:
         raise ValueError(f"{engine.name} gave no token ids for question {question.id}")
-    room = None if engine.positions is None else engine.positions - (generation.prompt_tokens or 0)
+    room = math.inf if engine.positions is None else engine.positions - (generation.prompt_tokens or 0)
     texts = [option.text for option in question.options]
-    place = locate(engine.tokenizer, ids, labels, texts, cut=generation.finish_reason == "length")
-    if place is not None:
-        paths = {label: (token, *place.rest.get(label, ())) for label, token in place.candidates.items()}
-        if room is None or place.index + max(map(len, paths.values())) - 1 <= room:
-            return _Spot(place.label, place.source, ids[: place.index], paths)
-    closed = closed_ids(engine.tokenizer, ids, labels, room)
-    if closed is None:
-        return None
-    paths = {label: (token, *closed.rest.get(label, ())) for label, token in closed.candidates.items()}
-    return _Spot(None, "fallback", closed.ids, paths)
+    with suppress(UnreadableLabelError):
+        place = locate(engine.tokenizer, ids, labels, texts, cut=generation.finish_reason == "length")
+        if place is not None and place.length <= room:
+            return place
+    return closed_ids(engine.tokenizer, ids, labels, room)
+
+
+def _scored(engine: Engine, cases: Sequence[Case]) -> list[tuple[Place | None, dict[tuple[Path, Path], Scores]]]:
+    """Where each response's label is read, and the scores there: those stored with it, else the engine's, in one call.
+
+    Stored scores apply where they are of the same tokens and the same candidates, whichever parser found that place.
+    """
+    places = [_place(engine, case) if engine.tokenizer is not None else None for case in cases]
+    rows: list[dict[tuple[Path, Path], Scores | Context]] = []
+    for (_, chat, generation), place in zip(cases, places, strict=True):
+        ids, key = generation.token_ids or (), generation.key
+        labels = generation.labels if isinstance(generation, ScoredGeneration) else ()
+        stored = {(ids[: score.kept] + score.added, score.candidates): score for score in labels}
+        rows.append({})
+        for prefix, tokens in place.scored() if place is not None else ():
+            context = Context(messages=chat, prefix=prefix, candidates=tokens, response=key)
+            rows[-1][prefix, tokens] = stored.get((prefix, tokens), context)
+    missing = [entry for row in rows for entry in row.values() if isinstance(entry, Context)]
+    scores = iter(engine.score(missing) if missing else ())
+    scored = [{spot: next(scores) if isinstance(e, Context) else e for spot, e in row.items()} for row in rows]
+    return list(zip(places, scored, strict=True))
 
 
 def read_tokens(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
@@ -147,21 +144,19 @@ def read_tokens(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 
     A label of several tokens has the product of their probabilities, and then no `logsumexp`, which is of one place.
     """
-    spots = [_spot(engine, case) for case in cases]
     answers = []
-    for case, spot, scores in zip(cases, spots, _scores(engine, cases, spots), strict=True):
-        if spot is None:
+    for case, (place, scores) in zip(cases, _scored(engine, cases), strict=True):
+        if place is None:
             answers.append(NO_ANSWER)
             continue
-        places = zip(spot.places(), scores, strict=True)
-        at = {prefix: dict(zip(tokens, score.logprobs, strict=True)) for (prefix, tokens), score in places}
+        at = {prefix: dict(zip(tokens, score.logprobs, strict=True)) for (prefix, tokens), score in scores.items()}
         logprobs = {
-            label: sum(at[spot.prefix + path[:length]][token] for length, token in enumerate(path))
-            for label, path in spot.paths.items()
+            label: sum(at[place.ids + path[:length]][token] for length, token in enumerate(path))
+            for label, path in place.paths.items()
         }
-        label = spot.label if spot.label is not None else max(case.question.labels, key=lambda name: logprobs[name])
-        logsumexp = scores[0].logsumexp if len(scores) == 1 else None
-        answers.append(_answer(case.question, label, spot.source, logprobs, logsumexp))
+        label = place.label if place.label is not None else max(case.question.labels, key=lambda name: logprobs[name])
+        logsumexp = next(iter(scores.values())).logsumexp if len(scores) == 1 else None
+        answers.append(_answer(case.question, label, place.source, logprobs, logsumexp))
     return answers
 
 
@@ -170,34 +165,14 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
 
     A response of which only the text is known has none.
     """
-    spots = [_spot(engine, case) if case.generation.token_ids is not None else None for case in cases]
     generations = []
-    for (_, _, generation), spot, scores in zip(cases, spots, _scores(engine, cases, spots), strict=True):
+    for (_, _, generation), (_, scores) in zip(cases, _scored(engine, cases), strict=True):
         labels = []
-        for (prefix, tokens), score in zip(spot.places() if spot is not None else (), scores, strict=True):
+        for (prefix, tokens), score in scores.items():
             kept = common(generation.token_ids or (), prefix)
             labels.append(LabelScores(**dict(score), kept=kept, added=prefix[kept:], candidates=tokens))
         generations.append(ScoredGeneration(**dict(generation), labels=tuple(labels)))
     return generations
-
-
-def _scores(engine: Engine, cases: Sequence[Case], spots: Sequence[_Spot | None]) -> list[list[Scores]]:
-    """Scores of every place of every spot: those stored with the response, else the engine's, all in one call.
-
-    Stored scores apply where they are of the same place and the same tokens, whichever parser found that place.
-    """
-    rows: list[list[Scores | Context]] = []
-    for (_, chat, generation), spot in zip(cases, spots, strict=True):
-        ids, key = generation.token_ids or (), generation.key
-        labels = generation.labels if isinstance(generation, ScoredGeneration) else ()
-        stored = {(ids[: score.kept] + score.added, score.candidates): score for score in labels}
-        rows.append([])
-        for prefix, tokens in spot.places() if spot is not None else ():
-            score = stored.get((prefix, tokens))
-            rows[-1].append(score or Context(messages=chat, prefix=prefix, candidates=tokens, response=key))
-    missing = [entry for row in rows for entry in row if isinstance(entry, Context)]
-    scores = iter(engine.score(missing) if missing else ())
-    return [[next(scores) if isinstance(entry, Context) else entry for entry in row] for row in rows]
 
 
 def read_replies(engine: ServerEngine, cases: Sequence[Case]) -> list[Answer | Refusal]:
