@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import threading
 import time
 
+import httpx2 as httpx
 import pytest
 
 from catto.engines import Generation, model_name
@@ -158,7 +161,14 @@ def test_reasoning_elsewhere_leaves_the_temperature_acting() -> None:
     ],
 )
 def test_deepseek_is_told_by_its_host(url: str, expected: bool) -> None:
-    assert ServerEngine(url, "m")._is_deepseek("deepseek-v4-pro") is expected
+    reply = json.dumps(chat("B", model="deepseek-v4-pro", reasoning_content="because")).encode()
+
+    async def asked() -> Generation:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=reply))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await ServerEngine(url, "m").ask(client, request())
+
+    assert asyncio.run(asked()).temperature_acts is not expected
 
 
 def test_thinking_that_ran_out_of_tokens_is_a_response_without_text() -> None:
@@ -169,8 +179,6 @@ def test_thinking_that_ran_out_of_tokens_is_a_response_without_text() -> None:
 
 
 def test_keep_alive_blank_lines_before_the_reply_are_ignored() -> None:
-    import json
-
     with OpenAIServer(lambda _: ok("\n\n  \n" + json.dumps(chat("B")))) as server:
         (found,) = engine(server).generate([request()])
     assert found.text == "B"
@@ -228,8 +236,6 @@ def test_extra_body_goes_into_the_request() -> None:
 
 
 def test_it_works_inside_a_running_event_loop() -> None:
-    import asyncio
-
     async def notebook() -> list[str]:
         return [g.text for g in engine(server).generate([request()])]
 

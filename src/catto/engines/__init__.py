@@ -112,7 +112,8 @@ class Engine(Protocol):
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order."""
-        ...
+        message = f"{self.name} cannot score token ids; use a local engine"
+        raise NotImplementedError(message)
 
 
 def stop_end(text: str, stops: Collection[str]) -> int | None:

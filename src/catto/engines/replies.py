@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from math import inf, isfinite
-from typing import Any
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import AliasPath, BaseModel, Field
 from pydantic_core import from_json
 
 from catto.engines import Key, stop_end
@@ -120,13 +119,6 @@ def _without_quotations(line: str, prompt: str) -> str:
     return kept
 
 
-class Usage(BaseModel):
-    """Token counts as the server bills them."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
 class ReplyMessage(BaseModel):
     """The assistant's turn. DeepSeek and older vLLM call the separate reasoning `reasoning_content`."""
 
@@ -147,32 +139,25 @@ class ReplyMessage(BaseModel):
 
 
 class TopToken(BaseModel):
-    """One candidate token."""
+    """One candidate token. Servers write minus infinity or null for one that cannot be drawn."""
+
+    token: str
+    logprob: float | None
+
+
+class Token(BaseModel):
+    """One token of the text with its best rivals."""
 
     token: str
     logprob: float = Field(allow_inf_nan=False)
+    top_logprobs: tuple[TopToken, ...] | None = None
 
-
-class Token(TopToken):
-    """One token of the text with its best rivals."""
-
-    top_logprobs: tuple[TopToken, ...] = ()
-
-    @field_validator("top_logprobs", mode="before")
-    @classmethod
-    def _possible(cls, value: Any) -> Any:
-        """Leave out candidates that cannot be drawn: servers write minus infinity or null for them."""
-        if not isinstance(value, list | None):
-            return value
-        logprobs = [top.get("logprob", 0.0) if isinstance(top, dict) else 0.0 for top in value or ()]
-        impossible = [logprob is None or (isinstance(logprob, float) and not isfinite(logprob)) for logprob in logprobs]
-        return [top for top, never in zip(value or (), impossible, strict=True) if not never]
-
-
-class Logprobs(BaseModel):
-    """Log-probabilities of the text's tokens."""
-
-    content: tuple[Token, ...] | None = None
+    @property
+    def candidates(self) -> dict[str, float]:
+        """Text -> log-probability; the token that was drawn need not be among the best."""
+        tops = {top.token: top.logprob for top in self.top_logprobs or ()}
+        possible = {token: logprob for token, logprob in tops.items() if logprob is not None and isfinite(logprob)}
+        return {self.token: self.logprob, **possible}
 
 
 class Choice(BaseModel):
@@ -180,15 +165,16 @@ class Choice(BaseModel):
 
     message: ReplyMessage
     finish_reason: str | None = None
-    logprobs: Logprobs | None = None
+    tokens: tuple[Token, ...] | None = Field(default=None, validation_alias=AliasPath("logprobs", "content"))
 
 
 class Reply(BaseModel):
-    """A chat completion."""
+    """A chat completion, with token counts as the server bills them."""
 
     model: str | None = None
     choices: tuple[Choice, ...] = Field(min_length=1)
-    usage: Usage | None = None
+    prompt_tokens: int | None = Field(default=None, validation_alias=AliasPath("usage", "prompt_tokens"))
+    completion_tokens: int | None = Field(default=None, validation_alias=AliasPath("usage", "completion_tokens"))
 
 
 class ModelName(BaseModel):
@@ -231,15 +217,14 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
     text = text[: stop_end(text, stop)]
     kept: list[Token] = []
     begin = 0
-    for token in (choice.logprobs.content if choice.logprobs is not None else None) or ():
+    for token in choice.tokens or ():
         if begin >= len(text):
             break
         kept.append(token)
         begin += len(token.token)
     if not kept:
         return text, None, None
-    # The token that was drawn need not be among the best.
-    tops = tuple((t.token, {t.token: t.logprob, **{top.token: top.logprob for top in t.top_logprobs}}) for t in kept)
+    tops = tuple((token.token, token.candidates) for token in kept)
     return text, tops, sum(token.logprob for token in kept) / len(kept)
 
 

@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 import warnings
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ import httpx2 as httpx
 from pydantic import ValidationError
 
 from catto import __version__
-from catto.engines import Context, Engine, Generation, Key, Request, Scores, model_name, server_address
+from catto.engines import Engine, Generation, Key, Request, model_name, server_address
 from catto.engines.replies import (
     ENOUGH,
     ModelList,
@@ -108,8 +108,18 @@ class ServerEngine(Engine):
         # candidates after a begun answer, and whether the server continues one: `probe` finds out
         self.more_tops, self.continues = top_logprobs or MOST_TOPS, False
         self.base_url, login = server_address(base_url)
-        # the login as basic authentication carries it, and the part of it that no message may show
-        self._login = (base64.b64encode(":".join(login).encode()).decode(), login[1] or login[0]) if login else ()
+        try:  # parsed once: every request would take 0.1 ms for it
+            self._chat = httpx.URL(f"{self.base_url}/chat/completions")
+        except httpx.InvalidURL:
+            raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
+        self._key = os.environ.get(api_key_env, "").strip()
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            raise ServerError(f"environment variable {api_key_env}: not a key that an HTTP header can carry")
+        basic = base64.b64encode(":".join(login).encode()).decode() if login else ""
+        self._secrets = (self._key, basic, *((login[1] or login[0],) if login else ()))  # no message may show them
+        self._headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
+        if basic or self._key:
+            self._headers["Authorization"] = f"Basic {basic}" if basic else f"Bearer {self._key}"
         self.api_key_env, self.timeout, self.deadline = api_key_env, timeout, deadline
         self.max_retries, self.retries = max_retries, 0
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
@@ -158,10 +168,6 @@ class ServerEngine(Engine):
         if failure is not None:
             raise failure
 
-    def score(self, contexts: Sequence[Context]) -> list[Scores]:
-        """Refuse: chat servers take texts, not token ids."""
-        raise NotImplementedError("a server cannot score token ids; use a local engine")
-
     def probe(self, warn: Callable[[str], object] = warnings.warn) -> None:
         """Find out by a few one-token requests what the server can do, and `warn` of what it cannot.
 
@@ -201,14 +207,14 @@ class ServerEngine(Engine):
     def find_model(self) -> None:
         """Take the one model that the server lists; ServerError where there are others, or none."""
         try:
-            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **self._settings())
+            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **self._connection())
             if not reply.is_success:
                 said = error_message(reply.content) or reply.reason_phrase or "no message"
                 raise ValueError(f"{reply.status_code}: {said}")
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx.HTTPError, ValueError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            reason = one_line(problem, self._secrets())
+            reason = one_line(problem, self._secrets)
             raise ServerError(f"{self.base_url}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:
             raise ServerError(f"{self.base_url}: serves {', '.join(names[:5]) or 'no model'}; name one")
@@ -220,27 +226,12 @@ class ServerEngine(Engine):
         # Idle connections are left before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
         try:
-            _chat(self.base_url)
-            return httpx.AsyncClient(timeout=timeout, limits=limits, **self._settings())
-        except httpx.InvalidURL:
-            raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
+            return httpx.AsyncClient(timeout=timeout, limits=limits, **self._connection())
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
-            raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets())}") from None
+            raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets)}") from None
 
-    def _settings(self) -> dict[str, Any]:
-        key = self._key()
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ServerError(f"environment variable {self.api_key_env}: not a key that an HTTP header can carry")
-        credentials = f"Basic {self._login[0]}" if self._login else f"Bearer {key}" if key else None
-        headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
-        headers |= {"Authorization": credentials} if credentials else {}
-        return {"headers": headers, "verify": _certificates(), "follow_redirects": True}
-
-    def _secrets(self) -> tuple[str, ...]:
-        return (self._key() or "", *self._login)
-
-    def _key(self) -> str | None:
-        return os.environ.get(self.api_key_env, "").strip() or None
+    def _connection(self) -> dict[str, Any]:
+        return {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
 
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
         """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
@@ -254,8 +245,8 @@ class ServerEngine(Engine):
                 while True:
                     fault, tries = None, tries + 1
                     try:
-                        reply = await self._post(client, request, tries)
-                        return self._generation(request, reply, time.monotonic() - started)
+                        generation = await self._post(client, request, tries)
+                        return generation.model_copy(update={"seconds": time.monotonic() - started})
                     except FaultError as error:
                         fault = error
                     unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
@@ -267,10 +258,10 @@ class ServerEngine(Engine):
             if fault is None or not fault.of_all:
                 fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
         told = [turn.content for turn in request.messages]
-        fault.reason = one_line(fault.reason, self._secrets(), told)
+        fault.reason = one_line(fault.reason, self._secrets, told)
         raise fault from None
 
-    async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Reply:
+    async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
         """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
         body: dict[str, Any] = {
             "model": self.served,
@@ -279,12 +270,12 @@ class ServerEngine(Engine):
             "seed": request.seed,
             "max_tokens": request.max_tokens,
         }
-        if tops := self.more_tops if request.begun else self.top_logprobs:
-            body |= {"logprobs": True, "top_logprobs": tops}
+        if wanted := self.more_tops if request.begun else self.top_logprobs:
+            body |= {"logprobs": True, "top_logprobs": wanted}
         body |= self.extra_body | (CONTINUE if request.begun else {})
         content = bytearray()
         try:
-            async with client.stream("POST", _chat(self.base_url), content=json.dumps(body)) as answer:
+            async with client.stream("POST", self._chat, content=json.dumps(body)) as answer:
                 self._reached = True
                 async for block in answer.aiter_bytes():
                     content += block
@@ -294,8 +285,8 @@ class ServerEngine(Engine):
             raise self._connection_fault(error, tries) from None
         if not answer.is_success:
             # Secrets go before anything is cut, since half of a key would not be recognised.
-            page = one_line(content.decode(errors="replace"), self._secrets())
-            said = error_message(content) or shortened(page) or "no message"
+            page = content.decode(errors="replace")
+            said = error_message(content) or shortened(one_line(page, self._secrets)) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
         try:
             reply = Reply.model_validate_json(bytes(content))
@@ -308,41 +299,31 @@ class ServerEngine(Engine):
         # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
         if message.content is None and message.refusal is None and message.reasoned is None:
             raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
-        return reply
-
-    def _generation(self, request: Request, reply: Reply, seconds: float) -> Generation:
-        choice = reply.choices[0]
         text, tops, mean = cut_after_stop(choice, request.stop)
         model = model_name(reply.model or self.served)
+        # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is told by its host, or behind
+        # a proxy by the one model name that only thinks; the same weights on vLLM or SGLang heed the temperature.
+        host = f".{urlsplit(self.base_url).hostname}"
+        ignores = message.reasoned and (host.endswith(".deepseek.com") or model == "deepseek-reasoner")
         return Generation(
             question=request.question,
             sample=request.sample,
             text=text,
-            reasoning=choice.message.reasoned,
+            reasoning=message.reasoned,
             tops=tops,
             mean_logprob=mean,
-            prompt_tokens=reply.usage.prompt_tokens if reply.usage else None,
-            tokens=reply.usage.completion_tokens if reply.usage else None,
+            prompt_tokens=reply.prompt_tokens,
+            tokens=reply.completion_tokens,
             finish_reason=choice.finish_reason,
             model=model,
-            temperature_acts=not (choice.message.reasoned and self._is_deepseek(model)),
-            seconds=seconds,
+            temperature_acts=not ignores,
         )
-
-    def _is_deepseek(self, model: str) -> bool:
-        """DeepSeek's own service, whose thinking mode takes a temperature and ignores it.
-
-        Told by its host, or behind a proxy by the one model name that only thinks. The same weights on vLLM or SGLang
-        also return their reasoning apart, but there the temperature acts.
-        """
-        host = urlsplit(self.base_url).hostname or ""
-        return host == "deepseek.com" or host.endswith(".deepseek.com") or model == "deepseek-reasoner"
 
     def _status_fault(self, status: int, headers: Mapping[str, str], said: str, tries: int) -> FaultError:
         """What an HTTP error says of the request and of the server."""
         if status == 401:
             key = f"the key in environment variable {self.api_key_env}"
-            return FaultError(f"401: {key} {'was refused' if self._key() else 'is not set'}", again=False, of_all=True)
+            return FaultError(f"401: {key} {'was refused' if self._key else 'is not set'}", again=False, of_all=True)
         wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
         of_all = (
@@ -367,12 +348,6 @@ class ServerEngine(Engine):
         if isinstance(cause, httpx.TimeoutException):
             return FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True, code=504)
         return FaultError(f"the connection broke in try {tries}: {why}", again=True)
-
-
-@cache
-def _chat(base_url: str) -> httpx.URL:
-    """The address of chat completions, parsed once: every request would take 0.1 ms for it."""
-    return httpx.URL(f"{base_url}/chat/completions")
 
 
 @cache
