@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from catto.engines import Context, Request
-from catto.engines.decoding import draw, inverse_cdf, uniform
+from catto.engines.decoding import draw, uniform
 from catto.engines.transformers import TransformersEngine
 from catto.labels import decoded
 from catto.prompts import prompt_ids
@@ -46,8 +46,8 @@ def test_inverse_cdf_by_hand() -> None:
     """Probabilities 0, 1/4, 0, 1/4, 1/4, 1/4, 0: a boundary belongs to the upper token; an empty token is never hit."""
     none = -torch.inf
     logits = torch.tensor([[none, 0.0, none, 0.0, 0.0, 0.0, none]]).expand(7, 7)
-    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, 0.75, 1 - 2.0**-53], dtype=torch.float64)
-    assert inverse_cdf(logits, torch.ones(7, dtype=torch.float64), numbers).tolist() == [1, 1, 3, 3, 4, 5, 5]
+    numbers = [0.0, 0.2499, 0.25, 0.4999, 0.5, 0.75, 1 - 2.0**-53]
+    assert draw(logits, [1.0] * 7, numbers).tolist() == [1, 1, 3, 3, 4, 5, 5]
 
 
 @given(st.floats(1.0, 1e6))
@@ -212,7 +212,7 @@ def test_a_response_ends_where_the_models_positions_end() -> None:
     assert (short.tokens, short.finish_reason, short.prompt_tokens) == (7, "length", prompt)
     engine = TransformersEngine(tiny_model(max_position_embeddings=prompt), TOKENIZER)
     with pytest.raises(ValueError, match=f"question long: prompt and response need {prompt + 1} tokens"):
-        engine.generate([request])
+        list(engine.generate([request]))
     with pytest.raises(ValueError, match=f"context 0: prompt and prefix need {prompt + 1} tokens"):
         engine.score([Context(messages=request.messages, prefix=(5,), candidates=(1,))])
 
@@ -221,9 +221,9 @@ def test_bad_requests_fail_before_anything_runs() -> None:
     engine = TransformersEngine(tiny_model(), TOKENIZER)
     request = Request(question="q", messages=chat("a"))
     with pytest.raises(ValueError, match="question q sample 0 is requested twice"):
-        engine.generate([request, request])
+        list(engine.generate([request, request]))
     with pytest.raises(ValueError, match="question q: a stop text is empty"):
-        engine.generate([request.model_copy(update={"stop": ("",)})])
+        list(engine.generate([request.model_copy(update={"stop": ("",)})]))
     with pytest.raises(ValueError, match="batch_size is 0"):
         TransformersEngine(tiny_model(), TOKENIZER, batch_size=0)
 

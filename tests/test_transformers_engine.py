@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from catto.engines import Request
+from catto.engines.decoding import Row
 from catto.engines.transformers import TransformersEngine, pack
 from catto.problems import DataError
 from catto.prompts import common_tokens, prompt_ids
@@ -134,13 +135,11 @@ def test_a_finished_batch_is_not_run_again() -> None:
 
 
 def test_batches_hold_whole_questions_longest_first() -> None:
-    groups = {(0,) * n: list("abc"[:k]) for n, k in ((2, 2), (9, 3), (5, 1), (4, 2))}
-    packed = pack(groups, 4)  # type: ignore[arg-type]
-    assert [[(len(ids), len(rows)) for ids, rows in batch.items()] for batch in packed] == [
-        [(9, 3), (5, 1)],
-        [(4, 2), (2, 2)],
-    ]
-    assert [[len(rows) for rows in batch.values()] for batch in pack({(1,): list("abcde")}, 2)] == [[2], [2], [1]]  # type: ignore[list-item]
+    request = ragged_requests()[0]
+    groups = [[Row(request, (0,) * n, 1)] * k for n, k in ((2, 2), (9, 3), (5, 1), (4, 2))]
+    packed = pack(groups, 4)
+    assert [[len(row.prompt) for row in batch] for batch in packed] == [[9, 9, 9, 5], [4, 4, 2, 2]]
+    assert [len(batch) for batch in pack([[Row(request, (1,), 1)] * 5], 2)] == [2, 2, 1]
 
 
 def test_a_model_in_training_is_left_as_it_was() -> None:

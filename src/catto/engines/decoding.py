@@ -38,8 +38,9 @@ def uniform(seed: int, question: str, sample: int, position: int) -> float:
 
 
 def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
-    """Pick one token per row: the argmax (lowest id on ties) at temperature 0, else `inverse_cdf`.
+    """Pick one token per row: the argmax (lowest id on ties) at temperature 0, else by inverting the distribution.
 
+    That is the first id j with P(id <= j) > u under softmax(logits / temperature), full vocabulary, float64.
     logits: (B, V) fp32; temperatures: (B,) >= 0; uniforms: (B,) in [0, 1) -> (B,) token ids.
 
     >>> draw(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), [0.0, 1.0], [0.9, 0.4]).tolist()
@@ -48,23 +49,13 @@ def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float
     tokens = logits.argmax(dim=-1)
     hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if hot:
-        heat = torch.tensor([temperatures[row] for row in hot], dtype=torch.float64)
-        numbers = torch.tensor([uniforms[row] for row in hot], dtype=torch.float64)
-        tokens[hot] = inverse_cdf(logits[hot], heat, numbers)
+        wide = as_float64(logits[hot])
+        heat = wide.new_tensor([[temperatures[row]] for row in hot])
+        cumulative = wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(heat).exp_().cumsum_(dim=-1)
+        # u <= 1 - 2^-53, so u * total is below total after rounding too: the id found exists and has probability
+        targets = wide.new_tensor([[uniforms[row]] for row in hot]) * cumulative[:, -1:]
+        tokens[hot] = torch.searchsorted(cumulative, targets, right=True).squeeze(-1).to(logits.device)
     return tokens
-
-
-def inverse_cdf(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
-    """Find the first id j with P(id <= j) > u under softmax(logits / temperature), full vocabulary, float64.
-
-    logits: (B, V); temperatures: (B,) > 0; uniforms: (B,) in [0, 1) -> (B,) token ids on the logits' device.
-    """
-    wide = as_float64(logits)
-    wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(temperatures.to(wide.device).unsqueeze(-1))
-    cumulative = wide.exp_().cumsum_(dim=-1)
-    # u <= 1 - 2^-53, so u * total is below total after rounding too: the id found exists and has probability
-    targets = uniforms.to(wide.device).unsqueeze(-1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).to(logits.device)
 
 
 def as_float64(logits: Tensor) -> Tensor:

@@ -22,8 +22,6 @@ from catto.labels import decoded
 from catto.problems import DataError
 from catto.prompts import prompt_ids
 
-Batch = dict[tuple[int, ...], list[Row]]  # the rows of each prompt
-
 
 class TransformersEngine(Engine):
     """The `Engine` protocol on a loaded model and its tokenizer.
@@ -79,12 +77,12 @@ class TransformersEngine(Engine):
         run resumes with the same batch shapes and so the same tokens, to the bit.
         """
         self._kept = {}
-        groups: Batch = {}
+        groups: dict[tuple[int, ...], list[Row]] = {}
         seen: set[Key] = set()
         prompts = {chat: prompt_ids(self.tokenizer, chat) for chat in {request.messages for request in requests}}
         for request in requests:
             if request.key in seen:
-                raise ValueError(f"question {request.question} sample {request.sample} is requested twice")
+                raise ValueError(f"{request.name} is requested twice")
             seen.add(request.key)
             if "" in request.stop:
                 raise ValueError(f"question {request.question}: a stop text is empty")
@@ -92,12 +90,8 @@ class TransformersEngine(Engine):
             self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
             limit = limit if self.positions is None else min(limit, self.positions - len(prompt))
             groups.setdefault(prompt, []).append(Row(request, prompt, limit))
-        return self._generations(pack(groups, self.batch_size), frozenset(done))
-
-    def _generations(self, batches: list[Batch], done: frozenset[Key]) -> Iterator[Generation]:
         decode = partial(decoded, self.tokenizer)
-        for batch in batches:
-            rows = [row for group in batch.values() for row in group]
+        for rows in pack(groups.values(), self.batch_size):
             missing = [row for row in rows if row.request.key not in done]
             if not missing:
                 continue
@@ -158,18 +152,15 @@ class TransformersEngine(Engine):
             raise ValueError(f"{what} need {tokens} tokens, the model has {self.positions} positions")
 
 
-def pack(groups: Batch, batch_size: int) -> list[Batch]:
-    """Cut groups of rows, longest prompt first, into batches of `batch_size` rows at most; only larger groups split."""
-    batches: list[Batch] = []
-    room = 0
-    for prompt, rows in sorted(groups.items(), key=lambda group: -len(group[0])):
+def pack(groups: Iterable[list[Row]], batch_size: int) -> list[list[Row]]:
+    """Cut each prompt's rows, longest prompt first, into batches of `batch_size` at most; only larger groups split."""
+    batches: list[list[Row]] = []
+    for rows in sorted(groups, key=lambda rows: -len(rows[0].prompt)):
         for start in range(0, len(rows), batch_size):
             chunk = rows[start : start + batch_size]
-            if len(chunk) > room:
-                batches.append({})
-                room = batch_size
-            batches[-1][prompt] = chunk
-            room -= len(chunk)
+            if not batches or len(batches[-1]) + len(chunk) > batch_size:
+                batches.append([])
+            batches[-1] += chunk
     return batches
 
 
