@@ -30,6 +30,7 @@ _PAIRS = [
     *[(r"\(", r"\)"), (r"\[", r"\]")],
 ]
 _OPENERS = frozenset(opening[0] for opening, _ in _PAIRS) | {"<"}
+_MARKS = {pair: re.compile("|".join(map(re.escape, pair))) for pair in _PAIRS}
 _COMMAND = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|emph|underline) ?(?={)")
 _ELEMENT = re.compile(r"<(b|strong|i|em|u|code|p|span|div|mark|tt|label|final|option|choice|response|result)>")
 _FENCED = re.compile(r"(?:text|txt|plaintext|markdown|md|json|latex|tex|xml) ")
@@ -318,18 +319,13 @@ def _first_pair(text: str, i: int, j: int) -> tuple[Span, int] | None:
     if element := _ELEMENT.match(text, i, j):
         close = text.find(f"</{element[1]}>", element.end(), j)
         return None if close < 0 else ((element.end(), close), close + len(element[1]) + 3)
-    for opening, closing in _PAIRS:
+    for (opening, closing), marks in _MARKS.items():
         if not text.startswith(opening, i, j):
             continue
         inside, depth = i + len(opening), 1
-        for mark in _marks(opening, closing).finditer(text, inside, j):
+        for mark in marks.finditer(text, inside, j):
             depth += 1 if mark[0] != closing else -1  # brackets nest, quotes do not
             if depth == 0:
                 fence = _FENCED.match(text, inside, mark.start()) if opening == "```" else None
                 return (fence.end() if fence else inside, mark.start()), mark.end()
     return None
-
-
-@lru_cache
-def _marks(opening: str, closing: str) -> re.Pattern[str]:
-    return re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
