@@ -47,7 +47,7 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
         **_options(settings, temperatures),
         shard=settings.shard,
         out=out,
-        progress=lambda n, total: work.progress(n, total, ""),
+        progress=lambda n, total, _: work.progress(n, total, ""),
     )
 
 

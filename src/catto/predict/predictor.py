@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from catto.answers import VERSION
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
@@ -34,12 +33,12 @@ from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, content_hash
 
 R = TypeVar("R", ScoredGeneration, Prediction)
-Progress = Callable[[int, int, int], None]  # predictions done, of how many, how many of them right
-Unparsed = Literal["fallback", "wrong"]
+Progress = Callable[[int, int, int], None]  # records done, of how many, how many of them are right predictions
 Shard = tuple[int, int]  # its number, from 1, and how many there are
 STOP = ("</answer>",)
 # So many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_A_CHUNK = 4
+PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
 OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
 
 
@@ -79,9 +78,9 @@ def evaluate(
 
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
-        return job.read(reader, job.generate(keys))
+        return job.each(job.generate(keys), partial(job.predictions, reader))
 
-    return job.collect(Prediction, predict, out, progress and _right(progress), max_refused, retry_refused)
+    return job.collect(Prediction, predict, out, progress, max_refused, retry_refused)
 
 
 def generate(
@@ -89,7 +88,7 @@ def generate(
     questions: Iterable[Question],
     *,
     out: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     retry_refused: bool = False,
     max_refused: float = MOST_REFUSED,
     shard: Shard | None = None,
@@ -101,14 +100,11 @@ def generate(
     cheap.
     """
     job = _Job(engine, questions, shard, **settings)
-    counting = None if progress is None else lambda done, total: progress(len(done), total)
 
-    def make(keys: Sequence[Key]) -> list[ScoredGeneration | Refusal]:
-        outcomes = job.generate(keys)
-        scored = iter(score_labels(engine, job.to_read(outcomes)))
-        return [outcome if isinstance(outcome, Refusal) else next(scored) for outcome in outcomes]
+    def scored(keys: Sequence[Key]) -> list[ScoredGeneration | Refusal]:
+        return job.each(job.generate(keys), partial(score_labels, engine))
 
-    return job.collect(ScoredGeneration, make, out, counting, max_refused, retry_refused)
+    return job.collect(ScoredGeneration, scored, out, progress, max_refused, retry_refused)
 
 
 def read(
@@ -133,9 +129,10 @@ def read(
 
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         why = "the request was refused when it was generated"
-        return job.read(job.reader, [written.get(k) or Refusal(refused=why, question=k[0], sample=k[1]) for k in keys])
+        outcomes = [written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys]
+        return job.each(outcomes, partial(job.predictions, job.reader))
 
-    return job.collect(Prediction, predict, out, progress and _right(progress), 1.0, False)
+    return job.collect(Prediction, predict, out, progress, 1.0, False)
 
 
 def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
@@ -177,9 +174,9 @@ def evaluate_model(
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
 
 
-def is_correct(prediction: Prediction, unparsed: Unparsed = "fallback") -> bool:
-    """Whether the label is the gold one; `wrong` counts every fallback as wrong."""
-    return prediction.label == prediction.gold and (unparsed == "fallback" or prediction.source != "fallback")
+def is_correct(prediction: Prediction) -> bool:
+    """Whether the label is the gold one."""
+    return prediction.label == prediction.gold
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:
@@ -234,10 +231,6 @@ def refusals_of(path: Path) -> list[Refusal]:
     return read_refusals(refused_path(path))
 
 
-def _right(progress: Progress) -> Callable[[list[Prediction], int], None]:
-    return lambda done, total: progress(len(done), total, sum(map(is_correct, done)))
-
-
 def prediction(
     question: Question, generation: Generation, answer: Answer, temperature: float, seed: int, engine: str
 ) -> Prediction:
@@ -262,19 +255,6 @@ def prediction(
     )
 
 
-@dataclass(frozen=True)
-class Run:
-    """What determines generations besides the questions. `chunk`: questions that are generated and scored together."""
-
-    engine: str
-    model: str
-    temperatures: tuple[float, ...]  # one a sample
-    seed: int
-    max_tokens: int
-    reasoning: bool
-    chunk: int
-
-
 class _Job:
     """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
 
@@ -290,13 +270,12 @@ class _Job:
         reasoning: bool = True,
     ) -> None:
         listed = list(questions)
-        each = check_questions(listed, k, temperature)
-        chunk = chunk_size(engine.batch_size, k)
-        self.engine, self.k, self.shard = engine, k, shard
-        self.run = Run(engine.name, engine.model, each, seed, max_tokens, reasoning, chunk)
+        self.engine, self.k, self.shard, self.seed, self.max_tokens = engine, k, shard, seed, max_tokens
+        self.temperatures, self.reasoning = check_questions(listed, k, temperature), reasoning
+        self.chunk = chunk_size(engine.batch_size, k)
         self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
         number, shards = shard or (1, 1)
-        answered = [question for place, question in enumerate(listed) if place // chunk % shards == number - 1]
+        answered = [question for place, question in enumerate(listed) if place // self.chunk % shards == number - 1]
         self.keys = [(question.id, sample) for question in answered for sample in range(k)]
         self.cap = RefusalCap(1.0)
 
@@ -320,9 +299,9 @@ class _Job:
                 question=question,
                 sample=sample,
                 messages=self.cases[question][1],
-                temperature=self.run.temperatures[sample],
-                seed=request_seed(self.run.seed, question, sample),
-                max_tokens=self.run.max_tokens,
+                temperature=self.temperatures[sample],
+                seed=request_seed(self.seed, question, sample),
+                max_tokens=self.max_tokens,
                 stop=STOP,
                 keep_states=True,
             )
@@ -332,40 +311,38 @@ class _Job:
         for outcome in self.engine.generate(requests):
             outcomes[outcome.key] = outcome
             self.cap.count(outcome)
-        if missing := next((key for key in keys if key not in outcomes), None):
-            raise RuntimeError("{}: question {} sample {} never came".format(self.engine.name, *missing))
         return [outcomes[key] for key in keys]
 
-    def to_read(self, outcomes: Sequence[Generation | Refusal]) -> list[Case]:
-        """The generations among the outcomes, with their questions and prompts."""
-        return [Case(*self.cases[outcome.question], outcome) for outcome in outcomes if isinstance(outcome, Generation)]
+    def each(
+        self, outcomes: Sequence[Generation | Refusal], make: Callable[[list[Case]], Iterable[R | Refusal]]
+    ) -> list[R | Refusal]:
+        """Each generation as what `make` makes of it; a refusal stays in its place."""
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Generation)]
+        made = iter(make([Case(*self.cases[generation.question], generation) for generation in answered]))
+        return [outcome if isinstance(outcome, Refusal) else next(made) for outcome in outcomes]
 
-    def read(self, reader: Reader, outcomes: Sequence[Generation | Refusal]) -> list[Prediction | Refusal]:
-        """The predictions of a chunk; a refusal stays in its place."""
-        cases = self.to_read(outcomes)
-        predictions: dict[Key, Prediction | Refusal] = {}
+    def predictions(self, reader: Reader, cases: Sequence[Case]) -> Iterator[Prediction | Refusal]:
+        """What `reader` reads of each response; a refusal where a reply came, but its label cannot be read."""
         for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
-            if isinstance(answer, Refusal):  # a reply came, but its label cannot be read
+            if isinstance(answer, Refusal):
                 self.cap.count(answer)
-                predictions[answer.key] = answer
-                continue
-            temperature = self.run.temperatures[generation.sample]
-            made = prediction(question, generation, answer, temperature, self.run.seed, self.run.engine)
-            predictions[generation.key] = made
-        return [predictions[outcome.key] if isinstance(outcome, Generation) else outcome for outcome in outcomes]
+                yield answer
+            else:
+                temperature = self.temperatures[generation.sample]
+                yield prediction(question, generation, answer, temperature, self.seed, self.engine.name)
 
     def collect(
         self,
         kind: type[R],
         make: Callable[[Sequence[Key]], list[R | Refusal]],
         out: Path | None,
-        progress: Callable[[list[R], int], None] | None,
+        progress: Progress | None,
         max_refused: float,
         retry_refused: bool,
     ) -> list[R]:
         """All records: from the file as far as it has them, the others from `make`, chunk by chunk.
 
-        `progress` gets the records so far and how many there will be: refused requests are taken off the total.
+        Refused requests are taken off the total of `progress`.
         """
         journal: Journal[R] | None = None
         if out is not None:
@@ -378,7 +355,7 @@ class _Job:
                 journal.reopen(refusals=True)
         with journal or nullcontext():
             done: dict[Key, R | Refusal] = {}
-            width = self.run.chunk * self.k
+            width = self.chunk * self.k
             if journal is not None:
                 if len(journal.places) < len(self.keys):
                     journal.cut(len(journal.places) // width * width)
@@ -398,7 +375,7 @@ class _Job:
                 done |= {outcome.key: outcome for outcome in outcomes}
                 records, refused = _parted(done.values())
                 if progress is not None and records:
-                    progress(records, len(self.keys) - len(refused))
+                    progress(len(records), len(self.keys) - len(refused), _right(records))
             records, refused = _parted(done.values())
             RefusalCap.check_some(len(records), refused)
             if journal is not None:
@@ -418,42 +395,44 @@ class _Job:
             if record.key != (question, sample):
                 raise DataError(out, row, f"expected question {question} sample {sample}")
         if len(records) != len(expected):
-            raise DataError(out, None, f"{len(records)} {_plural(kind)}, expected {len(expected)}")
+            raise DataError(out, None, f"{len(records)} {PLURALS[kind]}, expected {len(expected)}")
         return records, list(refused.values())
 
     def manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
         """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
-        settings, parser = asdict(self.run), VERSION if kind is Prediction else None
+        parser = VERSION if kind is Prediction else None
+        settings: dict[str, Any] = {"engine": self.engine.name, "model": self.engine.model}
+        settings |= {"temperatures": self.temperatures, "seed": self.seed, "max_tokens": self.max_tokens}
+        settings |= {"reasoning": self.reasoning, "chunk": self.chunk}
         notes = {**settings, "k": self.k}
         if self.shard is not None:
             notes["shard"] = "{}/{}".format(*self.shard)
-        if len(set(self.run.temperatures)) == 1:
-            notes["temperature"] = self.run.temperatures[0]
+        if len(set(self.temperatures)) == 1:
+            notes["temperature"] = self.temperatures[0]
         if parser is not None:
             notes["parser"] = parser
         else:
             notes["positions"] = self.engine.positions  # `read` closes responses within them
         counts: dict[str, int] = {}
         if records:
-            counts = {_plural(kind): len(records), "questions": len(self.cases), "refused": len(refused)}
-            counts["other_model"] = sum(record.model != self.run.model for record in records)
+            counts = {PLURALS[kind]: len(records), "questions": len(self.cases), "refused": len(refused)}
+            counts["other_model"] = sum(record.model != self.engine.model for record in records)
         if predictions := [record for record in records if isinstance(record, Prediction)]:
             sources = Counter(prediction.source for prediction in predictions)
-            counts |= {"correct": sum(map(is_correct, predictions)), "plain": sources["plain"]}
-            counts["fallback"] = sources["fallback"]
+            counts |= {"correct": _right(predictions), "plain": sources["plain"], "fallback": sources["fallback"]}
             counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
         return Manifest(
-            kind=_plural(kind),
+            kind=PLURALS[kind],
             counts=counts,
             recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser, *(self.shard or ())]),
-            seed=self.run.seed,
+            seed=self.seed,
             versions=library_versions("transformers", "torch", "vllm", "httpx2"),
             notes=notes,
         )
 
 
-def _plural(kind: type[ScoredGeneration] | type[Prediction]) -> str:
-    return "predictions" if kind is Prediction else "generations"
+def _right(records: Iterable[ScoredGeneration | Prediction]) -> int:
+    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
 
 
 def _parted(outcomes: Iterable[R | Refusal]) -> tuple[list[R], list[Refusal]]:
