@@ -153,19 +153,15 @@ def token_at(tokenizer: Any, ids: Sequence[int], text: str, position: int, tail:
     part = ids[start:]
     local = decoded(tokenizer, part)
     offset = len(text) - len(local)
-    if start > 0 and not (text.endswith(local) and position >= offset):
-        return token_at(tokenizer, ids, text, position, len(ids))
-    goal = local[: position - offset + 1]
+    goal = local[: max(position - offset + 1, 0)]
     index = bisect_left(range(1, len(part) + 1), True, key=lambda n: decoded(tokenizer, part[:n]).startswith(goal))
-    if index == len(part):
-        raise UnreadableLabelError(
-            f"{_name(tokenizer)}: the text of {index} tokens does not grow from its prefixes' texts"
-        )
     before = decoded(tokenizer, part[:index])
-    if not local.startswith(before.rstrip("\ufffd")):
-        raise UnreadableLabelError(f"{_name(tokenizer)}: token {index} of {len(part)} changes the text before it")
-    if start > 0 and index == 0:  # a tokenizer may trim the first token that it decodes
+    grows = index < len(part) and local.startswith(before.rstrip("\ufffd"))
+    # the first token of the tail ends before the position or holds it; a tokenizer may trim it when it decodes the tail
+    if start > 0 and not (grows and index > 0 and text.endswith(local)):
         return token_at(tokenizer, ids, text, position, len(ids))
+    if not grows:
+        raise UnreadableLabelError(f"{_name(tokenizer)}: the text of tokens does not grow from their prefixes' texts")
     return start + index, offset + _agreed(before, goal)
 
 

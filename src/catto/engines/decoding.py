@@ -207,11 +207,10 @@ class Cached:
         rests = [prompt[len(common) :] for prompt in prompts]
         width = max(map(len, rests))
         pads = [width - len(rest) for rest in rests]
-        if any(pads):
-            seen = [[1] * len(common) + [0] * pad + [1] * (width - pad) for pad in pads]
-            self._mask = torch.tensor(seen, device=network.device)
+        seen = [[1] * len(common) + [0] * pad + [1] * (width - pad) for pad in pads]
         ids = [[*[PAD] * pad, *rest] for pad, rest in zip(pads, rests, strict=True)]
-        self._run(torch.tensor(ids, device=network.device))
+        mask = torch.tensor(seen, device=network.device) if any(pads) else None
+        self.step(torch.tensor(ids, device=network.device), mask)
         # Plain layers only: windowed, recurrent, quantized and shared ones have their own ways.
         layers = self._cache.layers
         for place, layer in enumerate(layers):
@@ -226,18 +225,17 @@ class Cached:
         self.logits, self.states = self.logits[indices], self.states[indices]
         self._mask = self._mask[indices] if self._mask is not None else None
 
-    def step(self, ids: Tensor) -> None:
-        """Append tokens to every row: (B, T) ids."""
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
-        self._run(ids)
+    def step(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """Append tokens to every row: (B, T) ids. `mask`, where padding is among them: 1 for a token, (B, all so far).
 
-    def _run(self, ids: Tensor) -> None:
-        """Run tokens that the mask covers. Positions count real tokens, so padding does not move a prompt."""
-        padding = {}
-        if self._mask is not None:
-            positions = (self._mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
-            padding = {"attention_mask": self._mask, "position_ids": positions}
+        Positions count real tokens, so padding does not move a prompt.
+        """
+        if mask is None and self._mask is not None:
+            mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
+        self._mask, padding = mask, {}
+        if mask is not None:
+            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+            padding = {"attention_mask": mask, "position_ids": positions}
         out = self._network(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **padding)
         assert self._head.states is not None
         self._cache = out.past_key_values
@@ -275,7 +273,6 @@ def decode_rows(
 
     started = time.perf_counter()
     live = list(rows)
-    keeping = any(row.request.keep_states for row in rows)
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
     with evaluating(network) as head:
         cached = Cached(network, head, list(places))
@@ -287,11 +284,11 @@ def decode_rows(
             ]
             tokens = draw(logits, [request.temperature for request in requests], uniforms)
             logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-            if keeping:
-                for row, state in zip(live, cached.states, strict=True):
-                    row.states.append(state)
-            for row, token, logprob in zip(live, tokens.tolist(), logprobs.tolist(), strict=True):
+            drawn = zip(live, tokens.tolist(), logprobs.tolist(), cached.states, strict=True)
+            for row, token, logprob, state in drawn:
                 stops = row.request.stop
+                if row.request.keep_states:
+                    row.states.append(state)
                 if token in eos:
                     row.finish_reason = "stop"
                 else:

@@ -70,7 +70,7 @@ class RefusalCap:
 
     @staticmethod
     def _error(what: str, last: Refusal) -> ServerError:
-        return ServerError(f"{what}, such as question {last.question} sample {last.sample}: {last.refused}")
+        return ServerError(f"{what}, such as {last.name}: {last.refused}")
 
 
 def count_reasons(refusals: Iterable[Refusal]) -> str:
@@ -95,28 +95,22 @@ def one_line(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ())
     line = " ".join(text.replace("\\n", " ").replace('\\"', '"').split())
     for secret in filter(None, secrets):
         line = line.replace(secret, "[key]")
-    return _without_quotations(line, "\n".join(" ".join(part.split()) for part in prompt))[:LONGEST_REASON]
-
-
-def _without_quotations(line: str, prompt: str) -> str:
-    """Replace what a line quotes of the prompt, up to `LONGEST_REASON` characters.
-
-    A prompt of 1 MB is searched in about 10 ms: characters are skipped whose successors rule out a quotation.
-    """
+    told = "\n".join(" ".join(part.split()) for part in prompt)
     kept, place, end = "", 0, 0  # where the last quotation ends
     while place < len(line) and len(kept) < LONGEST_REASON:
         step = 1
-        if line[place + QUOTED // 2 : place + QUOTED] not in prompt:
+        # A prompt of 1 MB is searched in about 10 ms: characters are skipped whose successors rule out a quotation.
+        if line[place + QUOTED // 2 : place + QUOTED] not in told:
             step += QUOTED // 2
-        elif place + QUOTED <= len(line) and line[place : place + QUOTED] in prompt:
+        elif place + QUOTED <= len(line) and line[place : place + QUOTED] in told:
             rest = range(len(line) - place)
-            longest = bisect_left(rest, True, key=lambda more: line[place : place + more + 1] not in prompt)
+            longest = bisect_left(rest, True, key=lambda more: line[place : place + more + 1] not in told)
             kept += "" if kept.endswith("[prompt]") else "[prompt]"
             end = place + longest
             step = longest - QUOTED + 1  # the next quotation may begin within this one
         kept += line[max(place, end) : place + step]
         place += step
-    return kept
+    return kept[:LONGEST_REASON]
 
 
 class ReplyMessage(BaseModel):

@@ -8,7 +8,7 @@ configuration stay as they were. Equal prompts of a batch run once; logits and s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +44,9 @@ class TransformersEngine(Engine):
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
         self._eos = frozenset(int(token) for token in ends if token is not None)
-        self._kept: dict[Key | None, tuple[Row, Tensor]] = {}  # of requests with `keep_states`: until the next call
+        self._rendered = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))  # scored just after it is generated
+        # tokens and states of requests with `keep_states`, until the next call
+        self._kept: dict[Key | None, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, batch_size: int = 16) -> Self:
@@ -54,18 +56,16 @@ class TransformersEngine(Engine):
         """
         place = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         wide = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        adapter = Path(path) / "adapter_config.json"
+        base, adapter = path, Path(path) / "adapter_config.json"
         if adapter.exists():
             from peft import PeftConfig, PeftModel
 
             base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
             if not base:
                 raise DataError(adapter, None, "base_model_name_or_path: expected the base model")
-            model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
+        model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
+        if adapter.exists():
             model = PeftModel.from_pretrained(model, str(path))
-        else:
-            base = path
-            model = _pretrained(transformers.AutoModelForCausalLM, path, dtype=wide)
         own = (Path(path) / "tokenizer_config.json").exists()
         tokenizer = _pretrained(transformers.AutoTokenizer, path if own else base)
         return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(path))
@@ -79,14 +79,13 @@ class TransformersEngine(Engine):
         self._kept = {}
         groups: dict[tuple[int, ...], list[Row]] = {}
         seen: set[Key] = set()
-        prompts = {chat: prompt_ids(self.tokenizer, chat) for chat in {request.messages for request in requests}}
         for request in requests:
             if request.key in seen:
                 raise ValueError(f"{request.name} is requested twice")
             seen.add(request.key)
             if "" in request.stop:
                 raise ValueError(f"question {request.question}: a stop text is empty")
-            prompt, limit = prompts[request.messages], request.max_tokens
+            prompt, limit = self._rendered(request.messages), request.max_tokens
             self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
             limit = limit if self.positions is None else min(limit, self.positions - len(prompt))
             groups.setdefault(prompt, []).append(Row(request, prompt, limit))
@@ -98,7 +97,7 @@ class TransformersEngine(Engine):
             decode_rows(self.network, rows, self._eos, decode)
             for row in missing:
                 if row.request.keep_states:  # a large model's states of several batches are better off its device
-                    self._kept[row.request.key] = row, torch.stack(row.states).cpu()
+                    self._kept[row.request.key] = tuple(row.ids), torch.stack(row.states).cpu()
                     row.states = []
                 yield Generation(
                     question=row.request.question,
@@ -121,16 +120,13 @@ class TransformersEngine(Engine):
         """
         states: dict[int, Tensor] = {}
         sequences: dict[int, tuple[int, ...]] = {}
-        prompts = {row.request.messages: row.prompt for row, _ in self._kept.values()}
         for place, context in enumerate(contexts):
-            row, kept = self._kept.get(context.response, (None, ()))
+            ids, kept = self._kept.get(context.response, ((), ()))
             length = len(context.prefix)
-            if row is not None and length < len(kept) and tuple(row.ids[:length]) == context.prefix:
+            if length < len(kept) and ids[:length] == context.prefix:
                 states[place] = kept[length]
                 continue
-            if context.messages not in prompts:
-                prompts[context.messages] = prompt_ids(self.tokenizer, context.messages)
-            sequences[place] = (*prompts[context.messages], *context.prefix)
+            sequences[place] = (*self._rendered(context.messages), *context.prefix)
             self._check_length(len(sequences[place]), f"context {place}: prompt and prefix")
         self._kept = {}
         scores: dict[int, Scores] = {}

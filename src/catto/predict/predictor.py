@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -435,13 +435,7 @@ def _right(records: Iterable[ScoredGeneration | Prediction]) -> int:
     return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
 
 
-def _parted(outcomes: Iterable[R | Refusal]) -> tuple[list[R], list[Refusal]]:
+def _parted(outcomes: Collection[R | Refusal]) -> tuple[list[R], list[Refusal]]:
     """Records and refusals, each in order."""
-    records: list[R] = []
-    refused: list[Refusal] = []
-    for outcome in outcomes:
-        if isinstance(outcome, Refusal):
-            refused.append(outcome)
-        else:
-            records.append(outcome)
-    return records, refused
+    records = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
+    return records, [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
