@@ -207,7 +207,8 @@ class ServerEngine(Engine):
     def find_model(self) -> None:
         """Take the one model that the server lists; ServerError where there are others, or none."""
         try:
-            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **self._connection())
+            settings: Any = {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
+            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
             if not reply.is_success:
                 said = error_message(reply.content) or reply.reason_phrase or "no message"
                 raise ValueError(f"{reply.status_code}: {said}")
@@ -226,12 +227,10 @@ class ServerEngine(Engine):
         # Idle connections are left before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
         try:
-            return httpx.AsyncClient(timeout=timeout, limits=limits, **self._connection())
+            settings: Any = {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
+            return httpx.AsyncClient(timeout=timeout, limits=limits, **settings)
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
             raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets)}") from None
-
-    def _connection(self) -> dict[str, Any]:
-        return {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
 
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
         """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
