@@ -300,7 +300,7 @@ class ServerEngine(Engine):
             raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
         text, tops, mean = cut_after_stop(choice, request.stop)
         model = model_name(reply.model or self.served)
-        # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is told by its host, or behind
+        # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is known by its host, or behind
         # a proxy by the one model name that only thinks; the same weights on vLLM or SGLang heed the temperature.
         host = f".{urlsplit(self.base_url).hostname}"
         ignores = message.reasoned and (host.endswith(".deepseek.com") or model == "deepseek-reasoner")
