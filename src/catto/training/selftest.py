@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import statistics
 import tempfile
 import time
@@ -54,8 +53,12 @@ def selftest(bf16: bool | None = None) -> dict[str, Any]:
     policy, reference = (scratch_model(tokenizer, shape, seed) for seed in (0, 1))
     for parameter in (*policy.parameters(), *reference.parameters()):
         parameter.data.mul_(90 / width**0.5 if parameter.dim() > 1 else 1)  # distributions far from uniform
-    draw, lengths = random.Random(0), {"prompt_ids": prompt, "chosen_ids": response, "rejected_ids": response}
-    pairs = [{name: draw.choices(range(8, words), k=n) for name, n in lengths.items()} for _ in range(number)]
+    draw = torch.Generator().manual_seed(0)
+    lengths = {"prompt_ids": prompt, "chosen_ids": response, "rejected_ids": response}
+    pairs = [
+        {name: torch.randint(8, words, (n,), generator=draw).tolist() for name, n in lengths.items()}
+        for _ in range(number)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"per_device_train_batch_size": number, "max_length": None, "report_to": "none"}
         options |= {"gradient_checkpointing": False, "bf16": bf16, "use_cpu": cpu}
@@ -63,12 +66,11 @@ def selftest(bf16: bool | None = None) -> dict[str, Any]:
         models = copy.deepcopy(policy), copy.deepcopy(reference)
         trainer = CATTOTrainer(*models, config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
         trainer.accelerator.prepare_model(trainer.model)  # its forward enters autocast, as in training
-        head = _head(number * response, words, width, config)
         plain = _graded(_plain_loss(policy, reference, pairs), policy.parameters())
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
-            *_checks("head", *head, bounds["head"]),
+            *_checks("head", *_head(number * response, words, width, config, draw), bounds["head"]),
             *_checks("labels", *_labels(trainer, policy, pairs), bounds["labels"]),
             *_checks("step", lambda: _step(trainer, False)[0], plain, bounds["step"]),
             *_checks("shared prompts", lambda: _step(trainer, True)[0], plain, bounds["step"]),
@@ -120,22 +122,16 @@ def _step(trainer: Any, shared: bool | None) -> tuple[Sequence[Tensor], float]:
     trainer.args.prefix_sharing, trainer._arrangement = bool(shared), None
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
-    start = _now()
+    start = time.perf_counter()
     if shared is None:
         theirs = {name: value for name, value in batch.items() if name != KEY}
         loss = DPOTrainer._compute_loss(trainer, trainer.model, theirs, False)
     else:
         loss = trainer._compute_loss(trainer.model, batch, False)
     gradients = torch.autograd.grad(loss, tuple(trainer.model.parameters()))
-    seconds = _now() - start
+    loss.item()  # waits for the device
+    seconds = time.perf_counter() - start
     return _vectors([loss], gradients), seconds
-
-
-def _now() -> float:
-    """The clock, once the device has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
@@ -150,15 +146,11 @@ def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
     )
 
 
-def _head(tokens: int, words: int, width: int, config: CATTOConfig) -> Compared:
+def _head(tokens: int, words: int, width: int, config: CATTOConfig, draw: torch.Generator) -> Compared:
     """The two numbers of the head on random hidden states, in the precision of training."""
-    generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    hidden, weight = (torch.randn(n, width, generator=generator) for n in (tokens, words))
-    inputs, targets = (
-        [hidden.to(dtype), weight.mul(0.3).to(dtype)],
-        torch.randint(words, (tokens,), generator=generator),
-    )
+    inputs = [torch.randn(n, width, generator=draw).mul(size).to(dtype) for n, size in ((tokens, 1.0), (words, 0.3))]
+    targets = torch.randint(words, (tokens,), generator=draw)
 
     def ours() -> Sequence[Tensor]:
         hidden, weight = (tensor.to(config.device).requires_grad_() for tensor in inputs)
@@ -166,8 +158,7 @@ def _head(tokens: int, words: int, width: int, config: CATTOConfig) -> Compared:
         return _graded(torch.stack([stats.target, stats.rival]), (hidden, weight))
 
     hidden, weight = (tensor.double().requires_grad_() for tensor in inputs)
-    log_p = (hidden @ weight.T).log_softmax(-1)
-    return ours, _graded(torch.stack(_two(log_p, targets)), (hidden, weight))
+    return ours, _graded(torch.stack(_two((hidden @ weight.T).log_softmax(-1), targets)), (hidden, weight))
 
 
 # ---- the references --------------------------------------------------------------------------------------------------
