@@ -22,6 +22,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from catto.prompts import common_tokens
 
 Tokens = Sequence[int] | NDArray[np.int64]
+LAID_OUT = ("input_ids", "segments", "sequences", "position_ids", "counts")  # what `Batch` has of each token
 
 
 class Row(NamedTuple):
@@ -104,61 +105,55 @@ def build(
     arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
     common = arrays[0][0][: common_tokens(prompt.tolist() for prompt, _ in arrays) if shared and packed else 0]
     arrays = [[prompt[len(common) :], completion] for prompt, completion in arrays]
+
+    def table(ids: NDArray[np.int64], segment: int, sequence: int, position: int, count: int) -> NDArray[np.int64]:
+        """What LAID_OUT names, of each token: (5, len(ids))."""
+        return np.stack(np.broadcast_arrays(ids, segment, sequence, position + np.arange(len(ids)), count))
+
     numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
-    sizes: list[int] = []  # tokens of each sequence
+    parts: list[list[NDArray[np.int64]]] = []  # of each sequence: its prompt and its responses
     seats = []  # of each row: its sequence and where its completion begins there
     for number, (prompt, completion) in enumerate(arrays):
-        sequence = numbers.setdefault(prompt.tobytes() if shared else number, len(sizes))
-        if sequence == len(sizes):
-            sizes.append(len(prompt))
-        seats.append((sequence, sizes[sequence]))
-        sizes[sequence] += len(completion)
-    # Of each sequence: its line and where it begins there.
-    starts = [(0, len(common) + sum(sizes[:n])) if packed else (n, 0) for n in range(len(sizes))]
-    shape = (1, len(common) + sum(sizes)) if packed else (len(sizes), max(sizes))
-    input_ids, segments, sequences, positions, counts = (np.full(shape, value) for value in (pad, -1, -1, 0, 0))
-    if len(common):
-        opening = 0, slice(len(common))
-        input_ids[opening], segments[opening], sequences[opening] = common, 0, 0
-        positions[opening], counts[opening] = np.arange(len(common)), min(balanced, len(rows))
-    responses = [0] * len(sizes)
-    tokens = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
-    for number, ((prompt, completion), (sequence, start)) in enumerate(zip(arrays, seats, strict=True)):
+        sequence = numbers.setdefault(prompt.tobytes() if shared else number, len(parts))
+        if sequence == len(parts):
+            parts.append([table(prompt, 0, sequence + 1, len(common), 0)])
+        own = parts[sequence]
+        own[0][4] += number < balanced
+        seats.append((sequence, sum(part.shape[1] for part in own)))
+        own.append(table(completion, len(own), sequence + 1, len(common) + len(prompt), number < balanced))
+    lines = [np.concatenate(own, axis=1) for own in parts]
+    starts = [(number, 0) for number in range(len(lines))]  # of each sequence: its line and where it begins there
+    if packed:
+        lines = [table(common, 0, 0, 0, min(balanced, len(rows))), *lines]
+        starts = [(0, end) for end in np.cumsum([line.shape[1] for line in lines]).tolist()]
+        lines = [np.concatenate(lines, axis=1)]
+    grid = np.empty((5, len(lines), max(line.shape[1] for line in lines)), np.int64)
+    grid[:] = np.reshape([pad, -1, -1, 0, 0], (5, 1, 1))
+    for number, line in enumerate(lines):
+        grid[:, number, : line.shape[1]] = line
+
+    def source(row: int, token: Any) -> tuple[int, Any]:
+        """The line and the column that predicts a completion's token: of the first, the prompt's end."""
+        sequence, start = seats[row]
         line, origin = starts[sequence]
-        responses[sequence] += 1
-        parts = ((prompt, 0, 0, 0), (completion, start, len(prompt), responses[sequence]))
-        for ids, begin, position, segment in parts:
-            span = line, slice(origin + begin, origin + begin + len(ids))
-            input_ids[span], segments[span], sequences[span] = ids, segment, sequence + 1
-            positions[span] = len(common) + np.arange(position, position + len(ids))
-            counts[span] += number < balanced
-        if number < scored:
-            source = np.arange(start - 1, start + len(completion) - 1)
-            source[:1] = len(prompt) - 1  # the prompt's end predicts the first token
-            place = len(common) + np.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-            table = np.stack(np.broadcast_arrays(line, origin + source, number, place, completion))
-            tokens.append(table if len(prompt) else table[:, 1:])  # nothing predicts a first token without a prompt
-    joined = np.concatenate(tokens, axis=1)
-    sources = []
-    for query in queries:
-        sequence, start = seats[query.row]
-        line, origin = starts[sequence]
-        following = start + query.token if query.token else len(arrays[query.row][0])
-        sources.append((line, origin + following - 1))
+        return line, origin + np.where(token == 0, len(arrays[row][0]), start + token) - 1
+
+    scores = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
+    for number, (prompt, completion) in enumerate(arrays[:scored]):
+        tokens = np.arange(0 if len(prompt) else 1, len(completion))  # nothing predicts a first token without a prompt
+        place = len(common) + len(prompt) + tokens - 1
+        scores.append(np.stack(np.broadcast_arrays(*source(number, tokens), number, place, completion[tokens])))
+    joined = np.concatenate(scores, axis=1)
     return Batch(
         rows=rows,
         shared=shared,
         packed=packed,
-        lengths=[part.shape[1] for part in tokens[1:]],
-        input_ids=torch.from_numpy(input_ids),
-        segments=torch.from_numpy(segments),
-        sequences=torch.from_numpy(sequences),
-        position_ids=torch.from_numpy(positions),
-        counts=torch.from_numpy(counts),
+        lengths=[part.shape[1] for part in scores[1:]],
+        **dict(zip(LAID_OUT, map(torch.from_numpy, grid), strict=True)),
         source=torch.tensor(joined[:2].T),
         place=torch.tensor(joined[2:4].T),
         targets=torch.tensor(joined[4]),
-        query_source=torch.tensor(sources, dtype=torch.long).view(-1, 2),
+        query_source=torch.tensor([source(query.row, query.token) for query in queries]).long().view(-1, 2),
         query_labels=padded([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
