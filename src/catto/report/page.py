@@ -259,10 +259,11 @@ def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
     named = [method_title(name) for name in leaders]
     who = _join(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
     if exact:
-        claim = f"{who} {'states' if len(leaders) == 1 else 'share'} the most honest confidence"
+        claim = f"{who} {'states' if len(leaders) == 1 else 'state'} the most honest confidence"
     else:
-        equally = "" if len(leaders) == 1 else "and equally well "
-        claim = f"The confidence of {who} says best {equally}whether an answer is right"
+        claim = f"The confidence of {who} says best whether an answer is right"
+    if len(leaders) > 1:
+        claim += f", as far as {verdict.n:,} questions can tell"
     baseline = f"; {method_title(BASELINE)}: {texts[BASELINE]}" if BASELINE in texts and BASELINE not in leaders else ""
     return question, f"{claim}: {loss}{baseline}."
 

@@ -186,7 +186,9 @@ def summary(numbers: Numbers) -> Table:
 
     budget = groups[0].budget
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
-    return _filled(replace(spec, title=", ".join(facts)), columns, ((group.method, None) for group in groups), entry)
+    caption = " ".join([spec.caption, *(column.note for column in columns if column.note)])
+    spec = replace(spec, title=", ".join(facts), caption=caption)
+    return _filled(spec, columns, ((group.method, None) for group in groups), entry)
 
 
 def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
