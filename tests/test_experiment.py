@@ -71,6 +71,17 @@ def test_the_log_of_a_training_has_what_its_trainer_logs(finished: Finished) -> 
     assert any("rewards/accuracies" in logs and "loss" in logs for _, logs in told)
 
 
+def test_questions_of_a_held_out_stream_are_in_no_row_that_a_model_was_trained_on(tmp_path: Path) -> None:
+    outcome, methods = {"questions": 16, "held_out": True}, ["sft", "dpo+outcome"]
+    done = catto("run", write_recipe(tmp_path, methods=methods, outcome=outcome), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stages = tmp_path / "runs" / "tiny" / "stages"
+    (stream,), (teacher,) = stages.glob("stream-*/outcome.jsonl"), stages.glob("teacher-*/outcome.jsonl")
+    asked, trained_on = ({row.question for row in read_records(path, SftRow)} for path in (stream, teacher))
+    assert (len(asked), len(trained_on)) == (16, RECIPE["tasks"]["witnesses"]["train"])
+    assert not asked & trained_on
+
+
 def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
     told = {}
     for method in ("dpo", "dpo+outcome"):

@@ -98,6 +98,19 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seeds": [0, 1, 0]}, "seeds: one value occurs twice in 0, 1, 0"),
     ({"methods": ["sft", "sft"]}, "methods: one value occurs twice in sft, sft"),
     ({"train_on": "mmlu"}, "train_on: 'mmlu' is not among the tasks witnesses"),
+    ({"outcome": {"held_out": True}}, "outcome.held_out: outcome.questions must say how many questions are held out"),
+    (
+        {"outcome": {"held_out": True, "questions": 9}, "tasks": {"snli": None}},
+        "outcome.held_out: tasks.snli.train must say beyond which questions",
+    ),
+    (
+        {
+            "outcome": {"held_out": True, "questions": 9},
+            "tasks": {"snli": {"train": 9}},
+            "methods": ["sft", "dpo+replay"],
+        },
+        "outcome.held_out: dpo+replay reads the teacher's traces, which cover `train` alone",
+    ),
     ({"teacher": {"source": "server", "model": "m"}}, "teacher: base_url: needed for source server"),
     ({"teacher": {"source": "responses"}}, "teacher: responses: name a file, a folder or a hub id"),
     (

@@ -533,8 +533,8 @@ ANSWERS = {
     "DPO + CATTO states the most honest confidence: 18 points from the true probability; DPO: 27.": verdict(
         "true_error", dpo_catto=0.178, dpo=0.267
     ),
-    "RCFT and SFT state the most honest confidence, as far as 1,000 questions can tell: 17.8 to 18.0 points from the true "
-    "probability; DPO: 26.7.": verdict("true_error", 1000, rcft=0.178, sft=0.18, dpo=0.267),
+    "RCFT and SFT state the most honest confidence, as far as 1,000 questions can tell: 17.8 to 18.0 points from the "
+    "true probability; DPO: 26.7.": verdict("true_error", 1000, rcft=0.178, sft=0.18, dpo=0.267),
     "RCFT and 3 others state the most honest confidence, as far as 400 questions can tell: 18 points from the true "
     "probability.": verdict("true_error", rcft=0.178, sft=0.179, cft=0.18, dpo=0.18, dpo_catto=0.267),
     "400 questions cannot tell the 2 methods apart: 18 to 22 points from the true probability.": verdict(
@@ -543,8 +543,8 @@ ANSWERS = {
     "The confidence of RCFT says best whether an answer is right: Brier score 0.18; DPO: 0.25.": verdict(
         "brier", rcft=0.1849, dpo=0.2482
     ),
-    "The confidence of RCFT and SFT says best whether an answer is right, as far as 400 questions can tell: Brier score "
-    "0.18 to 0.21.": verdict("brier", rcft=0.1849, sft=0.21, dpo_bce=0.4),
+    "The confidence of RCFT and SFT says best whether an answer is right, as far as 400 questions can tell: Brier "
+    "score 0.18 to 0.21.": verdict("brier", rcft=0.1849, sft=0.21, dpo_bce=0.4),
 }
 
 
@@ -568,7 +568,8 @@ def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best()
         "Conf. @8 ↑",
         "Forced",
     ]
-    assert "Conf. @k" in table.caption and "True error" not in table.caption  # only what the table has is explained
+    assert "Conf. @k" in table.caption
+    assert "True error" not in table.caption  # only what the table has is explained
     for line in table.lines:
         groups = [group for group in numbers.first_screen if group.method == line.method]
         assert {group.budget for group in groups} == {"matched"}

@@ -234,6 +234,7 @@ class OutcomeSettings(Settings):
     """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered."""
 
     questions: int | None = Field(default=None, ge=1)  # None: every training question
+    held_out: bool = False  # take them from beyond the task's `train`: neither SFT nor the pairs have seen them
     temperature: float = Field(default=1.0, ge=0)
     rows_per_pair: int = Field(default=2, ge=1)
     score: Literal["brier", "log"] = "brier"
@@ -324,4 +325,13 @@ class Recipe(Settings):
                 raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
+        if self.outcome.held_out:
+            if self.outcome.questions is None:
+                raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
+            for name in self.tasks if self.train_on is None else [self.train_on]:
+                if self.tasks[name].train is None:
+                    raise ValueError(f"outcome.held_out: tasks.{name}.train must say beyond which questions")
+            traced = [name for name in self.methods if method(name).stream == "right"]
+            if traced and self.teacher.reasoning:
+                raise ValueError(f"outcome.held_out: {traced[0]} reads the teacher's traces, which cover `train` alone")
         return self

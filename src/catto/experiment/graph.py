@@ -94,8 +94,11 @@ class Graph:
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def questions(self, task: str, split: Split = "train", seed: int = 0) -> Stage[QuestionSettings]:
-        """Questions of one split. Training questions are the same for every seed: no seed holds one of them out."""
+    def questions(self, task: str, split: Split = "train", seed: int = 0, more: int = 0) -> Stage[QuestionSettings]:
+        """Questions of one split. Training questions are the same for every seed: no seed holds one of them out.
+
+        more: so many beyond the task's `train`, of which `outcome` holds some out.
+        """
         others = {"train", "validation", "test"} - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(others))
         if split != "train":
@@ -103,8 +106,10 @@ class Graph:
             return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
         cut = block.own and len(block.files or ()) < len(SPLITS)  # a user's file, by the seeds
         seeds = self.recipe.seeds if cut else None
+        if more:
+            block = block.model_copy(update={"train": (block.train or 0) + more})
         settings = QuestionSettings(task, split, (seeds or (0,))[0], block, self._tasks[task], seeds)
-        return Stage("questions", f"questions {task}", settings)
+        return Stage("questions", f"{'more ' if more else ''}questions {task}", settings)
 
     def responses(self, task: str) -> Stage[ResponseSettings]:
         """The teacher's responses to the training questions, unread: what may cost money."""
@@ -148,10 +153,15 @@ class Graph:
         )
         settings = ResponseSettings(teacher, split, generating.prompts, None, None, generating, outcome)
         questions = self.questions(model.settings.task, split, model.settings.seed)
-        return self._rows(name, Stage("sampled", f"sampled {name}", settings, {"model": model, "questions": questions}))
+        needs: dict[str, Stage] = {"model": model, "questions": questions}
+        if outcome is not None and outcome.held_out:
+            more = self.questions(model.settings.task, more=outcome.questions or 0)
+            needs |= {"questions": more, "trained_on": questions}
+        return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs))
 
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
-        needs = {"responses": responses, "questions": responses.needs["questions"]}
+        asked = {role: need for role, need in responses.needs.items() if role in ("questions", "trained_on")}
+        needs = {"responses": responses, **asked}
         return Stage("rows", name, stages.RowSettings(responses.settings, kinds, answers.VERSION), needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------

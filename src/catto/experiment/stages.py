@@ -123,7 +123,8 @@ class ResponseSettings(StageSettings):
     generating: Generating | None
     outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
 
-    excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair"})}
+    # Which questions are held out is known from the stage that gives them.
+    excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair", "held_out"})}
 
     def counted(self) -> dict[str, Any]:
         """Leave out how the teacher is reached and which rows are picked."""
@@ -170,7 +171,7 @@ class TrainSettings(StageSettings):
     excluded: ClassVar = {
         "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
-        "outcome": frozenset({"questions", "temperature"}),
+        "outcome": frozenset({"questions", "temperature", "held_out"}),
     }
 
     def counted(self) -> dict[str, Any]:

@@ -134,5 +134,11 @@ def run_rows(work: Work[RowSettings]) -> None:
 def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
     """Return the questions that are asked; `teacher` asks those of the train split, so all are given as such."""
     limit = None if settings.outcome is None else settings.outcome.questions
-    questions = read_questions(work.input("questions") / f"{settings.split}.jsonl", limit)
-    return [question.model_copy(update={"split": "train"}) for question in questions]
+    questions = read_questions(work.input("questions") / f"{settings.split}.jsonl")
+    if settings.outcome is not None and settings.outcome.held_out:
+        seen = {question.id for question in read_questions(work.input("trained_on") / f"{settings.split}.jsonl")}
+        questions = [question for question in questions if question.id not in seen]
+        if len(questions) < (limit or 0):
+            known = f"{len(questions)} questions beyond the {len(seen)} of train"
+            raise ValueError(f"outcome.held_out: {known}, expected {limit}")
+    return [question.model_copy(update={"split": "train"}) for question in questions[:limit]]

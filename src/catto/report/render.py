@@ -84,7 +84,8 @@ class Column:
     """A column: its heading, the number it shows, and the heading `top` that it shares with its neighbours.
 
     in_paper: whether the paper's table has this column too. The number is the group's one named `metric`, in its unit
-    times `scale`; or the accuracy of a rule that picks one of k samples. note: its sentence in the first table's caption.
+    times `scale`; or the accuracy of a rule that picks one of k samples. note: its sentence in the caption of the first
+    table.
     """
 
     name: str
