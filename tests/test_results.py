@@ -79,9 +79,14 @@ def test_collecting_a_run_adds_its_cells_and_replaces_them(study: Any, tmp_path:
 
 
 def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
-    settings = {"bf16": True, "calibration_weight": 10, "calibrate_tokens": "label"}
-    assert study._variant("dpo", settings) == "dpo"
-    name = study._variant("dpo+catto", settings)
+    trl = {"bf16": True, "calibration_weight": 10, "calibrate_tokens": "label"}
+    recipe = {"preference": {"trl": trl}, "outcome": {"score": "log", "held_out": True}}
+    assert study._variant("dpo", recipe) == "dpo"
+    scored = study._variant("dpo+outcome+ts", recipe)
+    assert scored == "dpo+outcome+ts-calibration_weight-10-held_out-outcome_score-log"
+    named = "DPO + outcome + temperature scaling, calibration weight 10, held out, outcome score log"
+    assert study._title(scored) == named
+    name = study._variant("dpo+catto", recipe)
     assert name == "dpo+catto-calibrate_tokens-label-calibration_weight-10"
     assert study._title(name) == "DPO + CATTO, calibrate tokens label, calibration weight 10"
     assert study._title("dpo+outcome+tl") == "DPO + outcome + scaling among labels"

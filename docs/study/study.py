@@ -26,7 +26,7 @@ from catto.measure import MeasureSettings, Sources, compare_runs
 from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
-from catto.metrics.errors import accuracy, ece, mean_confidence
+from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
 from catto.metrics.temperature import fit_tau, rescaled
 from catto.records import Prediction
@@ -39,6 +39,7 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome")
+HELD_OUT = "held_out"  # an option of the stream, beside those of the term
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -56,9 +57,8 @@ def collect(runs: Sequence[Path]) -> Results:
             raise SystemExit(f"{run}: holds no finished report")
         for path in reports:
             found.append(Results.model_validate(read_json(path)))
-            knobs = found[-1].recipe["preference"]["trl"]
             for cell in found[-1].cells:
-                named = cell.model_copy(update={"method": _variant(cell.method, knobs)})
+                named = cell.model_copy(update={"method": _variant(cell.method, found[-1].recipe)})
                 known |= {_name(stored): stored for stored in _stored(named, run)}
     newest = found[-1]
     cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
@@ -74,11 +74,15 @@ def _summary() -> Results:
     return Results.model_validate(read_json(SUMMARY / "results.json"))
 
 
-def _variant(name: str, settings: Mapping[str, Any]) -> str:
+def _variant(name: str, recipe: Mapping[str, Any]) -> str:
     """The method with the options of its term that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
-    calibration = METHODS[unscaled(name)].calibration
+    calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
+    settings = recipe["preference"]["trl"] | ({"outcome_score": "log"} if outcome["score"] == "log" else {})
     knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
-    return "-".join([name, *(f"{knob}-{value}".lower() for knob, value in sorted(knobs.items()))])
+    options = [f"{knob}-{value}".lower() for knob, value in knobs.items()]
+    if outcome.get(HELD_OUT) and calibration in ("outcome", "replay"):
+        options.append(HELD_OUT)
+    return "-".join([name, *sorted(options)])
 
 
 def _name(cell: Cell) -> str:
@@ -142,12 +146,14 @@ def write() -> None:
 
 def _title(name: str) -> str:
     """The method in words; of a variant of the ablation, with the options that make it one."""
-    start, *options = re.split("-(?=" + "|".join(KNOBS) + ")", name)
-    return method_title(start) + "".join(f", {option.replace('_', ' ').replace('-', ' ')}" for option in options)
+    start, *options = _parts(name)
+    words = [option.replace("_", " ").replace("-", " ") for option in options]
+    return ", ".join([method_title(start), *words])
 
 
-def _is_variant(name: str) -> bool:
-    return any(f"-{knob}-" in name for knob in KNOBS)
+def _parts(name: str) -> list[str]:
+    """The method of the recipe, then the options that make a variant of it."""
+    return re.split("-(?=" + "|".join([*KNOBS, HELD_OUT]) + ")", name)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -156,11 +162,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield ""
 
 
-def _groups(numbers: Numbers, variants: bool = False) -> Iterator[tuple[str, list[GroupNumbers]]]:
-    """The methods of each pair of training set and task, in distribution first."""
+def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[str, list[GroupNumbers]]]:
+    """The methods of each pair of training set and task, in distribution first. variants: the ablation's; None: all."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
-    for group in sorted(numbers.groups, key=lambda group: order(group.method)):
-        if _is_variant(group.method) != variants:
+    for group in sorted(numbers.groups, key=lambda group: (_parts(group.method)[1:], order(_parts(group.method)[0]))):
+        if variants is not None and (len(_parts(group.method)) > 1) != variants:
             continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
     for _, groups in sorted(places.items(), key=lambda place: place[0]):
@@ -205,10 +211,11 @@ def _scores(group: GroupNumbers) -> list[str]:
 
 
 def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
-    """What options of CATTO's term change, beside DPO on the same task and seed."""
+    """What options of a term change, beside the terms as they are on the same task and seed."""
+    plain = ("dpo", "dpo+catto", "dpo+outcome", "dpo+outcome+ts", "dpo+outcome+tl")
     for title, groups in _groups(numbers, variants=True):
         place, rows = groups[0], []
-        beside = [group for _, others in _groups(numbers) for group in others if group.method in ("dpo", "dpo+catto")]
+        beside = [group for _, others in _groups(numbers) for group in others if group.method in plain]
         beside = [group for group in beside if (group.task, group.trained_on) == (place.task, place.trained_on)]
         [dpo] = [one for one in answers if beside[0].holds(one.cell) and one.cell.seed == place.seeds[0]]
         for group in [*beside, *groups]:
@@ -217,12 +224,14 @@ def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
             moved = 100 * float(np.abs(mine.confidence - dpo.confidence).mean())
             values = [100 * metric(mine.confidence, mine.correct) for metric in (accuracy, mean_confidence, ece, auroc)]
             texts = [f"{value:.1f}" for value in values]
+            texts.insert(3, f"{brier(mine.confidence, mine.correct):.3f}")
             rows.append([_title(group.method), *texts, f"{changed} of {len(mine)}", f"{moved:.1f}"])
         heads = [
             "method",
             "accuracy",
             "confidence",
             "ECE",
+            "Brier",
             "AUROC",
             "other answers than DPO",
             "mean change of confidence",
@@ -234,7 +243,7 @@ def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
 
 def seeds(numbers: Numbers) -> Iterator[str]:
     """Accuracy and ECE of every seed."""
-    for title, groups in _groups(numbers):
+    for title, groups in _groups(numbers, variants=None):
         rows, columns = [], sorted({seed for group in groups for seed in group.seeds})
         for group in groups:
             known = {cell.seed: cell.metrics for cell in numbers.cells if group.holds(cell)}
