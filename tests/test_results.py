@@ -68,7 +68,7 @@ def test_collecting_a_run_adds_its_cells_and_replaces_them(study: Any, tmp_path:
     paths = ("stages/report-1/a.jsonl", "stages/report-1/b.jsonl")
     cells = [cell.model_copy(update={"predictions": path}) for cell, path in zip((first, second), paths, strict=True)]
     results = study._summary()
-    recipe = {**results.recipe, "preference": {"trl": {}}}
+    recipe = {**results.recipe, "preference": {"trl": {}}, "outcome": {"score": "brier"}}
     results = results.model_copy(update={"cells": tuple(cells), "recipe": recipe})
     (stage / "results.json").write_text(results.model_dump_json())
     before = {path.name: path.read_bytes() for path in study.SUMMARY.iterdir()}
