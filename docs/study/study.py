@@ -242,10 +242,12 @@ def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
 
 
 def seeds(numbers: Numbers) -> Iterator[str]:
-    """Accuracy and ECE of every seed."""
+    """Accuracy and ECE of every seed; of variants, those that have several."""
     for title, groups in _groups(numbers, variants=None):
         rows, columns = [], sorted({seed for group in groups for seed in group.seeds})
         for group in groups:
+            if len(_parts(group.method)) > 1 and len(group.seeds) == 1:
+                continue
             known = {cell.seed: cell.metrics for cell in numbers.cells if group.holds(cell)}
             values = {
                 seed: [100 * metrics[name].value for name in ("accuracy", "ece")] for seed, metrics in known.items()
