@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +39,8 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 
 HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
-PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome")
+TUNED = "-calibration_weight-5-held_out-outcome_score-log"  # the variant of outcome that was run with every seed
+PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
 HELD_OUT = "held_out"  # an option of the stream, beside those of the term
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
@@ -279,25 +281,27 @@ def costs(results: Results) -> Iterator[str]:
 def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
     """What `outcome` was meant to reach, task by task: yes or no, and the numbers."""
     rows, families = [], []
-    for title, groups in _groups(numbers):
-        known = {group.method: group for group in groups}
-        if not {"dpo", "dpo+outcome"} <= known.keys():
+    places = [(title, {group.method: group for group in groups}) for title, groups in _groups(numbers, variants=None)]
+    for (title, known), options in product(places, ("", TUNED)):
+        if not {"dpo", f"dpo+outcome{options}"} <= known.keys():
             continue
-        seeds = known["dpo+outcome"].seeds
+        title += ", tuned" if options else ""
+        seeds = known[f"dpo+outcome{options}"].seeds
         plain, ours = (
             100
             * fmean(
                 cell.metrics["debiased_ece"].value for cell in numbers.cells if group.holds(cell) and cell.seed in seeds
             )
-            for group in (known["dpo"], known["dpo+outcome"])
+            for group in (known["dpo"], known[f"dpo+outcome{options}"])
         )
         reached = "yes" if ours <= plain / 4 else "no"
         rows.append(
             [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
         )
         for suffix in SCALINGS:
+            pair = known[f"dpo+outcome{suffix}{options}"], known[f"dpo{suffix}"]
             for metric in ("brier", "auroc", "accuracy", "ece"):
-                families.append((title, suffix, metric, _compare(known, suffix, metric, answers, numbers)))
+                families.append((title, suffix, metric, _compare(*pair, metric, answers, numbers)))
     corrected = holm([family[-1].p_value for family in families])
     for (title, suffix, metric, found), p in zip(families, corrected, strict=True):
         scale, decimals = (100, 1) if METRICS[metric].percent else (1, 3)
@@ -316,10 +320,9 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
 
 
 def _compare(
-    known: dict[str, GroupNumbers], suffix: str, metric: str, answers: Sequence[Answered], numbers: Numbers
+    ours: GroupNumbers, plain: GroupNumbers, metric: str, answers: Sequence[Answered], numbers: Numbers
 ) -> Versus:
-    """Compare outcome with DPO, both rescaled, over the seeds of outcome."""
-    ours, plain = (known[name + suffix] for name in ("dpo+outcome", "dpo"))
+    """Compare outcome with DPO, over the seeds of outcome."""
     runs = [
         [run.by_question for run in answers if group.holds(run.cell) and run.cell.seed in ours.seeds]
         for group in (ours, plain)
@@ -333,6 +336,7 @@ def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterato
     """The reliability of methods on a task, the answers of those seeds together that all of them have."""
     here = [run for run in answers if (run.cell.task, run.cell.setting) == (task, "in")]
     runs = {name: {run.cell.seed: run for run in here if run.cell.method == name} for name in PANELS}
+    runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in runs.values())))
     for name, by_seed in runs.items():
         mine = [by_seed[seed] for seed in seeds]
@@ -340,7 +344,8 @@ def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterato
             np.concatenate([getattr(run, field) for run in mine]) for field in ("confidence", "correct")
         )
         sources = Sources.total_of(Sources.of(run.read_as or ()) for run in mine)
-        title = f"{_title(name)}, {task_title(task)}" if name == PANELS[0] else _title(name)
+        title = _title(name.removesuffix(TUNED)) + (", tuned" if name.endswith(TUNED) else "")
+        title += f", {task_title(task)}" if name == PANELS[0] else ""
         yield Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
 
 
