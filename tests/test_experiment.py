@@ -82,6 +82,22 @@ def test_questions_of_a_held_out_stream_are_in_no_row_that_a_model_was_trained_o
     assert not asked & trained_on
 
 
+def test_a_stream_is_refused_where_too_few_questions_are_left_beyond_train(tmp_path: Path) -> None:
+    rows = [{"question": f"How many are {n}?", "options": ["one", str(n)], "answer": "B"} for n in range(2, 52)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {
+        "path": "own.jsonl",
+        "fields": {"question": "question", "options": "options", "answer": "answer"},
+        "train": 9,
+    }
+    blocks = {"tasks": {"own": own}, "outcome": {"questions": 99, "held_out": True}}
+    teacher = {"source": "labels", "reasoning": False, "n": 10}
+    recipe = write_recipe(tmp_path, methods=["sft", "dpo+outcome"], teacher=teacher, **blocks)
+    done = catto("run", recipe, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"outcome\.held_out: \d+ questions are left beyond the 9 of train, expected 99", done.stderr)
+
+
 def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
     told = {}
     for method in ("dpo", "dpo+outcome"):

@@ -101,7 +101,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"outcome": {"held_out": True}}, "outcome.held_out: outcome.questions must say how many questions are held out"),
     (
         {"outcome": {"held_out": True, "questions": 9}, "tasks": {"snli": None}},
-        "outcome.held_out: tasks.snli.train must say beyond which questions",
+        "outcome.held_out: set tasks.snli.train, beyond which questions are held out",
     ),
     (
         {

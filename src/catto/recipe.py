@@ -330,7 +330,7 @@ class Recipe(Settings):
                 raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
             for name in self.tasks if self.train_on is None else [self.train_on]:
                 if self.tasks[name].train is None:
-                    raise ValueError(f"outcome.held_out: tasks.{name}.train must say beyond which questions")
+                    raise ValueError(f"outcome.held_out: set tasks.{name}.train, beyond which questions are held out")
             traced = [name for name in self.methods if method(name).stream == "right"]
             if traced and self.teacher.reasoning:
                 raise ValueError(f"outcome.held_out: {traced[0]} reads the teacher's traces, which cover `train` alone")

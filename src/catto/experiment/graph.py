@@ -97,7 +97,7 @@ class Graph:
     def questions(self, task: str, split: Split = "train", seed: int = 0, more: int = 0) -> Stage[QuestionSettings]:
         """Questions of one split. Training questions are the same for every seed: no seed holds one of them out.
 
-        more: so many beyond the task's `train`, of which `outcome` holds some out.
+        more: so many beyond the task's `train` too, for a stream that is held out.
         """
         others = {"train", "validation", "test"} - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(others))
@@ -109,7 +109,7 @@ class Graph:
         if more:
             block = block.model_copy(update={"train": (block.train or 0) + more})
         settings = QuestionSettings(task, split, (seeds or (0,))[0], block, self._tasks[task], seeds)
-        return Stage("questions", f"{'more ' if more else ''}questions {task}", settings)
+        return Stage("questions", f"{'stream ' if more else ''}questions {task}", settings)
 
     def responses(self, task: str) -> Stage[ResponseSettings]:
         """The teacher's responses to the training questions, unread: what may cost money."""

@@ -139,6 +139,6 @@ def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
         seen = {question.id for question in read_questions(work.input("trained_on") / f"{settings.split}.jsonl")}
         questions = [question for question in questions if question.id not in seen]
         if len(questions) < (limit or 0):
-            known = f"{len(questions)} questions beyond the {len(seen)} of train"
-            raise ValueError(f"outcome.held_out: {known}, expected {limit}")
+            left = f"{len(questions)} questions are left beyond the {len(seen)} of train"
+            raise ValueError(f"outcome.held_out: {left}, expected {limit}")
     return [question.model_copy(update={"split": "train"}) for question in questions[:limit]]
