@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -61,8 +62,10 @@ def test_versions_are_those_installed() -> None:
     assert "base" not in found["missing"]
 
 
-def test_cpu_is_always_a_device() -> None:
-    assert diagnosis()["devices"][0].startswith("cpu: ")
+@pytest.mark.parametrize(("instructions", "told"), [(True, "with bf16 instructions"), (False, "fast in fp32 only")])
+def test_cpu_is_always_a_device(instructions: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("catto.objectives.tiles.cpu_multiplies_bf16", lambda: instructions)
+    assert re.match(rf"cpu: \d+ cores, {told}", diagnosis()["devices"][0])
 
 
 def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,3 +257,19 @@ def test_small_updates_survive_in_fp32_weights_computed_in_bf16(tmp_path: Path) 
     assert float((mixed - exact).norm() / exact.norm()) < 0.02
     assert float((short - exact).norm() / exact.norm()) > 0.9
     assert float((short != 0).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("config", [CATTOConfig, SupervisedConfig])
+@pytest.mark.parametrize(("instructions", "bf16", "warned"), [(False, True, 1), (False, False, 0), (True, True, 0)])
+def test_bf16_on_a_processor_without_its_instructions_is_warned_of(
+    config: Any,
+    instructions: bool,
+    bf16: bool,
+    warned: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("catto.training.config.cpu_multiplies_bf16", lambda: instructions)
+    config(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
+    assert [record.name for record in caplog.records] == ["catto.training.config"] * warned

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import numbers
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
 import torch
+from transformers import TrainingArguments
 from trl import DPOConfig
 
 from catto.methods import KNOBS, Calibration, weight_of
-from catto.objectives.tiles import Precision
+from catto.objectives.tiles import Precision, cpu_multiplies_bf16
 
+logger = logging.getLogger(__name__)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "calibration": get_args(Calibration),
     "reduce": (None, "mean", "sum"),
@@ -21,6 +24,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "outcome_score": ("brier", "log"),
     "head_precision": get_args(Precision),
 }
+
+
+def warn_of_slow_bf16(args: TrainingArguments) -> None:
+    """Warn where training would compute in bf16 on a processor without instructions for it."""
+    on_cpu = args.use_cpu or not torch.accelerator.is_available()
+    if args.bf16 and on_cpu and not cpu_multiplies_bf16():
+        logger.warning("bf16 is on, but this processor has no instructions for it: bf16=False is many times faster")
 
 
 def _knob(default: Any, text: str) -> Any:
@@ -53,6 +63,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():
             self.bf16 = False
         super().__post_init__()
+        warn_of_slow_bf16(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 expected = ", ".join(map(str, choices))

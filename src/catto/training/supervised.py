@@ -22,6 +22,7 @@ from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import model_forward
 from catto.training.batches import Batch, build
+from catto.training.config import warn_of_slow_bf16
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
 from catto.training.tokenize import Example, label_queries
 
@@ -53,6 +54,10 @@ class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
             "None: on CUDA, where FlexAttention runs."
         },
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        warn_of_slow_bf16(self)
 
 
 class SupervisedTrainer(Monitored):
