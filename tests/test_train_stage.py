@@ -151,6 +151,10 @@ def test_of_equal_steps_the_later_is_kept(
     assert story["kept_epochs"] == pytest.approx(story["epochs"] * KEPT[keep] / 12, abs=1e-4)
     assert torch.equal(trainer.model.get_input_embeddings().weight, seen[KEPT[keep]])
     assert [entry["step"] for entry in story["history"]] == list(ACCURACY)
+    logged = {log["step"]: log["rewards/margins"] for log in trainer.state.log_history if "rewards/margins" in log}
+    expected = {step: logged[step] for step in ACCURACY} if method == "dpo+catto" else {}
+    margins = {entry["step"]: entry["reward_margin"] for entry in story["history"] if "reward_margin" in entry}
+    assert margins == expected
 
 
 @pytest.mark.parametrize(

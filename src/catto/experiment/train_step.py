@@ -115,17 +115,21 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
         "kept_step": trainer.kept_step,
         "kept_epochs": round(epochs * trainer.kept_step / state.global_step, 4),
         "reward_accuracy": sum(rewards) / len(rewards) if rewards else None,
-        "history": [
-            {
-                name.removeprefix("eval_"): entry[name]
-                for name in entry
-                if name == "step" or name.startswith("eval_val_")
-            }
-            for entry in logs
-            if "eval_val_ece" in entry
-        ],
+        "history": _history(logs),
     }
     write(job.out / "training.json", training)
+
+
+def _history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    """Return what was measured on validation, step by step, with the reward margin that was logged last before it."""
+    history, margin = list[dict[str, float]](), dict[str, float]()
+    for entry in logs:
+        if "rewards/margins" in entry:
+            margin = {"reward_margin": entry["rewards/margins"]}
+        if "eval_val_ece" in entry:
+            measured = {name.removeprefix("eval_"): value for name, value in entry.items() if "eval_val_" in name}
+            history.append({"step": entry["step"], **measured, **margin})
+    return history
 
 
 def gathered(trainer: Any) -> dict[str, torch.Tensor] | None:

@@ -47,7 +47,7 @@ class Training(Record):
     kept_step: int | None = None  # the step whose weights were kept, and the epochs up to it
     kept_epochs: float | None = None
     reward_accuracy: float | None = None  # share of pairs ordered as preferred, over the last quarter of the steps
-    history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, val_nll, ... at every checkpoint
+    history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, ..., reward_margin at every checkpoint
 
 
 class Place(Record):
