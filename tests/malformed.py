@@ -157,6 +157,7 @@ def measured() -> Iterable[Case]:
         ("no parquet", "a.parquet", b"PAR1 nothing PAR1", ("a.parquet: not Parquet",)),
         ("long line", "a.jsonl", b'{"id": "' + b"x" * (17 * 2**20), ("row 1: line is longer than 16 MB",)),
         ("another kind of file", "a.txt", "x", ("a.txt: expected a file that ends in .jsonl",)),
+        ("a folder without a suffix", "eval", FOLDER, ("eval: expected a file, got a folder",)),
         ("a folder", "a.jsonl", FOLDER, ("a.jsonl: expected a file, got a folder",)),
         ("a pipe", "a.jsonl", FIFO, ("a.jsonl: expected a file, got a pipe",)),
         ("a pipe as json", "a.json", FIFO, ("a.json: expected a file, got a pipe",)),
@@ -201,6 +202,7 @@ def measured() -> Iterable[Case]:
         {"many.jsonl": many},
     )
     for path, told in (("/dev/zero.jsonl", "No such file"), ("nowhere.jsonl", "nowhere.jsonl: No such file"),
+                       ("nowhere", "nowhere: No such file"), (".", ".: expected a file, got a folder"),
                        ("x" * 300 + ".jsonl", "File name too long")):  # fmt: skip
         yield Case(f"measure {path[:30]}", ("measure", path), (told,))
 
@@ -431,6 +433,8 @@ def selected() -> Iterable[Case]:
         ((), "--k"),
     ]:
         yield Case(f"select {' '.join(given)}", ("select", "samples.jsonl", *given), (word,))
+    for path in (".", "/"):
+        yield Case(f"select {path}", ("select", path, "--k", "1"), (f"{path}: expected a file, got a folder",))
 
 
 def tasks() -> Iterable[Case]:
@@ -449,6 +453,7 @@ def tasks() -> Iterable[Case]:
         ("half a surrogate pair", row(stem="\ud800"), "row 1: text is not valid Unicode"),
         ("a repeated key", row().replace('"key"', '"stem": "x", "key"'), "row 1: key 'stem' occurs twice"),
         ("a pipe", FIFO, "no such file"),
+        ("a folder", FOLDER, "expected a file, got a folder"),
     ]:  # fmt: skip
         yield Case(
             f"data: {name}", ("data", "mine", "--file", "a.jsonl", *FIELDS), ("a.jsonl", word), {"a.jsonl": content}
@@ -469,6 +474,8 @@ def tasks() -> Iterable[Case]:
         (("mine", *own, "--fields", "question=stm,options=choices,answer=key"), "own.jsonl row 1: stm: missing"),
         (("../mine", *own, *FIELDS), "task name '../mine': expected letters"),
         (("mine", "--file", "nowhere.jsonl", *FIELDS), "nowhere.jsonl: no such file"),
+        (("mine", "--file", ".", *FIELDS), ".: expected a file, got a folder"),
+        (("mine", "--file", "", *FIELDS), ".: expected a file, got a folder"),
     ]:
         yield Case(f"data {' '.join(arguments)[:50]}", ("data", *arguments), (word,))
 

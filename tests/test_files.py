@@ -158,6 +158,13 @@ def test_a_folder_or_a_pipe_in_the_place_is_told(tmp_path: Path, make: Callable[
         pass
 
 
+def test_a_name_as_long_as_a_file_system_takes_can_be_written(tmp_path: Path) -> None:
+    for name in ("x" * 255, "信" * 85, "🙂" * 63):
+        with replacing(tmp_path / name) as file:
+            file.write("whole")
+        assert (tmp_path / name).read_text() == "whole"
+
+
 def test_a_file_in_the_way_of_a_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     with pytest.raises(DataError, match="cannot be written"), replacing(tmp_path / "a" / "b"):

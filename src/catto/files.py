@@ -88,9 +88,10 @@ def building(folder: Path) -> Iterator[Path]:
 def _beside(path: Path) -> Iterator[Path]:
     """Yield a place beside `path`; what is written there is flushed, renamed to `path`, and its folder flushed.
 
-    The hidden name is short enough for every file system; `.*.part` is cleared away.
+    The hidden name is short enough for every file system, which counts bytes; `.*.part` is cleared away.
     """
-    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}.part")
+    name = path.name.encode(errors="ignore")[:100].decode(errors="ignore")
+    beside = path.with_name(f".{name}.{os.getpid()}.part")
     with writing(path, beside):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -360,7 +361,7 @@ def manifest_path(path: Path) -> Path:
     >>> manifest_path(Path("rows.jsonl")).name
     'rows.manifest.json'
     """
-    return path.with_name(path.name.removesuffix(".jsonl") + ".manifest.json")
+    return path.parent / (path.name.removesuffix(".jsonl") + ".manifest.json")
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -431,6 +432,8 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
                 except arrow.ArrowException as error:
                     raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
         case _:
+            with opened(path):  # a folder, or nothing: that is told first
+                pass
             raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
 
 

@@ -223,7 +223,7 @@ def check_settings(path: Path, settings: Mapping[str, object]) -> None:
 
 def refused_path(path: Path) -> Path:
     """The file of refusals: `predictions.jsonl` -> `predictions.refused.jsonl`."""
-    return path.with_name(path.name.removesuffix(".jsonl") + ".refused.jsonl")
+    return path.parent / (path.name.removesuffix(".jsonl") + ".refused.jsonl")
 
 
 def refusals_of(path: Path) -> list[Refusal]:
