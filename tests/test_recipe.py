@@ -44,6 +44,14 @@ def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
     assert ordered([Graph(recipe).report()])[-1].kind == "report"
 
 
+def test_a_folder_of_its_name_hides_no_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "paper").mkdir()
+    assert load("paper").name == "paper"
+    (tmp_path / "quickstart").write_text(yaml.safe_dump(BASE))
+    assert load("quickstart").name == "one"
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_recipe_begins_with_a_comment(name: str) -> None:
     assert shipped()[name].read_text(encoding="utf-8").startswith("# ")

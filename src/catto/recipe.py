@@ -36,8 +36,9 @@ class Settings(BaseModel):
     def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true where a number is expected: YAML reads `yes` as true, which would count as 1."""
         expected = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and not re.search(r"\b(bool|Any|str)\b", expected):
-            raise ValueError(f"expected a number, got {str(value).lower()}")
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, bool) and not re.search(r"\b(bool|Any|str|Literal)\b", expected):
+                raise ValueError(f"expected a number, got {str(item).lower()}")
         return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,6 +24,8 @@ from catto.recipe import Recipe, TaskSettings, is_task_file
 MOST_BYTES = 2**20
 # Values of a recipe with aliases (`*name`) expanded: a few lines of them can expand to more than memory holds.
 MOST_VALUES = 10_000
+# YAML 1.1 reads 010 as 8 and 1:30 as 90.
+_OTHER_BASE = re.compile(r"[-+]?0[\d_]+$|.*:")
 TOO_MANY = f"holds more than {MOST_VALUES:,} values, with aliases expanded"
 
 _TRAINING = ("transformers training_args.py TrainingArguments",)
@@ -60,11 +63,11 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     15
     """
     known, path = shipped(), Path(source)
-    if not path.exists():
-        if source not in known:
-            names = ", ".join(known)
-            raise DataError(source, None, f"neither a file nor one of the recipes {names}{did_you_mean(source, known)}")
+    if source in known and not path.is_file():  # a folder of a recipe's name, such as paper, is no recipe
         path = known[source]
+    elif not path.exists():
+        names = ", ".join(known)
+        raise DataError(source, None, f"neither a file nor one of the recipes {names}{did_you_mean(source, known)}")
     value = _parsed(read_text(path, MOST_BYTES), str(path))
     if not isinstance(value, dict):
         raise DataError(path, None, "expected a mapping of settings (name: value)")
@@ -269,12 +272,16 @@ class _Strict(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Build a value; the error of an impossible date or a number of 5,000 digits gets its line."""
+        """Build a value; refuse an impossible date, a number of 5,000 digits and a number in base 8 or 60."""
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
         except ValueError:
             problem = f"{shortened(repr(node.value), 60)} cannot be read as a number or a date"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+        else:
+            if not isinstance(value, int | float) or not _OTHER_BASE.match(node.value):
+                return value
+            problem = f"{shortened(repr(node.value), 60)} is {value} in YAML: write that, or quote it"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; refuse a key that is a list or a mapping, and one that occurs twice."""
