@@ -297,8 +297,12 @@ def test_other_refusals() -> None:
     with OpenAIServer(always("B")) as upstream, gateway(upstream) as url:
         status, reply, _ = post(url, body(model="gpt-9"))
         assert (status, reply["error"]["code"]) == (404, "not_found")
-        assert post(url, b"{")[0] == 400
-        assert post(url, b"\xff\xfe")[0] == 400
+        for broken in (b"{", b"\xff\xfe", b"", b"[]", b"model=tiny-answerer"):
+            status, reply, _ = post(url, broken)
+            assert status == 400
+            assert reply["error"]["message"].startswith("expected a JSON object, with Content-Type: application/json")
+        asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body()).encode())  # as curl -d sends it
+        assert "with Content-Type: application/json" in send(asked)[1]["error"]["message"]
         assert post(url, b"[" * 200_000)[0] == 400
         assert post(url, json.dumps(body())[:-1].encode() + b', "catto": ' + b'{"k": ' * 100_000)[0] == 400
         assert get(url, "/nowhere")[0] == 404

@@ -475,6 +475,8 @@ async def _failed(_: Request, problem: Any) -> Response:
         return error(problem.status_code, str(problem.detail), problem.headers)
     if isinstance(problem, RequestValidationError):
         first = problem.errors()[0]
+        if first["type"] == "json_invalid" or first["loc"] == ("body",):
+            return error(400, "expected a JSON object, with Content-Type: application/json")
         place = ".".join(str(part) for part in first["loc"] if part not in ("body", "[key]"))
         unknown = first["type"] == "extra_forbidden" or first["loc"][-1] == "[key]"
         said = "this field is not supported" if unknown else first["msg"]
