@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from catto.files import read_records
 from catto.prompts import messages
 from catto.records import Prediction
 from catto.tasks import load
+from command import run
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -45,6 +47,23 @@ def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> 
     assert "k is 2 at temperature 0" in again.stderr
     again = CliRunner().invoke(app, [str(tmp_path / "model"), *options, "--engine", "server"])
     assert "--engine server needs --base-url" in again.stderr
+
+
+def test_an_interrupted_evaluation_says_that_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet: list[str | None] = []
+
+    def opened(name: str, model: str, **options: Any) -> None:
+        quiet.append(os.environ.get("TQDM_DISABLE"))  # the bars of a library, between our own lines
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("catto.cli.evaluate.open_engine", opened)
+    monkeypatch.setattr("os.environ", {**os.environ})
+    (tmp_path / "config.json").write_text("{}")
+    stopped = run(capsys, "eval", tmp_path, "--task", "witnesses", "--n", "1", "--out", tmp_path / "eval")
+    assert (stopped.code, stopped.err) == (130, "catto: interrupted; the same command resumes from here\n")
+    assert quiet == ["1"]
 
 
 def test_vllm_is_given_the_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from typer import Argument, Option
 from catto.cli import console
 from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
-from catto.cli.display import Bar, bars
+from catto.cli.display import Bar
 from catto.cli.measure import measure
+from catto.cli.run import running
 from catto.engines import Engine, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
 from catto.files import manifest_path, read_manifest
@@ -98,7 +99,7 @@ def evaluate(
             predictor.merge(Prediction, questions, finished, whole)
         else:
             answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused, shard=part)
-            with bars() as shown:
+            with running() as shown:
                 bar = Bar(shown, "answering")
 
                 def progress(done: int, total: int, right: int) -> None:
