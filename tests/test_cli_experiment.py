@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, StageSettings, content, ordered
 from catto.methods import METHODS
 from catto.recipe_file import load, shipped
-from command import run
+from command import run, write_lines
 from experiment_world import ENVIRONMENT, write_recipe
 
 Capture = pytest.CaptureFixture[str]
@@ -48,6 +49,15 @@ def test_an_option_is_named_by_what_it_takes(capsys: Capture) -> None:
     assert re.search(r"--max-tokens +N", shown)
     assert re.search(r"--split +<\w+\|\w+", shown)
     assert re.search(r"--set +KEY=VALUE", run(capsys, "plan", "--help").out)
+
+
+@pytest.mark.parametrize("arguments", [("select", "x.jsonl", "--k", "nine"), ("data", "snli", "--split", "dev")])
+def test_a_wrong_value_is_told_without_the_validators_own_words(capsys: Capture, arguments: tuple[str, ...]) -> None:
+    assert "Value error" not in run(capsys, *arguments).err
+
+
+def test_the_usage_of_select_names_every_argument(capsys: Capture) -> None:
+    assert "[]" not in run(capsys, "select", "--help").out
 
 
 def python(source: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -93,6 +103,18 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: Capture) ->
     assert copied.code == 0
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
     assert load(str(tmp_path / "mine.yaml")) == load("quickstart")
+
+
+def test_a_command_to_go_on_with_can_be_pasted(tmp_path: Path, capsys: Capture) -> None:
+    answers = write_lines(tmp_path / "my answers.jsonl", [{"confidence": 0.9, "correct": n % 2} for n in range(40)])
+    tau = tmp_path / "my tau.json"
+    pasted = [run(capsys, "recipe", "copy", "quickstart", tmp_path / "my own.yaml").out.strip()]
+    pasted.append(run(capsys, "calibrate", "fit", answers, "--out", tau).out.splitlines()[-1])
+    applied = run(capsys, "calibrate", "apply", tau, answers, "--out", tmp_path / "my rows.jsonl").out
+    pasted.append(applied.splitlines()[-1])
+    words = [shlex.split(line.partition(": ")[2]) for line in pasted]
+    places = [tmp_path / name for name in ("my own.yaml", "my tau.json", "my rows.jsonl")]
+    assert all(str(place) in line for place, line in zip(places, words, strict=True))
 
 
 def test_a_copy_leaves_a_file_alone(tmp_path: Path, capsys: Capture) -> None:
@@ -163,6 +185,11 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     small = run(capsys, *plan, "--set", "model.path=some/model-100M").out  # 38.9e6 x 6e8 operations
     assert "up to 0.05 GPU hours at 208,000 tokens/s" in small
     assert "or up to 59 hours of two CPU cores" in small
+    tiny = run(
+        capsys, "plan", "quickstart", "--out", tmp_path / "tiny"
+    ).out  # nothing that takes time is said to take none
+    assert "357,024 parameters: 0.01 GB of GPU memory" in tiny
+    assert "or up to 0.07 hours of two CPU cores" in tiny
     adapter = run(capsys, *plan, "--set", "model.peft={r: 8}", "--set", "model.dtype=float32").out
     assert "16 GB of GPU memory for the weights, then activations" in adapter
     all_of_them = run(capsys, *plan, "--set", "tasks={snli: {validation: 50}}").out

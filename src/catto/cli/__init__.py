@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = None if arguments is None else list(arguments)
         sys.exit(_command()(args=given, prog_name="catto", standalone_mode=False) or 0)
     except UsageError as error:
-        message = str(error.format_message()).strip().rstrip(".")
+        message = str(error.format_message()).strip().rstrip(".").replace("Value error, ", "")
         if not message:  # a group without a command has printed its help
             sys.exit(2)
         refuse(f"{message}; see {error.ctx.command_path if error.ctx else 'catto'} --help")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -61,7 +62,7 @@ def fit(
     if tau is not None:
         say(f"tau = {tau:.4g}, which {'lowers' if tau > 1 else 'raises'} confidences above one half.")
     say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
-    say(f"Next: catto calibrate apply {out} test.jsonl --out calibrated.jsonl")
+    say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
 
 
 @app.command()
@@ -96,7 +97,7 @@ def apply(
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
-    say(f"Next: catto measure {out}")
+    say(f"Next: catto measure {quote(str(out))}")
 
 
 @app.command()

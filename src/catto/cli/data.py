@@ -134,7 +134,7 @@ def own_questions(
                 refuse(f"{option}: goes with --file")
         return (task_name(task), load_task(task)) if is_task_file(task) else None
     if fields is None:
-        refuse(f"--fields: needed with --file; catto data --file {file[0]} proposes it")
+        refuse(f"--fields: needed with --file; catto data --file {shlex.quote(file[0])} proposes it")
     columns: dict[str, Any] = {}
     for part in filter(None, re.split(r",\s*(?=\w+=)", fields)):  # other commas belong to a template
         name, equals, column = part.partition("=")

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import isnan
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
@@ -197,7 +198,7 @@ def _show(
     if ece is not None and ece.null is not None and ece.interval.value > ece.null.high:
         say("Next: catto calibrate fit validation.jsonl --out tau.json, on other rows than these, repairs confidences.")
     else:
-        say(f"Next: catto measure {file} --figure reliability.svg draws confidence against accuracy.")
+        say(f"Next: catto measure {quote(str(file))} --figure reliability.svg draws confidence against accuracy.")
 
 
 def told_threshold(limit: Any, rows: int) -> str:

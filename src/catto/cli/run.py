@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal
 
 import typer
@@ -291,4 +292,4 @@ def copy(
     if path.exists():
         console.refuse(f"{path}: exists already")
     shutil.copyfile(source, path)
-    console.say(f"Wrote {path}: catto run {path}")
+    console.say(f"Wrote {path}: catto run {quote(str(path))}")

@@ -23,7 +23,7 @@ MOST = "most confident"
 def select(
     file: Annotated[Path, Argument(help="Predictions with several samples per question.")],
     k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
-    more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="", hidden=True)] = None,
+    more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="K", hidden=True)] = None,
     tau: Annotated[float | None, Real(min=0.01, max=100, help="Rank by the confidence at this temperature.")] = None,
     fit_tau: Annotated[Path | None, Option(help="Fit tau on these greedy validation predictions.")] = None,
     rule: Annotated[str | None, Option(help="With --out: how the final answers are chosen.")] = None,
