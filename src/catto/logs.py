@@ -200,7 +200,7 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
         return answer | ({} if metric is None else {"correct": record[metric]})
     arguments = record["arguments"]
     requests = arguments.values() if isinstance(arguments, dict) else arguments
-    requests = [tuple(one.values()) if isinstance(one, dict) else tuple(one) for one in requests]
+    requests = [tuple(request.values()) if isinstance(request, dict) else tuple(request) for request in requests]
     # An empty context asks for the choice's likelihood alone, which acc_mutual_info compares with.
     asked = [place for place, (context, _) in enumerate(requests) if context] or list(range(len(requests)))
     choices = [requests[place][1].removeprefix(" ") for place in asked]

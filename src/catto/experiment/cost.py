@@ -211,8 +211,8 @@ def parameters(name: str) -> float | None:
     >>> parameters("Qwen/Qwen3-4B"), parameters("SmolLM2-135M-Instruct"), parameters("my-model")
     (4000000000.0, 135000000.0, None)
     """
-    found = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", name, re.IGNORECASE)
-    return float(found[1]) * {"B": 1e9, "M": 1e6}[found[2].upper()] if found else None
+    size = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", name, re.IGNORECASE)
+    return float(size[1]) * {"B": 1e9, "M": 1e6}[size[2].upper()] if size else None
 
 
 # Kinds of stages that use a model, and the block of the recipe's resources that they have; the others are light.

@@ -432,11 +432,11 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         value = read_json(path)
         with locating(path, value=value):
             graph = Graph(Recipe.model_validate(value))
-        found = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
-        if len(found) > 1:
-            told = f"{key} is the beginning of {len(found)} keys: {found[0].key}, {found[1].key}, ..."
+        matches = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
+        if len(matches) > 1:
+            told = f"{key} is the beginning of {len(matches)} keys: {matches[0].key}, {matches[1].key}, ..."
             raise DataError(root, None, told)
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     told = f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"
     raise DataError(root, None, told)

@@ -302,16 +302,16 @@ def _smooth_on_counts(c: Floats) -> binning.CountMetric:
         return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
 
     def values(rows: Groups) -> Floats:
-        found = np.zeros(len(rows.rows))
+        widths = np.zeros(len(rows.rows))
         for place, residual in enumerate(rows.right - rows.confidence_sum):
             cells = FEWEST_CELLS
             while residual.any():
-                sigma = found[place] = fixed_point(residual, rows.rows[place], cells)
+                sigma = widths[place] = fixed_point(residual, rows.rows[place], cells)
                 if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
                     break
                 finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
                 cells = min(MOST_CELLS, max(2 * cells, finer))
-        return found
+        return widths
 
     return values
 

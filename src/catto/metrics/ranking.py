@@ -116,8 +116,8 @@ def auroc_within(
             pairs.append(float(len(right) * len(wrong)))
     if not pairs:
         return Within(nan, nan, nan, 0, 0)
-    found = ratio_interval(np.array(won), np.array(pairs), **options)
-    return Within(found.value, found.low, found.high, len(pairs), int(sum(pairs)))
+    interval = ratio_interval(np.array(won), np.array(pairs), **options)
+    return Within(interval.value, interval.low, interval.high, len(pairs), int(sum(pairs)))
 
 
 @dataclass(frozen=True)

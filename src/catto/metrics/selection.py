@@ -162,7 +162,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
         rows = list(group)
         given = candidates(rows, tau)
         accuracy[str(temperature)] = float(given.right(RULES["most confident"](given).place).mean())
-        fallback_rate[str(temperature)] = sum(one.source == "fallback" for one in rows) / len(rows)
+        fallback_rate[str(temperature)] = sum(row.source == "fallback" for row in rows) / len(rows)
     questions, k = given.label.shape
     best = max(accuracy, key=lambda temperature: accuracy[temperature])
     return Sampling(float(best), tau, k, questions, accuracy, fallback_rate)
@@ -311,9 +311,9 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     rows = []
     for rule, choices in picks.items():
         right = np.asarray(np.mean([correct for _, correct in choices], axis=0, dtype=np.float64))
-        found = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
+        interval = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
         error = np.nan if rule == "oracle" else float(np.mean([ece(*choice) for choice in choices]))
-        ends = (found.low, found.high, error, len(right), len(choices), exact or rule == "one random sample")
+        ends = (interval.low, interval.high, error, len(right), len(choices), exact or rule == "one random sample")
         rows.append(Selected(rule, k, float(right.mean()), *ends))
     return rows
 

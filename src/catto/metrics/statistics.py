@@ -403,10 +403,10 @@ def compare_table(
             parts.append((chosen, _resampler([*compress(metrics.values(), chosen)], runs)))
 
     def differences(first: Weights, second: Weights) -> Floats:
-        found = np.empty((len(metrics), len(first)))
+        difference = np.empty((len(metrics), len(first)))
         for chosen, resampled in parts:
-            found[chosen] = resampled(np.hstack([first, second])) - resampled(np.hstack([second, first]))
-        return found
+            difference[chosen] = resampled(np.hstack([first, second])) - resampled(np.hstack([second, first]))
+        return difference
 
     drawn = question_counts(questions, resamples, seed, tick)
     draws = np.hstack([differences(weights, np.zeros_like(weights)) for weights in drawn])

@@ -147,7 +147,7 @@ class Answerer:
             "reason": uncalibrated or reason or (NO_LABEL if final.label is None else None),
         }
         if asked.return_candidates:
-            known = [None if uncalibrated else one.confidence for one in calibrated]
+            known = [None if uncalibrated else sample.confidence for sample in calibrated]
             about["candidates"] = [
                 {
                     **prediction.model_dump(include={"text", "label", "source"}),
