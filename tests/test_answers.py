@@ -327,6 +327,12 @@ PLAIN = [
     ("Dogs bark.\nB", None),
     ("Dogs bark.\nIt is B.", None),
     ("Dogs bark.\nOption B", None),
+    ("Answer A: the cat\nAnswer B: the dog", None),  # as a list of options calls them
+    ("答案A: the cat\n答案B: the dog", None),
+    ("选项A\n选项B", None),
+    ("Dogs bark.\n答案: B", "B"),
+    ("Dogs bark.\n**Answer**: B", "B"),
+    ("Dogs bark.\nCorrect answer B", "B"),
     ("It would be wrong to say that\nthe answer is B.", None),
     ("Dogs bark. The answer is B.", None),
     ("The answer is B.\nOr is it?", None),

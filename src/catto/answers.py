@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ Span = tuple[int, int]
 _LAYERS = 12  # most layers of formatting and leads around a label
 _ROOM = 300  # characters for them: a line longer than this and two option texts has no form
 _END_MARKS = ".,;:!。、✅✓✔☑"
+_UNFINISHED = re.compile(r"(?:[.。] ?){3}$")
 _PAIRS = [
     *[(mark, mark) for mark in ("```", "***", "**", "__", "$$", "*", "_", "`", "$", '"', "'")],
     *zip("\u201c\u201e\u2018«\u2039「『【《〈([{", "\u201d\u201c\u2019»\u203a」』】》〉)]}", strict=True),
@@ -44,7 +45,9 @@ TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
 
 _IS = r" (?:is|would be|should be|must be|will be|has to be)"
 _IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed))?"
-_MARK = r" ?(?:[:=]|(?:->|=>|→|[-\u2013\u2014])(?= ))"
+# "Answer - B" has a dash, "Answer: - 1" may have a minus sign.
+_MARK = r" ?(?:[:=]|(?:->|=>|→|[-\u2013](?! \d)|\u2014)(?= ))"
+_HEADS = rf"""(?=(?:\*\*|__|[*_`"'])?{_MARK})"""
 _THE = r"(?:(?:the|my|our|your) )?"
 _WHICH = r"(?:final|correct|right|best|true|proper|accurate|appropriate|suitable|logical|chosen|selected|predicted"
 _WHICH += r"|overall|likeliest|most (?:likely|appropriate|accurate|suitable|plausible)) "
@@ -59,22 +62,23 @@ _OPENER += r"|(?:i|we) (?:think|believe|conclude|would say)(?: that)?|i['\u2019]
 _OPENER += r"|i(?: am|['\u2019]m) (?:sure|confident)(?: that)?),?"
 # Leads that state an answer, also in prose.
 _STATING = [
-    rf"{_THE}(?:{_WHICH})*(?:answer|ans|label){_ABOUT}(?:{_IS})?",
-    rf"{_THE}(?:{_WHICH})+(?:option|choice|letter){_ABOUT}(?:{_IS})?",
+    rf"{_THE}(?:{_WHICH})*(?:answer|ans|label){_ABOUT}(?:{_IS}|{_HEADS})",
+    rf"{_THE}(?:{_WHICH})+(?:answer|ans|label|option|choice|letter){_ABOUT}(?:{_IS})?",
     rf"{_THE}(?:{_WHICH})*(?:option|choice|letter|statement|claim|hypothesis|{_MATTER}){_ABOUT}{_IS}",
-    rf"{_THE}(?:{_WHICH})*{_MATTER}{_ABOUT}(?={_MARK})",
+    rf"{_THE}(?:{_WHICH})*{_MATTER}{_ABOUT}{_HEADS}",
     rf"(?:i|we)(?: (?:would|will|shall|must|should|have to)|['\u2019]d|['\u2019]ll)? {_CHOOSE}",
     r"antwort|réponse|respuesta|risposta|resposta|ответ",
 ]
-# Leads that answer only outside prose, where "it is" may speak of anything and "option" of every option.
+# Leads that answer only outside prose, where "it is" may speak of anything and "option" or "answer" of every option.
 _NAMING = [r"(?:the )?(?:option|choice|letter|number)", rf"(?:it|this|that)(?:{_IS}|['\u2019]s)", "choose|pick|select"]
+_NAMING += [rf"{_THE}(?:answer|ans|label){_ABOUT}"]
 _LEAD = re.compile(
     rf"""(?P<open>\*\*|__|[*_`"'])?"""
-    rf"(?:(?:{_OPENER} )?(?:(?P<states>{'|'.join(_STATING)})|{'|'.join(_NAMING)})(?!\w)|{_OPENER}(?= )"
-    rf"|(?P<chinese>(?:正确)?答案(?:是|为|应该是)?|我?选择?|选项))"
+    rf"(?:(?:{_OPENER} )?(?:(?P<states>{'|'.join(_STATING)})|{'|'.join(_NAMING)})(?(open)(?![^\W_])|(?!\w))"
+    rf"|{_OPENER}(?= )|(?P<chinese>(?:正确)?答案(?:是|为|应该是|{_HEADS})|正确答案|我?选择?(?!项))|答案|选项)"
     rf"(?P<mark>{_MARK})?(?(open)(?P=open))(?P<after>{_MARK})? ?"
 )
-_NAMES_OPTION = re.compile(r"(?:option|choice|letter|number) $")
+_NAMES_OPTION = re.compile(r"(?:(?:option|choice|letter|number|answer|ans|label) |(?:答案|选项) ?)$")
 _CORRECT = re.compile(
     rf"{_IS} (?:(?:the )?(?:{_WHICH})*(?:answer|option|choice|label)|correct|right|the (?:best|correct|right) one)$"
 )
@@ -165,11 +169,14 @@ def _normalised(text: str) -> tuple[str, Sequence[int], Sequence[int]]:
     """NFKC, case folded, without invisible characters, white space single; where each character begins and ends."""
     if text.isascii() and text.isprintable() and "  " not in text:
         return text.lower(), range(len(text)), range(1, len(text) + 1)
-    # NFKC may join a character with the combining marks after it.
-    begins = [place for place, char in enumerate(text) if place == 0 or not unicodedata.combining(char)]
+    nfkc, begins = partial(unicodedata.normalize, "NFKC"), [0]
+    for place, char in enumerate(text[1:], 1):  # NFKC may join a character with marks or letters (Hangul) after it
+        before = text[begins[-1] : place]
+        if not unicodedata.combining(char) and nfkc(before + char) == nfkc(before) + nfkc(char):
+            begins.append(place)
     characters: list[tuple[str, int, int]] = []
     for begin, end in pairwise([*begins, len(text)]):
-        for char in unicodedata.normalize("NFKC", text[begin:end]).casefold():
+        for char in nfkc(text[begin:end]).casefold():
             if char.isspace():
                 if not characters or characters[-1][0] != " ":
                     characters.append((" ", begin, end))
@@ -221,9 +228,10 @@ class _Form:
         labels = self.known.folded.get(self.text[i:j], ()) if i < j else ()
         if not labels:
             return None
-        span = self.starts[i], self.ends[j - 1]
-        if len(labels) > 1:
-            labels = tuple(label for label in labels if self.answer[slice(*span)] == label)
+        written = self.answer[slice(*(span := (self.starts[i], self.ends[j - 1])))]
+        raised = any(unicodedata.decomposition(char).startswith("<su") for char in written)  # "1²" is not 12
+        if len(labels) > 1 or raised:
+            labels = tuple(label for label in labels if written == label)
         return Reading(labels[0], span, self.states) if labels else None
 
     def names_label(self, words: str) -> bool:
@@ -264,14 +272,14 @@ class _Form:
             if pair is None and text[end:j] == ")":
                 return reading
             between = _BETWEEN.match(text, end, j)
-            if between is not None and between.end() > end and self.is_own_text(reading.label, between.end(), j):
-                return reading
-        # "the dog (B)"
+            if between is None or between.end() == end or not self.is_own_text(reading.label, between.end(), j):
+                reading = None
+        # "the dog (B)", where the text of B may itself be a label with that text
         start = max(text.rfind("(", i, j), text.rfind("[", i, j))
-        if start <= i or text[j - 1] not in ")]":
-            return None
-        reading = self.label(start + 1, j - 1)
-        return reading if reading is not None and self.is_own_text(reading.label, i, start) else None
+        last = self.label(start + 1, j - 1) if start > i and text[j - 1] in ")]" else None
+        if last is None or not self.is_own_text(last.label, i, start):
+            return reading
+        return last if reading is None or reading.label == last.label else None
 
 
 def _trimmed(text: str, i: int, j: int) -> Span:
@@ -295,7 +303,7 @@ def _layer(text: str, i: int, j: int) -> Span | None:
     """text[i:j] without its outermost layer of formatting; None where it has none."""
     if i >= j:
         return None
-    if text[j - 1] in _END_MARKS and text[j - 2 : j - 1] != "?" and not text.endswith("...", i, j):
+    if text[j - 1] in _END_MARKS and text[j - 2 : j - 1] != "?" and not _UNFINISHED.search(text, max(i, j - 6), j):
         return i, j - 1
     if (pair := _first_pair(text, i, j)) and pair[1] == j:
         return pair[0]
