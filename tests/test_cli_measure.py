@@ -132,6 +132,13 @@ def test_slices_are_measured_apart(tmp_path: Path, capsys: Capture) -> None:
     assert "a (N = 100)" in shown
 
 
+def test_values_of_a_file_cannot_write_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.5, "correct": True, "t": "\x1b[31mred\u202e"}] * 3)
+    shown = run(capsys, "measure", path, "--by", "t", "--metrics", "ece", "--resamples", "20").out
+    assert r"t \x1b[31mred\x202e (N = 3)" in shown
+    assert all(sign.isprintable() or sign == "\n" for sign in shown)
+
+
 def test_compare_pairs_by_question_whatever_the_order(tmp_path: Path, capsys: Capture) -> None:
     other = np.random.default_rng(1).random(200) < CONFIDENCE
     a = write_lines(tmp_path / "a.jsonl", plain())

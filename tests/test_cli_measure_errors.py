@@ -21,6 +21,7 @@ BAD_ROWS: list[tuple[str, str]] = [
     ('{"confidence": NaN, "correct": true}', "row 2: confidence: expected a number in [0, 1], got nan"),
     ('{"confidence": null, "correct": true}', "row 2: confidence: expected a number in [0, 1], got None"),
     ('{"confidence": true, "correct": true}', "row 2: confidence: expected a number in [0, 1], got True"),
+    ('{"confidence": "0_1", "correct": true}', "row 2: confidence: expected a number in [0, 1], got '0_1'"),
     ('{"confidence": "high", "correct": true}', "row 2: confidence: expected a number in [0, 1], got 'high'"),
     ('{"confidence": 1' + "0" * 400 + ', "correct": true}', "row 2: confidence: expected a number in [0, 1]"),
     ('{"correct": true}', "row 2: confidence: missing"),

@@ -256,6 +256,46 @@ def test_any_table_by_the_names_of_its_columns(tmp_path: Path, sign: str) -> Non
     assert read(path, confidence="p", prediction="said", gold="truth, or not")[:2] == ([0.9, 0.6], [True, False])
 
 
+def test_numbers_as_labels_are_compared_by_their_value(tmp_path: Path) -> None:
+    """pandas writes whole numbers as 1.0 where another row of the column is missing."""
+    rows = [
+        {"confidence": 0.9, "id": 7.0, "label": 1.0, "gold": 1},
+        {"confidence": 0.8, "id": 8, "label": 2, "gold": "2"},
+    ]
+    assert read(write_lines(tmp_path / "a.jsonl", rows)) == ([0.9, 0.8], [True, True], ["7", "8"])
+
+
+def test_an_empty_answer_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("confidence,label,gold\n0.9,A,A\n0.8,,A\n0.7, ,B\n")
+    assert read(tmp_path / "a.csv")[1] == [True, False, False]
+
+
+@pytest.mark.parametrize("column", ["gold", "id", "t"])
+@pytest.mark.parametrize("empty", ["", " ", None, float("nan")])
+def test_a_gold_label_question_or_slice_that_is_empty_is_refused(tmp_path: Path, column: str, empty: object) -> None:
+    """Two empty cells were an answer that is right, rows without an id one question."""
+    row = {"confidence": 0.9, "id": "q", "t": "x", "label": "A", "gold": "A"}
+    path = write_lines(tmp_path / "a.jsonl", [row, {**row, "label": "", column: empty}])
+    with pytest.raises(DataError, match=f"a.jsonl row 2: {column}: expected a text or a number, got"):
+        read_graded(path, ColumnNames(by="t"))
+    if isinstance(empty, str):
+        lines = [
+            ",".join(row),
+            "0.9,q,x,A,A",
+            "0.9," + ",".join({**row, column: empty}[name] for name in list(row)[1:]),
+        ]
+        (tmp_path / "a.csv").write_text("\n".join(lines))
+        with pytest.raises(DataError, match=f"a.csv row 2: {column}: expected a text or a number, got"):
+            read_graded(tmp_path / "a.csv", ColumnNames(by="t"))
+
+
+def test_a_completion_without_its_gold_label_is_refused(tmp_path: Path) -> None:
+    reply = completion("A", [token("A", 0.9)])
+    path = write_lines(tmp_path / "a.jsonl", [{**reply, "gold": "A"}, {**reply, "gold": None}])
+    with pytest.raises(DataError, match=r"a\.jsonl row 2: gold: expected a text or a number, got None"):
+        read_graded(path, ColumnNames(gold="gold"))
+
+
 def binary(count: int = 24) -> list[dict[str, Any]]:
     """P(yes) of a binary task, with the likelier label as the answer."""
     probability = np.linspace(0.02, 0.98, count)

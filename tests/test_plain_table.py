@@ -24,6 +24,7 @@ NUMBERS = st.sampled_from(
 ODD_NUMBERS = st.sampled_from(["1.5", "87", "NaN", "Infinity", "1e400", "9" * 30, "9" * 400, "01", ".5", "+0.5", "1."])
 TEXTS = st.sampled_from(
     [
+        " ",
         "A",
         "B",
         "7",
@@ -138,6 +139,19 @@ def test_at_once_equals_row_by_row(form: str, tmp_path_factory: pytest.TempPathF
         assert fast == slow
 
     same()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["confidence,correct,t\n0.5,true," + 200_000 * "x" + "\n", "\n\nconfidence,correct\n0.5,true\n"],
+    ids=["a long cell", "lines before the header"],
+)
+def test_a_table_that_is_odd_and_whole_is_read_either_way(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    for smallest in (ALWAYS, NEVER):
+        assert outcome(tmp_path / "a.csv", ColumnNames(), smallest, monkeypatch)[:2] == ([0.5], [True])
 
 
 @pytest.mark.parametrize(

@@ -439,7 +439,8 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
     number, lines = 0, (line for _, line in _text_lines(path, "line"))
-    first = next(lines, "")
+    first = next((line for line in lines if line.strip()), "")
+    csv.field_size_limit(MAX_LINE_BYTES)
     if names is None and first.startswith(('{"', "[{")):
         raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
     # The header's most frequent one; a file without a header has commas.

@@ -60,7 +60,7 @@ def probability_of(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
     value = nested(fields, name)
     try:
-        number = nan if isinstance(value, bool) else float(value)
+        number = nan if isinstance(value, bool) or (isinstance(value, str) and "_" in value) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = nan
     if not 0 <= number <= 1:
@@ -81,13 +81,11 @@ def truth_of(name: str, fields: Fields) -> bool:
 
 
 def text_of(name: str, fields: Fields) -> str:
-    """Return the field as text; ids and labels may be written as numbers."""
+    """Return the field as text; ids and labels may be written as numbers, 1 also as 1.0. An empty cell is none."""
     value = nested(fields, name)
-    if isinstance(value, str):
-        return value
-    if value is None or isinstance(value, dict | list):
+    if value is None or isinstance(value, dict | list) or value != value or not str(value).strip():
         raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
-    return str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
@@ -107,7 +105,8 @@ def answer_of(name: str, fields: Fields) -> str | None:
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
-    return None if nested(fields, name) is None else text_of(name, fields)
+    value = nested(fields, name)
+    return None if value is None or (isinstance(value, str) and not value.strip()) else text_of(name, fields)
 
 
 def answer_probability(name: str, fields: Fields) -> float:
@@ -315,7 +314,7 @@ def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> li
     labels = set()
     for row, record in rows:
         with locating(path, row):
-            labels.add(str(nested(record, gold)))
+            labels.add(text_of(gold, record))
     if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):
         return [chr(code) for code in range(ord("A"), ord(max(labels)) + 1)]
     return sorted(labels)

@@ -89,10 +89,9 @@ def truths(column: Any) -> Bools | None:
 
 
 def texts(column: Any) -> list[str] | None:
-    """Return texts, also from whole numbers."""
-    if str(column.type) not in ("int64", "string"):
-        return None
-    return column.to_pylist() if str(column.type) == "string" else [str(value) for value in column.to_pylist()]
+    """Return texts, also from whole numbers; None where one is empty."""
+    values = list(map(str, column.to_pylist())) if str(column.type) in ("int64", "string") else [""]
+    return values if all(map(str.strip, values)) else None
 
 
 class Reader(NamedTuple):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from catto.problems import did_you_mean, shortened
+from catto.problems import DataError, did_you_mean, shortened
 from catto.tasks import TASKS
 
 # A path or two, and a message that is itself limited in length.
@@ -40,12 +40,12 @@ def refuse(message: str) -> NoReturn:
 
 @contextmanager
 def refusing(*kinds: type[Exception], place: str = "") -> Iterator[None]:
-    """Turn ValueError and other errors that the user can repair into a refusal that starts with `place`."""
+    """Turn ValueError and others that the user can repair into a refusal that starts with `place`, or its own file."""
     errors: tuple[type[Exception], ...] = (ValueError, *kinds)
     try:
         yield
     except errors as error:
-        refuse(f"{place}{error}")
+        refuse(f"{'' if isinstance(error, DataError) else place}{error}")
 
 
 def warn(message: str) -> None:
@@ -66,9 +66,8 @@ def print_json(value: object) -> None:
 
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table: the first column is text, which may wrap, the others are numbers; an empty row is a line."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.title = shortened(title)
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
     for row in rows:
