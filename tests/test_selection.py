@@ -13,14 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from catto.calibrate import final_answers
 from catto.cli.select import select as command
 from catto.engines import TAU_GRID
-from catto.files import write_records
+from catto.files import read_records, write_records
 from catto.metrics.errors import ece
 from catto.metrics.selection import MOST_SUBSETS, Candidates, Selected, candidates, choose_sampling, select, subsets
 from catto.metrics.temperature import fit_tau
-from catto.records import Prediction
+from catto.problems import DataError
+from catto.records import Prediction, Protocol
 from catto.tasks import load
+from command import run
 
 
 def prediction(question: str, sample: int, label: str | None, confidence: float, **more: object) -> Prediction:
@@ -247,6 +250,33 @@ def test_uneven_questions_are_refused() -> None:
         candidates([])
     with pytest.raises(ValueError, match="k is 3, there are 2 samples"):
         select(candidates(random_rows(0, 2, 2)), 3)
+
+
+def test_a_rule_whose_number_no_sample_has_is_left_out_and_writes_no_answers() -> None:
+    rows = [row.model_copy(update={"mean_logprob": None}) for row in random_rows(0, 3, 2)]
+    rules = by_rule(select(candidates(rows), 2))
+    assert "mean log-probability" not in rules
+    assert "most confident" in rules
+    protocol = Protocol(rule="mean log-probability", k=2, temperature=1.0, fallback="answer")
+    with pytest.raises(ValueError, match="mean log-probability needs mean_logprob, which no sample has"):
+        final_answers(rows, protocol)
+    one = [rows[0].model_copy(update={"mean_logprob": -1.0}), *rows[1:]]
+    assert "mean log-probability" in by_rule(select(candidates(one), 1))
+
+
+@pytest.mark.parametrize("confidence", [True, "0.5"])
+def test_a_confidence_is_a_number(confidence: object, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({**prediction("q", 0, "A", 0.5).model_dump(), "confidence": confidence}) + "\n")
+    with pytest.raises(DataError, match=r"p\.jsonl row 1: confidence: expected a number, got"):
+        list(read_records(path, Prediction))
+
+
+def test_an_error_of_another_file_names_that_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_records(tmp_path / "p.jsonl", random_rows(0, 3, 2))
+    (tmp_path / "v.jsonl").write_text("{}\n")
+    done = run(capsys, "select", tmp_path / "p.jsonl", "--k", "2", "--fit-tau", tmp_path / "v.jsonl")
+    assert (done.code, done.err.startswith(f"catto: {tmp_path / 'v.jsonl'} row 1: ")) == (2, True)
 
 
 def test_the_command_prints_every_rule(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Prediction(Sampled):
     text: str
     label: str | None
     source: Literal["free", "plain", "fallback"]
-    confidence: float = Field(ge=0, le=1)
+    confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, float] | None = None
     logsumexp: dict[str, float] | None = None  # tau -> log-sum-exp(logits / tau) - max / tau
@@ -202,7 +202,7 @@ class FinalAnswer(Record):
     label: str | None
     gold: str
     correct: bool
-    confidence: float = Field(ge=0, le=1)
+    confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float = Field(ge=0, le=1)
     source: Literal["free", "plain", "fallback"]
     samples: int

@@ -35,6 +35,7 @@ LEVEL = 0.95
 ROUNDING = 1e-12
 # Rules by numbers that a file has where its engine gave the candidates of every token -> field of a prediction.
 TOKENS = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
+LIKELIEST = "mean log-probability"
 # Tokens of a group; a shorter response is one group.
 GROUP = 128
 
@@ -219,7 +220,7 @@ RULES: dict[str, Callable[[Candidates], Choice]] = {
     "most confident": lambda given: _picked(given, given.confidence),
     **{rule: partial(_voted, rule=rule) for rule in VOTES},
     # The sample whose tokens were likeliest on average; one without that number comes last.
-    "mean log-probability": lambda given: _picked(given, given.logprob),
+    LIKELIEST: lambda given: _picked(given, given.logprob),
     **{rule: partial(_picked_by_tokens, rule=rule) for rule in TOKENS},
 }
 
@@ -302,7 +303,7 @@ def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
     picks = {
         rule: [(choice.confidence, part.right(choice.place)) for part in parts for choice in [choose(part)]]
         for rule, choose in RULES.items()
-        if rule not in TOKENS or rule in given.tokens
+        if rule in given.tokens or rule not in (*TOKENS, *([LIKELIEST] if np.isnan(given.logprob).all() else ()))
     }
     # One random sample of a random subset is one random sample of all.
     picks["one random sample"] = list(zip(given.confidence.T, given.correct.T, strict=True))
