@@ -292,8 +292,15 @@ def test_words_that_all_rows_share_are_the_labels_and_phrases_are_not(tmp_path: 
     path = write_lines(tmp_path / "mine.jsonl", [{"stem": f"Claim {n}", "key": n % 3} for n in range(6)])
     words = from_file({"test": path}, fields={**MAP, "options": "true|false|unknown"})
     assert {frozenset(one.labels) for one in load(words, "test")} == {frozenset({"true", "false", "unknown"})}
+    spaced = from_file({"test": path}, fields={**MAP, "options": " true | false| unknown"})
+    assert list(load(spaced, "test")) == list(load(words, "test"))
     phrases = from_file({"test": path}, fields={**MAP, "options": "it holds|it does not|nobody knows"})
     assert {one.labels for one in load(phrases, "test")} == {("A", "B", "C")}
+
+
+def test_options_that_are_the_numbers_0_and_1_keep_their_labels(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "mine.jsonl", [{"stem": "How many?", "choices": {"A": 0, "B": 1}, "key": "B"}])
+    assert [gold_text(one) for one in load(from_file({"test": path}, fields=MAP), "test")] == ["1"]
 
 
 def test_an_answer_that_is_always_one_column_shows_at_no_place(tmp_path: Path) -> None:
@@ -363,6 +370,7 @@ TWO = ["x", "y"]
         ({"choices": "red or blue"}, "choices: expected a list of texts, got str"),
         ({"choices": [{"id": 1}, {"id": 2}]}, "choices: expected a list of texts, got a list with NoneType"),
         ({"choices": ["red"]}, "choices: expected 2 to 26 options, got 1"),
+        ({"choices": ["red", float("nan")]}, "choices: expected a list of texts, got a list with nan"),
         ({"choices": ["red", " "]}, "choices: an option is empty"),
         ({"choices": {"label": ["A", "A"], "text": TWO}}, "choices: expected 2 different labels, got A, A"),
         ({"choices": {"label": ["A"], "text": TWO}}, "choices: expected 2 different labels, got A"),
@@ -408,6 +416,12 @@ def test_a_text_that_two_options_share_is_no_answer(tmp_path: Path, capsys: Capt
         (["question=stem,options=choices", "--answers", "a.lst"], "answers: 1 files for the 0 of train"),
         (["question=stem,options=choices+other,answer=key"], "row 1: other: missing"),
         (["question={ctx}\\n{stem},options=choices,answer=key"], "row 1: ctx: missing"),
+        (["question={stem,options=choices,answer=key"], "fields: question: a brace that belongs to no field"),
+        (["question={stem} {},options=choices,answer=key"], "fields: question: a brace that belongs to no field"),
+        (
+            ["question=stem,options=choices,question=ctx,answer=key"],
+            "--fields: question=ctx: expected name=column once",
+        ),
         (["question=stem,options=choices"], "fields: answer is missing"),
         ([FIELDS, "--answer", "boolean"], "row 1: key 'A' is not one of red, blue"),
         (

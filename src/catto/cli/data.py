@@ -138,8 +138,8 @@ def own_questions(
     columns: dict[str, Any] = {}
     for part in filter(None, re.split(r",\s*(?=\w+=)", fields)):  # other commas belong to a template
         name, equals, column = part.partition("=")
-        if not equals or not column:
-            refuse(f"--fields: {part}: expected name=column, such as question=stem")
+        if not equals or not column or name.strip() in columns:
+            refuse(f"--fields: {part}: expected name=column once, such as question=stem")
         columns[name.strip()] = column.split("+") if "+" in column and "{" not in column else column
     files, lines = by_split(file), by_split(answers) or None
     block = TaskSettings.model_construct(files=files, fields=columns, answer=answer, answers=lines)

@@ -24,7 +24,7 @@ MEANING: dict[Style, str] = {
     "text": "an option's text",
     "boolean": "true or false",
 }
-_PLACE = r"\{([^{}]+)\}"  # of a field in a template
+PLACE = r"\{([^{}]+)\}"  # of a field in a template
 _BOOLEAN = {"yes": "true", "true": "true", "no": "false", "false": "false"}  # option, in lower case -> answer
 
 
@@ -47,8 +47,9 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     """The value of the field `name`, which must be a list of texts; numbers become texts."""
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of texts, got {type(value).__name__}")
-    if other := [type(item).__name__ for item in value if type(item) not in (str, int, float)]:
-        raise ValueError(f"{name}: expected a list of texts, got a list with {other[0]}")
+    if other := [item for item in value if type(item) not in (str, int, float) or item != item]:
+        kind = type(other[0]).__name__ if other[0] == other[0] else "nan"
+        raise ValueError(f"{name}: expected a list of texts, got a list with {kind}")
     return tuple(map(str, value))
 
 
@@ -81,13 +82,14 @@ class FieldMap:
     @cached_property
     def constant(self) -> tuple[str, ...]:
         """The options that all rows share; empty where each row has its own."""
-        return tuple(self.options.split("|")) if isinstance(self.options, str) and "|" in self.options else ()
+        options = self.options.split("|") if isinstance(self.options, str) else ()
+        return tuple(map(str.strip, options)) if len(options) > 1 else ()
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The outermost fields that it reads."""
         question = [self.question] if isinstance(self.question, str) else list(self.question.values())
-        inner = [name for part in question for name in (re.findall(_PLACE, part) or [part])]
+        inner = [name for part in question for name in (re.findall(PLACE, part) or [part])]
         columns = () if self.constant else [self.options] if isinstance(self.options, str) else self.options
         labels = self.labels if isinstance(self.labels, str) else None
         names = (*inner, *columns, self.answer, labels, self.id, self.group)
@@ -102,7 +104,7 @@ class FieldMap:
         (gold,) = golds.values()
         question = {"question": self.question} if isinstance(self.question, str) else self.question
         fields = {
-            name: re.sub(_PLACE, lambda match: text(raw, match[1]), field) if "{" in field else text(raw, field)
+            name: re.sub(PLACE, lambda match: text(raw, match[1]), field) if "{" in field else text(raw, field)
             for name, field in question.items()
         }
         if not any(value.strip() for value in fields.values()):
@@ -162,7 +164,7 @@ class FieldMap:
                 if isinstance(value.get("text"), list):
                     labels, value = value.get("label"), value["text"]
                 else:  # label -> text, or text -> 0 or 1
-                    labels = None if all(mark in (0, 1) for mark in value.values()) else list(value)
+                    labels = None if self.answer == self.options else list(value)
                     value = list(value) if labels is None else list(value.values())
             options = texts(self.options, value)
         if isinstance(self.labels, str):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from catto.problems import DataError, listed
 from catto.records import SPLITS, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
-from catto.tasks.fields import ANSWER, LETTERS, FieldMap, Style
+from catto.tasks.fields import ANSWER, LETTERS, PLACE, FieldMap, Style
 from catto.tasks.loading import find
 from catto.tasks.splits import Cut
 
@@ -98,6 +98,8 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
     values: dict[str, Any] = {"labels": tuple(labels) if labels else None, **fields, "style": style}
     if isinstance(values["question"], str):  # a line break of a template, typed in a shell
         values["question"] = values["question"].replace("\\n", "\n")
+        if re.search("[{}]", re.sub(PLACE, "", values["question"])):
+            raise ValueError("fields: question: a brace that belongs to no field, expected a template such as {field}")
     elif not isinstance(values["question"], Mapping):
         values["question"] = {name: name for name in values["question"]}
     if not isinstance(values["options"], str):
