@@ -58,7 +58,7 @@ TABLES = {
         *_all("B", 'B: "the dog"', "**B) the dog**", "**B)** the dog", "**B**: *the dog*", "[B] the dog"),
         *_all("B", "B) **the dog**", "B\nthe dog", "(B) - the dog", "B = the dog", "Option B: the dog"),
         *_all("B", "Answer: B) the dog", "The correct answer is B) the dog.", r"\boxed{B} the dog"),
-        *_all("B", "__Answer__: B", "_Answer_: B", "**Verdict**: B", "Answer B", "answer b", "选项B", "选项 b"),
+        *_all("B", "__Answer__: B", "_Answer_: B", "**Verdict**: B", "Answer B", "___B___", "选项B", "选项 b"),
         *_all("B", r"\boxed{\text{B) the dog}}", "the dog (B)", "The answer is the dog (B)."),
         *_all("B", "B) the dog is the correct answer.", "The answer is **(B) the dog**."),
         *_all("D", "D) Both A and B", "D", "The answer is D: both A and B.", "(d) both a and b"),

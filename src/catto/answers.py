@@ -26,7 +26,7 @@ _ROOM = 300  # characters for them: a line longer than this and two option texts
 _END_MARKS = ".,;:!。、✅✓✔☑"
 _UNFINISHED = re.compile(r"(?:[.。] ?){3}$")
 _PAIRS = [
-    *[(mark, mark) for mark in ("```", "***", "**", "__", "$$", "*", "_", "`", "$", '"', "'")],
+    *[(mark, mark) for mark in ("```", "***", "**", "___", "__", "$$", "*", "_", "`", "$", '"', "'")],
     *zip("\u201c\u201e\u2018«\u2039「『【《〈([{", "\u201d\u201c\u2019»\u203a」』】》〉)]}", strict=True),
     *[(r"\(", r"\)"), (r"\[", r"\]")],
 ]
