@@ -256,6 +256,11 @@ def test_any_table_by_the_names_of_its_columns(tmp_path: Path, sign: str) -> Non
     assert read(path, confidence="p", prediction="said", gold="truth, or not")[:2] == ([0.9, 0.6], [True, False])
 
 
+def test_the_sign_between_columns_is_not_counted_inside_quotes(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"p, that is, confidence";correct\n0.5;1\n0.25;0\n')
+    assert read(tmp_path / "a.csv", confidence="p, that is, confidence")[:2] == ([0.5, 0.25], [True, False])
+
+
 def test_numbers_as_labels_are_compared_by_their_value(tmp_path: Path) -> None:
     """pandas writes whole numbers as 1.0 where another row of the column is missing."""
     rows = [

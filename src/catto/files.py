@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import shutil
 import stat
 import zlib
@@ -443,9 +444,9 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
     csv.field_size_limit(MAX_LINE_BYTES)
     if names is None and first.startswith(('{"', "[{")):
         raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    # The header's most frequent one; a file without a header has commas.
+    # The header's most frequent one outside of quotes; a file without a header has commas.
     signs = "\t" if kind(path) == ".tsv" else ",;\t|" if names is None else ","
-    sign = max(signs, key=first.count)
+    sign = max(signs, key=re.sub('"[^"]*"', "", first).count)
     try:
         for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
             if names is None:
