@@ -433,9 +433,8 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
                 except arrow.ArrowException as error:
                     raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
         case _:
-            with opened(path):  # a folder, or nothing: that is told first
-                pass
-            raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
+            with opened(path):  # refuses a folder, and what is missing
+                raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:

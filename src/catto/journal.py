@@ -47,14 +47,7 @@ class Journal(Generic[S]):
     """
 
     def __init__(
-        self,
-        path: Path,
-        kind: type[S],
-        manifest: Manifest,
-        keys: Iterable[Key] = (),
-        *,
-        refused: Path,
-        other: str,
+        self, path: Path, kind: type[S], manifest: Manifest, keys: Iterable[Key] = (), *, refused: Path, other: str
     ) -> None:
         self.path, self.manifest, self.refused_path, self.other = path, manifest, refused, other
         self.kind: type[S] = kind

@@ -275,12 +275,11 @@ class _Strict(yaml.SafeLoader):
         """Build a value; refuse an impossible date, a number of 5,000 digits and a number in base 8 or 60."""
         try:
             value = super().construct_object(node, deep=deep)
-        except ValueError:
-            problem = f"{shortened(repr(node.value), 60)} cannot be read as a number or a date"
-        else:
             if not isinstance(value, int | float) or not _OTHER_BASE.match(node.value):
                 return value
             problem = f"{shortened(repr(node.value), 60)} is {value} in YAML: write that, or quote it"
+        except ValueError:
+            problem = f"{shortened(repr(node.value), 60)} cannot be read as a number or a date"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

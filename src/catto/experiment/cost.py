@@ -243,15 +243,6 @@ class Duration(NamedTuple):
     source: str
 
 
-def _rough(value: float) -> str:
-    """Format an amount without decimals; one below 1 with its first digit, and never as 0.
-
-    >>> _rough(1234.5), _rough(0.0712), _rough(1e-6)
-    ('1,234', '0.07', '0.01')
-    """
-    return f"{value:,.0f}" if value >= 1 else f"{max(value, 0.01):.1g}"
-
-
 class Costs:
     """What the stages of a recipe need: rows, tokens, bytes and seconds."""
 
@@ -353,18 +344,20 @@ class Costs:
         if trainings:
             tokens = sum(map(self.tokens, trainings))
             length = "with rows as long as the context"
-            lines.append(f"{len(trainings)} trainings: up to {_rough(tokens / 1e6)} million tokens, {length}")
+            lines.append(f"{len(trainings)} trainings: up to {max(tokens / 1e6, 1):,.0f} million tokens, {length}")
         if trainings and self.parameters is not None:
             adapted = self.recipe.model.peft is not None
             held = "the weights" if adapted else "weights, gradients and Adam's moments"
             size = self.parameters * self.width * (1 if adapted else 4) / 1e9
             counted = f"{self.parameters / 1e9:.3g} billion" if self.parameters >= 1e7 else f"{self.parameters:,.0f}"
-            lines.append(f"{counted} parameters: {_rough(size)} GB of GPU memory for {held}, then activations")
             hours, peak = tokens / self.speed / 3600, GPU.operations
+            amounts = size, hours, hours * TRAINING * peak / CORES
+            memory, on_gpu, on_cores = (f"{max(each, 0.01):,.{0 if each >= 1 else 2}f}" for each in amounts)
+            lines.append(f"{counted} parameters: {memory} GB of GPU memory for {held}, then activations")
             share = f"at {self.speed:,.0f} tokens/s ({TRAINING:.0%} of an {GPU.name}'s {peak / 1e12:.0f} TFLOP/s)"
-            lines.append(f"up to {_rough(hours)} GPU hours {share}")
+            lines.append(f"up to {on_gpu} GPU hours {share}")
             if self.parameters < 1e9:
-                lines.append(f"or up to {_rough(hours * TRAINING * peak / CORES)} hours of two CPU cores")
+                lines.append(f"or up to {on_cores} hours of two CPU cores")
         if asking and teacher.source == "server":
             requests = sum(map(self.requests, asking))
             generated = f"up to {requests * teacher.max_tokens / 1e6:,.0f} million generated tokens"

@@ -434,8 +434,8 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
             graph = Graph(Recipe.model_validate(value))
         matches = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
         if len(matches) > 1:
-            told = f"{key} is the beginning of {len(matches)} keys: {matches[0].key}, {matches[1].key}, ..."
-            raise DataError(root, None, told)
+            keys = f"{len(matches)} keys: {matches[0].key}, {matches[1].key}, ..."
+            raise DataError(root, None, f"{key!r} is the beginning of {keys}")
         if matches:
             return matches[0]
     told = f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"

@@ -41,10 +41,7 @@ def shared(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     turns = math.gcd(micro, processes)
     if size % (processes // turns):
         raise ValueError(f"{processes} processes cannot share a batch of {size * micro} equally")
-    return {
-        "per_device_train_batch_size": size * turns // processes,
-        "gradient_accumulation_steps": micro // turns,
-    }
+    return {"per_device_train_batch_size": size * turns // processes, "gradient_accumulation_steps": micro // turns}
 
 
 # ---- what can be launched -------------------------------------------------------------------------------------------
