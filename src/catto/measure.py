@@ -429,8 +429,8 @@ def unheld(summary: Summary) -> list[str]:
         f"({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     )
     return [
-        f"{METRICS[name].title} has no interval: resampling adds to it, and its percentiles do not hold its value. "
-        f"In its place: by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}, {instead}."
+        f"{METRICS[name].title} has no interval: resampling raises it, so the percentiles exclude its own value. "
+        f"Instead: by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}, {instead}."
         for name, metric in summary.metrics.items()
         if metric.interval.reason is not None and metric.null is not None
     ]

@@ -54,7 +54,7 @@ def expand(path: str) -> str:
     def value(match: re.Match[str]) -> str:
         setting = os.environ.get(match["name"]) or match["default"]
         if setting is None:
-            raise ValueError(f"environment variable {match['name']} is not set")
+            raise ValueError(f"environment variable {match['name']} is not set, or empty")
         return str(setting)
 
     return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)

@@ -70,7 +70,7 @@ def apply(
     calibrator: Annotated[Path, Argument(help="What `catto calibrate fit` wrote.")],
     file: Annotated[Path, Argument(help="Answers to calibrate; they need not be labelled.")],
     out: Annotated[Path, Option(help="Where the rows go: a .jsonl file.")],
-    on: Annotated[On | None, Option(help="What the calibrator reads, where its file is alone.")] = None,
+    on: Annotated[On | None, Option(help="What the calibrator reads, if its manifest is missing.")] = None,
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
     confidence: measure.ConfidenceColumn = "confidence",

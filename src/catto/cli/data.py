@@ -53,7 +53,7 @@ def data(
 ) -> None:
     """Show questions of a task, their prompts and the sizes of the task's splits.
 
-    Of a file without --fields a map of its fields is proposed.
+    For a file without --fields, a map of its fields is proposed.
 
     Examples:
     catto data witnesses

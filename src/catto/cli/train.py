@@ -29,7 +29,9 @@ def train(
     answers: AnswersOption = None,
     seed: Annotated[int | None, Seed(help="The seed.", show_default="the recipe's first")] = None,
     budget: Annotated[Budget | None, Option(help="How much it trains.", show_default="the recipe's first")] = None,
-    processes: Annotated[int | None, Option(min=1, help="Share a training.", show_default="the recipe's")] = None,
+    processes: Annotated[
+        int | None, Option(min=1, help="Processes of a training.", show_default="the recipe's")
+    ] = None,
     config: Annotated[str | None, Option(help="Their layout: ddp, fsdp2, zero2, zero3, or Accelerate's file.")] = None,
     out: OutOption = None,
     sets: SetOption = None,

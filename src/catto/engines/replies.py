@@ -223,7 +223,7 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
 
 
 def wished_wait(headers: Mapping[str, str]) -> float | None:
-    """Seconds after which a server wants to be asked again, from its headers; None where they say nothing usable.
+    """Seconds after which a server asks to be called again, from its headers; None where they say nothing usable.
 
     Example:
         >>> wished_wait({"retry-after": "20"})

@@ -27,7 +27,7 @@ _last: tuple[tuple[str, str, int], Engine] | None = None
 
 
 def engine_of(work: Work, evaluation: EvaluationSettings) -> Engine:
-    """Return the engine on the model that a stage needs. The last one is kept: the next stage often wants it too."""
+    """Return the engine on the model that a stage needs. The last one is kept: the next stage often needs it too."""
     global _last
     key = evaluation.engine, str(work.model().resolve()), evaluation.batch_size
     if _last is None or _last[0] != key:

@@ -66,7 +66,7 @@ METRICS: dict[str, Metric] = {
         "RMS calibration error",
         "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
     ),
-    "brier": _loss(errors.brier, "Brier score", "Mean squared distance of confidence and correctness."),
+    "brier": _loss(errors.brier, "Brier score", "Mean squared distance between confidence and correctness."),
     "nll": _loss(
         errors.nll, "NLL", "Mean negative log-likelihood of being right or wrong under the confidence.", least=0.01
     ),
@@ -79,7 +79,7 @@ METRICS: dict[str, Metric] = {
     ),
     "aurc": _loss(ranking.aurc, "AURC", "Error rate among the most confident answers, averaged over all coverages."),
     "e_aurc": _loss(ranking.e_aurc, "Excess AURC", "AURC above that of the best possible order of the same answers."),
-    "l1": _loss(errors.l1_risk, "L1 risk", "Mean absolute distance of confidence and correctness."),
+    "l1": _loss(errors.l1_risk, "L1 risk", "Mean absolute distance between confidence and correctness."),
 }
 
 HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", "brier", "nll", "auroc", "aurc")

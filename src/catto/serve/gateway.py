@@ -385,7 +385,7 @@ class Gateway:
             raise FaultError(f"no answer within {self.limits.deadline:g} s", again=True, code=504) from None
 
     def _asked(self, name: str, body: ChatRequest) -> Asked:
-        """What a request wants, or the refusal of what cannot be served."""
+        """What a request asks for, or the refusal of what cannot be served."""
         wishes, limits = body.catto, self.limits
         changed = {"k": wishes.k, "rule": wishes.rule, "temperature": body.temperature}
         protocol = self.protocol.model_copy(update={key: value for key, value in changed.items() if value is not None})
