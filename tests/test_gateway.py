@@ -485,7 +485,9 @@ def test_the_key_is_compared_and_never_logged(caplog: pytest.LogCaptureFixture) 
         assert post(url, body())[0] == 401
         assert get(url, "/v1/models")[0] == 401
         assert get(url, "/health")[0] == 200
+        assert post(url, body(), Authorization="Basic right-key")[0] == 401
         assert not upstream.seen
+        assert post(url, body(), Authorization="bearer right-key")[0] == 200  # the scheme has no case
         status, _, headers = post(url, body(), Authorization="Bearer right-key", **{"X-Request-Id": "mine.1"})
         assert (status, headers["x-request-id"]) == (200, "mine.1")
         assert post(url, body(), Authorization="Bearer right-key", **{"X-Request-Id": "a b"})[2][

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +178,13 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         (b"GGUF\x03\0\0\0" + b"\xff" * 64, "damaged, or not a model that Transformers reads"),
     ],
 )
-def test_a_damaged_file_is_an_error_and_leaves_nothing(tmp_path: Path, content: bytes, told: str) -> None:
-    (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(DataError, match=r"bad\.gguf: ") as caught:
-        import_gguf(tmp_path / "bad.gguf", tmp_path / "model")
+@pytest.mark.parametrize("name", ["bad.gguf", "bad.bin"])
+def test_a_damaged_file_is_an_error_and_leaves_nothing(tmp_path: Path, content: bytes, told: str, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: ") as caught:
+        import_gguf(tmp_path / name, tmp_path / "model")
     assert told in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_folder_with_something_in_it_is_kept(tmp_path: Path) -> None:

@@ -83,13 +83,13 @@ def print_table(table: Table) -> None:
 def number(value: float, percent: bool, signed: bool = False) -> str:
     """Format a value: per cent with one digit, others with four; a dash where it is undefined.
 
-    >>> number(0.1234, percent=True), number(0.1234, percent=False, signed=True)
-    ('12.3', '+0.1234')
+    >>> number(0.1234, percent=True), number(0.1234, percent=False, signed=True), number(-1e-9, percent=True)
+    ('12.3', '+0.1234', '0.0')
     """
     if not isfinite(value):
         return "-"
     scaled, digits = (100 * value, 1) if percent else (value, 4)
-    return f"{scaled:{'+' if signed else ''}.{digits}f}"
+    return f"{scaled:{'+' if signed else ''}z.{digits}f}"
 
 
 def span(ends: Any, percent: bool, signed: bool = False) -> str:

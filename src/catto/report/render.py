@@ -72,10 +72,10 @@ class Entry:
         if (versus := self.versus) is not None:
             p = versus.p_corrected
             judged = "" if isnan(p) else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
-            lines.append(f"to DPO {self.scale * versus.difference:+.{decimals}f}{judged}")
+            lines.append(f"to DPO {self.scale * versus.difference:+z.{decimals}f}{judged}")
             if not isnan(versus.low):
                 ends = (self.scale * versus.low, self.scale * versus.high)
-                lines.append(f"[{', '.join(f'{end:+.{decimals}f}' for end in ends)}]")
+                lines.append(f"[{', '.join(f'{end:+z.{decimals}f}' for end in ends)}]")
         return [*lines, f"paper: {self.paper}"] if self.paper else lines
 
 

@@ -272,8 +272,8 @@ def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
         if interval.reason is not None:  # an ECE outside its own interval: what holds instead
             entry.notes = (f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}",)
             if not isnan(gap.low):
-                ends = f"[{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]"
-                entry.notes += (f"conf. - acc. {100 * gap.value:+.2f} {ends}",)
+                ends = f"[{100 * gap.low:+z.2f}, {100 * gap.high:+z.2f}]"
+                entry.notes += (f"conf. - acc. {100 * gap.value:+z.2f} {ends}",)
     share = group.others["sample_fallback_rate" if spec.needs == "sample_fallback_rate" else "fallback_rate"].mean
     if share > MOST_FORCED:
         entry.forced, entry.mark = f"{100 * share:.0f} % forced", ""

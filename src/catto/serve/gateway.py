@@ -269,8 +269,9 @@ class Guard:
                 LOG.info("%s %s %s %.0f ms", name, shortened(scope["path"], 80), message["status"], 1000 * seconds)
             await send(message)
 
-        given, key = headers.get(b"authorization", b""), f"Bearer {self.limits.key}".encode()
-        allowed = self.limits.key is None or hmac.compare_digest(given, key) or not scope["path"].startswith("/v1/")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")  # "Bearer", in whatever case
+        known = scheme.lower() == b"bearer" and hmac.compare_digest(given, (self.limits.key or "").encode())
+        allowed = known or self.limits.key is None or not scope["path"].startswith("/v1/")
         answer = self.app if allowed else error(401, "missing or wrong API key", _CLOSE)
         await answer(scope, self._limited(receive, int(headers.get(b"content-length", 0))), reply)
 

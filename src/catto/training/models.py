@@ -61,7 +61,7 @@ def import_gguf(source: str | Path, out: Path) -> Path:
 
 def _gguf_file(source: str | Path, scratch: Path) -> Path:
     """The one GGUF file that `source` names; parts are joined in `scratch`, in the order of their numbers."""
-    if Path(source).suffix == ".gguf":
+    if Path(source).suffix == ".gguf" or Path(source).is_file():
         if not Path(source).is_file():
             raise ValueError(f"no file {source}")
         return Path(source)
