@@ -26,6 +26,13 @@ ARCHITECTURES = [
     # a window of 6 tokens is shorter than every prompt here; soft caps act on logits of this size
     pytest.param({"arch": "mistral", "sliding_window": 6}, id="mistral-window"),
     pytest.param({"arch": "gemma2", "sliding_window": 6, "final_logit_softcapping": 3.0}, id="gemma2-softcap"),
+    # these take no position ids, or count padding as tokens of their window
+    pytest.param(
+        {"arch": "gpt_neo", "attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 6},
+        id="gpt_neo-window",
+    ),
+    pytest.param({"arch": "mpt"}, id="mpt-distances"),
+    pytest.param({"arch": "mamba"}, id="mamba-recurrent"),
 ]
 each_architecture = pytest.mark.parametrize("shape", ARCHITECTURES)
 BATCH_SIZES = (1, 3, 16)

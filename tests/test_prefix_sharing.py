@@ -156,11 +156,17 @@ def test_mistral_without_a_window_shares() -> None:
     [
         BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)),
         MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)),
+        tiny_model(arch="gpt_neo", attention_types=[[["global", "local"], 1]], num_layers=2, window_size=6),
     ],
-    ids=["distances in the sequence", "recurrence"],
+    ids=["distances in the sequence", "recurrence", "windows that count tokens"],
 )
 def test_models_that_take_no_positions_are_an_obstacle(model: Any) -> None:
     assert sharing_obstacle(model) is not None
+
+
+def test_gpt_neo_shares_where_all_of_its_layers_are_global() -> None:
+    model = tiny_model(arch="gpt_neo", attention_types=[[["global"], 2]], num_layers=2)
+    assert sharing_obstacle(model) is None
 
 
 def test_a_reference_that_cannot_share_is_an_obstacle(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,10 +13,16 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -44,6 +50,9 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),  # a sliding window: pass sliding_window
     "gpt2": (GPT2Config, GPT2LMHeadModel),  # absolute positions: padding that moves a prompt shows
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),  # soft-capped logits: pass final_logit_softcapping
+    "gpt_neo": (GPTNeoConfig, GPTNeoForCausalLM),  # windows in an ordinary cache: pass attention_types, window_size
+    "mpt": (MptConfig, MptForCausalLM),  # distances instead of positions
+    "mamba": (MambaConfig, MambaForCausalLM),  # recurrent, with a cache of another name
 }
 
 

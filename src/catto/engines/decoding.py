@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,17 @@ def evaluating(network: Any) -> Iterator[Head]:
             part.training = training
 
 
+def counts_padding(network: Any) -> bool:
+    """Whether padding moves the tokens after it: layers that go by the sequence as it is laid out, not by positions.
+
+    These are recurrent layers, distances (ALiBi), GPT-Neo's local windows, and positions that a model counts itself.
+    """
+    base = network.get_base_model() if hasattr(network, "get_base_model") else network
+    config = base.config.get_text_config()
+    by_place = getattr(config, "alibi", False) or "local" in getattr(config, "attention_layers", ())
+    return by_place or "position_ids" not in inspect.signature(base.base_model.forward).parameters
+
+
 def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     """Logits after the last token of each sequence: one forward, right padding, no cache -> (B, V) fp32.
 
@@ -197,13 +209,14 @@ class Cached:
         """
         self._network, self._head = network, head
         self._mask: Tensor | None = None
+        self._past: dict[str, Any] = {}  # the cache, of the kind that the model makes, under its own name for it
         common = prompts[0][: common_tokens(prompts)]
         if common:
             self.step(torch.tensor([common], device=network.device))
             if all(type(layer) is DynamicLayer for layer in self._cache.layers):
                 self.select([0] * len(prompts))
             else:
-                common, self._cache = (), None
+                common, self._past = (), {}
         rests = [prompt[len(common) :] for prompt in prompts]
         width = max(map(len, rests))
         pads = [width - len(rest) for rest in rests]
@@ -236,9 +249,12 @@ class Cached:
         if mask is not None:
             positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
             padding = {"attention_mask": mask, "position_ids": positions}
-        out = self._network(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **padding)
+        out = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **padding)
         assert self._head.states is not None
-        self._cache = out.past_key_values
+        self._past = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
+        if not self._past:
+            raise ValueError(f"{type(self._network).__name__} returns no cache to continue from")
+        (self._cache,) = self._past.values()
         self.logits, self.states = _finite(out.logits[:, -1]), self._head.states[:, -1]
 
 

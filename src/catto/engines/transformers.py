@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_model
-from catto.engines.decoding import Row, as_float64, decode_rows, evaluating, last_logits, state_logits
+from catto.engines.decoding import Row, as_float64, counts_padding, decode_rows, evaluating, last_logits, state_logits
 from catto.labels import decoded
 from catto.problems import DataError
 from catto.prompts import prompt_ids
@@ -90,7 +90,7 @@ class TransformersEngine(Engine):
             limit = limit if self.positions is None else min(limit, self.positions - len(prompt))
             groups.setdefault(prompt, []).append(Row(request, prompt, limit))
         decode = partial(decoded, self.tokenizer)
-        for rows in pack(groups.values(), self.batch_size):
+        for rows in pack(groups.values(), self.batch_size, counts_padding(self.network)):
             missing = [row for row in rows if row.request.key not in done]
             if not missing:
                 continue
@@ -148,13 +148,17 @@ class TransformersEngine(Engine):
             raise ValueError(f"{what} need {tokens} tokens, the model has {self.positions} positions")
 
 
-def pack(groups: Iterable[list[Row]], batch_size: int) -> list[list[Row]]:
-    """Cut each prompt's rows, longest prompt first, into batches of `batch_size` at most; only larger groups split."""
+def pack(groups: Iterable[list[Row]], batch_size: int, even: bool = False) -> list[list[Row]]:
+    """Cut each prompt's rows, longest prompt first, into batches of `batch_size` at most; only larger groups split.
+
+    even: a batch has prompts of one length, which need no padding.
+    """
     batches: list[list[Row]] = []
     for rows in sorted(groups, key=lambda rows: -len(rows[0].prompt)):
         for start in range(0, len(rows), batch_size):
             chunk = rows[start : start + batch_size]
-            if not batches or len(batches[-1]) + len(chunk) > batch_size:
+            uneven = even and batches and len(batches[-1][0].prompt) != len(chunk[0].prompt)
+            if not batches or uneven or len(batches[-1]) + len(chunk) > batch_size:
                 batches.append([])
             batches[-1] += chunk
     return batches

@@ -7,7 +7,6 @@ base model's forward. Without that keyword the forward is unchanged.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_triton_available
 
+from catto.engines.decoding import counts_padding
 from catto.objectives import TokenStats, label_logprobs, token_stats
 from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
@@ -196,9 +196,8 @@ def sharing_obstacle(model: Any) -> str | None:
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         return f"its layers attend to a sliding window of {window} tokens, not to the whole context"
-    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
-    if "position_ids" not in inspect.signature(backbone.forward).parameters or getattr(config, "alibi", False):
-        return "it takes no position ids"  # recurrent layers, or distances in the sequence as it is laid out
+    if counts_padding(model):
+        return "its layers go by the sequence as it is laid out, not by position ids"
     if hasattr(model, "peft_config") and any(c.is_prompt_learning for c in model.peft_config.values()):
         return "its adapter puts virtual tokens in front of the prompt"
     return None
