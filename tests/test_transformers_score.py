@@ -77,6 +77,27 @@ def test_bf16_model_gets_an_fp32_head_and_keeps_its_own_soft_cap(shape: dict[str
     assert model(ids).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("adapter", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 40]}])
+def test_a_bf16_head_that_peft_wraps_runs_in_fp32_too(adapter: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **adapter)
+    model = get_peft_model(tiny_model(tie_word_embeddings="trainable_token_indices" in adapter).bfloat16(), settings)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "lora" not in name:
+                weight.add_(0.25)  # the trained copy of the head, not the one below it
+    context = ragged_contexts()[1]
+    ids = torch.tensor([[*prompt_ids(TOKENIZER, context.messages), *context.prefix]])
+    base = model.get_base_model()
+    with torch.no_grad():
+        states = base.model(ids).last_hidden_state[0, -1]
+        weight = base.lm_head(torch.eye(32, dtype=torch.bfloat16)).float()  # its columns: the head as it acts
+    found = TransformersEngine(model, TOKENIZER).score([context])[0].logprobs
+    expected = log_softmax((states.float() @ weight).double().numpy())[list(context.candidates)]
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
 def test_scoring_ignores_a_surrounding_autocast() -> None:
     engine = TransformersEngine(tiny_model(), TOKENIZER)
     plain = engine.score(ragged_contexts())

@@ -84,7 +84,7 @@ def evaluating(network: Any) -> Iterator[Head]:
     module: Any = network.get_output_embeddings()
     product = module.forward
     if module.weight.dtype != torch.float32:
-        if type(module) is not nn.Linear:
+        if type(getattr(module, "original_module", module)) is not nn.Linear:  # PEFT's `modules_to_save` wraps it
             raise ValueError(
                 f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
             )
