@@ -201,6 +201,24 @@ def test_an_adapter_folder_loads_on_its_base(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_an_adapter_of_virtual_tokens_is_refused(kind: str) -> None:
+    """PEFT puts them in front of every call, so of every cached token too."""
+    import peft
+
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        TransformersEngine(peft.get_peft_model(tiny_model(), adapter), TOKENIZER)
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    config = OpenAIGPTConfig(vocab_size=len(TOKENIZER), n_embd=8, n_layer=1, n_head=2, n_positions=64)
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel returns no cache to continue from"):
+        next(TransformersEngine(OpenAIGPTLMHeadModel(config), TOKENIZER).generate(ragged_requests()))
+
+
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         TransformersEngine.load(tmp_path / "nothing")

@@ -34,6 +34,8 @@ class TransformersEngine(Engine):
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, model_name: str | None = None) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, expected at least 1")
+        if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+            raise ValueError("the adapter puts virtual tokens in front of every call, which generation does not expect")
         self.network = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
