@@ -302,6 +302,19 @@ def test_a_row_ends_with_the_end_of_sequence_and_reads_as_generated() -> None:
     assert isinstance(examples(TOKENIZER, [row])[0].label, Label)
 
 
+def test_a_copy_of_a_trained_model_has_its_own_weights(tmp_path: Path) -> None:
+    model = tiny_model()
+    tokenizer = tiny_tokenizer()
+    config = SupervisedConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    SupervisedTrainer(model, config, examples(tokenizer, sft_rows(2)), tokenizer)
+    snapshot, ids = copy.deepcopy(model), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        before = snapshot(input_ids=ids).logits
+        model.lm_head.weight.mul_(0.5)
+        assert torch.equal(snapshot(input_ids=ids).logits, before)
+        assert torch.equal(model(input_ids=ids).logits, before / 2)
+
+
 def test_no_example_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no example"):
         SupervisedTrainer(tiny_model(), arguments(tmp_path), [], TOKENIZER)

@@ -46,14 +46,14 @@ def install(model: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
         return
-    original = base.forward
+    original = vars(base).get("forward")  # set where a library has wrapped it on this instance
 
     @functools.wraps(type(base).forward)
     def forward(
         self: Any, *args: Any, catto_batch: Batch | None = None, catto_head: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        if catto_batch is None:
-            return original(*args, **kwargs)
+        if catto_batch is None:  # by the class: a copy of the model must not call the one that it was copied from
+            return type(self).forward(self, *args, **kwargs) if original is None else original(*args, **kwargs)
         return _forward(self, catto_batch, **(catto_head or {}), **kwargs)
 
     base.forward = types.MethodType(forward, base)
