@@ -129,6 +129,15 @@ def test_where_the_label_is_read_long_rows_are_dropped_and_told(
     assert trainer.state.global_step == 1
 
 
+def test_a_column_that_the_term_does_not_read_may_hold_anything() -> None:
+    """`correctness_rate` is read by `outcome` alone; another objective's dataset may use the name for its own."""
+    options: dict[str, Any] = {"calibration": "catto", "calibrate_tokens": "label"}
+    named = [{**row, "correctness_rate": "high", "rate": "low"} for row in pairs.dataset(pairs.preference_rows())]
+    expected = step(CATTOTrainer, CATTOConfig, **options)
+    found = step(CATTOTrainer, CATTOConfig, rows=Dataset.from_list(named), **options)
+    assert torch.equal(found.loss, expected.loss)
+
+
 @pytest.mark.parametrize("objective", [*LABELLED, "none", "catto"])
 def test_a_stream_of_long_rows_alone_is_an_error(objective: str, tmp_path: Path) -> None:
     """It would end after no step at all."""

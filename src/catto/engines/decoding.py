@@ -88,8 +88,8 @@ def evaluating(network: Any) -> Iterator[Head]:
             raise ValueError(
                 f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
             )
-        weight, bias = module.weight.float(), None if module.bias is None else module.bias.float()
-        product = functools.partial(nn.functional.linear, weight=weight, bias=bias)
+        weight, bias = module.weight.float(), getattr(module, "bias", None)
+        product = functools.partial(nn.functional.linear, weight=weight, bias=None if bias is None else bias.float())
     head = Head()
 
     def forward(states: Tensor) -> Tensor:
@@ -199,7 +199,6 @@ class Cached:
 
     logits: Tensor
     states: Tensor
-    _cache: Any = None  # the model makes the kind that it needs
 
     def __init__(self, network: Any, head: Head, prompts: Sequence[Sequence[int]]) -> None:
         """Run what all prompts begin with once, then the rest of each, padded on the left.

@@ -210,7 +210,7 @@ def block_mask(batch: Batch) -> Any:
 KEY = "catto"  # our entry in a batch; TRL would pass unknown entries to the model, so it is taken out before
 # Columns beyond TRL's that reach the collator, where a dataset has them.
 LABEL_COLUMNS = ("chosen_label_at", "rejected_label_at", "chosen_candidates", "rejected_candidates", "gold_index")
-COLUMNS = ("row", *LABEL_COLUMNS, "correctness_rate")
+COLUMNS = ("row", *LABEL_COLUMNS, "rate")
 
 
 @dataclass
@@ -233,8 +233,7 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
             known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)
             known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
-            rates = [float(example.get("correctness_rate") or 0.0) for example, _ in both]  # read by `outcome` alone
-            known["correctness_rate"] = torch.tensor(rates)
+            known["correctness_rate"] = torch.tensor([example["rate"] for example, _ in both])
         if self.layout is not None:
             known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known

@@ -321,9 +321,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             self.watch(result[0] if return_outputs else result, rows)
             return result
         if KEY not in inputs:
-            raise ValueError(
-                "calibration and prefix sharing need TRL's own preference collator: leave data_collator out"
-            )
+            raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
         layout, training = self._layout(inputs), self.model.training
         size = len(theirs["input_ids"]) // 2
         streamed = self._stream.next(self, size) if self._stream and training else []

@@ -168,6 +168,7 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
     if example["gold"] not in example["labels"]:
         raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
     columns: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
+    columns["rate"] = float(example["correctness_rate"]) if rated else 0.0
     for side in ("chosen", "rejected"):
         at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
         columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
