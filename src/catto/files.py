@@ -62,6 +62,12 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         text.detach()
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text as a file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(text)
+
+
 @contextmanager
 def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Write a file whole or not at all.
@@ -345,8 +351,7 @@ def write_records(path: Path, records: Iterable[Record], manifest: Manifest | No
 
 def write_record(path: Path, record: Record) -> None:
     """Write one record as a JSON file, whole or not at all."""
-    with replacing(path) as file:
-        file.write(record.model_dump_json(indent=2) + "\n")
+    write_text(path, record.model_dump_json(indent=2) + "\n")
 
 
 def read_record(path: Path, kind: type[R]) -> R:

@@ -16,7 +16,7 @@ from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, fol
 from catto.experiment import runner
 from catto.experiment.cost import GPU, PROMPT, Costs, Job, group, resources, simulate, took
 from catto.experiment.stages import Stage, ordered
-from catto.files import replacing
+from catto.files import write_text
 from catto.methods import METHODS
 
 Planned = Sequence[tuple[Stage, str, float | None]]  # with its standing, and the seconds it took
@@ -190,8 +190,6 @@ def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> Non
     for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
         earlier.unlink()
     for name, text in scripts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(root / name) as file:
-            file.write(text)
+        write_text(root / name, text)
     start, script = ("bash", "slurm/submit.sh") if kind == "slurm" else ("make -j 2 -k -f", "Makefile")
     console.say(f"Wrote {len(missing)} stages: {start} {shlex.quote(f'{root}/{script}')}")

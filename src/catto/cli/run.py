@@ -22,7 +22,7 @@ from catto.cli import console
 from catto.cli.display import Bar, RunDisplay, bars, progress
 from catto.experiment import runner
 from catto.experiment.stages import Stage, account, check, done, finished, ordered, place
-from catto.files import replacing
+from catto.files import write_text
 from catto.problems import DataError, listed
 from catto.recipe import Recipe
 
@@ -165,8 +165,8 @@ def run(
         for line in (headline.answer, *headline.warnings):
             console.say(line)
         console.print_table(render.terminal(tables.summary(numbers)))
-    with replacing(first) as file:  # the one-file page is copied to where it is found first
-        file.write((report / first.name).read_text(encoding="utf-8"))
+    # The one-file page is copied to where it is found first.
+    write_text(first, (report / first.name).read_text(encoding="utf-8"))
     console.say(f"Report: {first}")
 
 

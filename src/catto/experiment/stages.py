@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, NamedTuple
 from pydantic import BaseModel
 from typing_extensions import TypeVar
 
-from catto.files import Seal, damage, read_json, replacing, sealed
+from catto.files import Seal, damage, read_json, sealed, write_text
 from catto.methods import Budget, Method, Rescaled
 from catto.problems import DataError
 from catto.recipe import (
@@ -345,8 +345,7 @@ def sources(root: Path, need: Stage) -> Iterator[Path]:
 
 def write(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    with replacing(path) as file:
-        file.write(_json(value))
+    write_text(path, _json(value))
 
 
 def _json(value: Any) -> str:

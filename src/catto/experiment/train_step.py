@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from catto.experiment import launch
 from catto.experiment.stages import TrainSettings, Work, write
 from catto.experiment.steps import read_questions
-from catto.files import building, read_records, replacing
+from catto.files import building, read_records, write_text
 from catto.labels import check_labels
 from catto.methods import acting
 from catto.metrics.temperature import confidence_at
@@ -378,5 +378,4 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Store the seconds, so that a kill loses only those since the checkpoint."""
         if state.is_world_process_zero:
-            with replacing(self.file) as file:
-                json.dump(self.seconds(), file)
+            write_text(self.file, json.dumps(self.seconds()))

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
-from catto.files import library_versions, read_records, replacing
+from catto.files import library_versions, read_records, write_text
 from catto.measure import MeasureSettings, read_graded, summarise
 from catto.methods import unscaled
 from catto.metrics.binning import reliability
@@ -49,13 +49,13 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     """
     answers, browser = read(results, folder)
     numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), progress)
-    _write(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
+    write_text(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:
-        _write(out / "tables" / f"{table.name}.md", markdown(table))
-        _write(out / "tables" / f"{table.name}.csv", csv_text(table))
+        write_text(out / "tables" / f"{table.name}.md", markdown(table))
+        write_text(out / "tables" / f"{table.name}.csv", csv_text(table))
         # LaTeX is for a printed page, where the paper's columns are as many as fit.
-        _write(out / "tables" / f"{table.name}.tex", latex(table.in_papers_shape()))
+        write_text(out / "tables" / f"{table.name}.tex", latex(table.in_papers_shape()))
     made_by = [VERSION, library_versions("matplotlib")]
     inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
     key, note = content_hash(inputs), out / "figures" / "inputs.json"
@@ -64,12 +64,12 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     for picture in pictures(results, numbers, answers):
         path = out / "figures" / f"{picture.name}.svg"
         if not (known and path.exists()):
-            _write(path, render_figure(picture.draw, ".svg").decode())
+            write_text(path, render_figure(picture.draw, ".svg").decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
-    _write(note, json.dumps({"inputs": key}) + "\n")
+    write_text(note, json.dumps({"inputs": key}) + "\n")
     for name, card in experiment_cards(numbers):
-        _write(out / "cards" / f"{name}.md", card)
-    _write(out / "report.html", page(results, numbers, tables, drawn, browser))
+        write_text(out / "cards" / f"{name}.md", card)
+    write_text(out / "report.html", page(results, numbers, tables, drawn, browser))
     return out / "report.html"
 
 
@@ -85,11 +85,6 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
         answers.append(answered)
         browser.add(cell, predictions)
     return answers, browser
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as file:
-        file.write(text)
 
 
 # ---- cards
@@ -151,7 +146,7 @@ def write_cards(path: Path) -> list[str]:
     panel = Panel(model, reliability(answers.confidence, answers.correct), **chance)
     write_figure(partial(reliability_figure, [panel]), picture)
     card = model_card(model, first.task, first.split, summary.rows, metrics, picture.name, **chance)
-    _write(path.with_name("model_card.md"), card)
+    write_text(path.with_name("model_card.md"), card)
     readme = path.with_name("README.md")
     if readme.exists() and f"# {TITLE}" not in readme.read_text(encoding="utf-8", errors="replace"):
         return [picture.name, "model_card.md"]
@@ -165,5 +160,5 @@ def write_cards(path: Path) -> list[str]:
         dataset_info={"features": [{"name": name, "dtype": DTYPES[kind]} for name, kind in kinds.items()]},
     )
     template = str(TEMPLATES / "predictions_card.md.j2")
-    _write(readme, f"{DatasetCard.from_template(data, template, split=first.split)}\n")
+    write_text(readme, f"{DatasetCard.from_template(data, template, split=first.split)}\n")
     return [picture.name, "model_card.md", readme.name]

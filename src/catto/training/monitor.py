@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluating
-from catto.files import link, replacing
+from catto.files import link, write_text
 from catto.metrics import errors
 from catto.training import model_forward
 from catto.training.batches import build
@@ -68,8 +68,8 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
     if state["best_model_checkpoint"] is not None:
-        with replacing(target / newest.name / "trainer_state.json") as file:
-            json.dump({**state, "best_model_checkpoint": str(place / best)}, file)
+        moved = json.dumps({**state, "best_model_checkpoint": str(place / best)})
+        write_text(target / newest.name / "trainer_state.json", moved)
 
 
 def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import FusedCausalLMOutput
 
-from catto.files import replacing
+from catto.files import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.objectives.tiles import Precision
 from catto.training import model_forward
@@ -420,9 +420,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         rows = [f"| {title} | {entry[name]:.4f} |\n" for name, title in MEASURED.items() if name in entry]
         sentence = f"On {len(self.validation)} held-out questions, at step {int(entry.get('step', 0))}."
         table = f"\n## Calibration\n\n{sentence}\n\n| Metric | Value |\n|---|---|\n{''.join(rows)}"
-        text = path.read_text(encoding="utf-8") + table
-        with replacing(path) as card:
-            card.write(text)
+        write_text(path, path.read_text(encoding="utf-8") + table)
 
 
 def _refuse_empty(argument: Any) -> None:
