@@ -228,11 +228,8 @@ def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
     return Groups(value[starts], count, np.add.reduceat(right, starts, axis=-1))
 
 
-class RowMetric(Protocol):
-    """A metric of the columns confidence, (N,) in [0, 1], and correct, (N,) of booleans or 0/1."""
-
-    def __call__(self, confidence: ArrayLike, correct: ArrayLike) -> float:
-        """Compute the metric; bad columns raise ValueError."""
+# A metric of the columns confidence, (N,) in [0, 1], and correct, (N,) of booleans or 0/1; bad ones raise ValueError.
+RowMetric = Callable[[ArrayLike, ArrayLike], float]
 
 
 class BinnedMetric(Protocol):
