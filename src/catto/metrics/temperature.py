@@ -50,7 +50,7 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "ra
         return stated
     if prediction.logsumexp is None:
         raise ValueError(f"{prediction.name} has no logsumexp: its confidence is known at tau 1 only")
-    margins, curve = _margins(prediction), _curve(prediction)
+    margins, curve = _margins(prediction)
     own = log(stated) + float(curve[ONE])
     return min(1.0, exp(own / tau - float(at_tau(margins, curve, tau))))
 
@@ -60,19 +60,17 @@ def _stated(prediction: Prediction) -> float:
     return prediction.confidence if prediction.confidence_raw is None else prediction.confidence_raw
 
 
-def _curve(prediction: Prediction) -> Floats:
-    """Return L on the grid, (G,)."""
-    stored = prediction.logsumexp or {}
+def _margins(prediction: Prediction) -> tuple[Floats, Floats]:
+    """Return known logits less the largest of the vocabulary, (K,), and L on the grid, (G,).
+
+    The known logits are the labels', or that of the answer alone.
+    """
+    stored, known = prediction.logsumexp or {}, prediction.label_logprobs
     if missing := [tau for tau in TAU_GRID if str(tau) not in stored]:
         raise ValueError(f"{prediction.name}: logsumexp has no entry for tau {missing[0]}")
-    return np.array([stored[str(tau)] for tau in TAU_GRID])
-
-
-def _margins(prediction: Prediction) -> Floats:
-    """Return known logits less the largest of the vocabulary, (K,): the labels', or that of the answer alone."""
-    known = prediction.label_logprobs
+    curve = np.array([stored[str(tau)] for tau in TAU_GRID])
     logprobs = list(known.values()) if known is not None else [log(_stated(prediction))]
-    return np.array(logprobs, dtype=np.float64) + float(_curve(prediction)[ONE])
+    return np.array(logprobs, dtype=np.float64) + float(curve[ONE]), curve
 
 
 def at_tau(margins: Floats, curve: Floats, tau: float) -> Floats:
@@ -130,14 +128,17 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
     if not usable:
         raise ValueError(f"no prediction has {' and '.join(fields)}: tau cannot be fitted")
     margins = np.full((len(usable), max(len(row.label_logprobs or ()) for row in usable)), -np.inf)
-    gold = np.empty(len(usable))
+    gold, grids = np.empty(len(usable)), list[Floats]()
     for place, prediction in enumerate(usable):
         known = prediction.label_logprobs or {}
         if prediction.gold not in known:
             raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
-        scores = _margins(prediction) if kind == "raw" else np.array(list(known.values()))
+        scores = np.array(list(known.values()))
+        if kind == "raw":
+            scores, grid = _margins(prediction)
+            grids.append(grid)
         margins[place, : len(known)], gold[place] = scores, scores[list(known).index(prediction.gold)]
-    curves = np.stack([_curve(prediction) for prediction in usable]) if kind == "raw" else None
+    curves = np.stack(grids) if grids else None
 
     def nll(tau: float) -> float:
         total = logsumexp(margins / tau, axis=1) if curves is None else at_tau(margins, curves, tau)
