@@ -15,15 +15,8 @@ from scipy.special import expit, log_softmax, logit
 from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import log_loss
 
-from catto.metrics.calibrators import (
-    CALIBRATORS,
-    HistogramBinning,
-    Isotonic,
-    Platt,
-    Temperature,
-    load,
-    save,
-)
+from catto.files import write_record
+from catto.metrics.calibrators import CALIBRATORS, HistogramBinning, Isotonic, Platt, Temperature, load
 from catto.metrics.errors import EPSILON, accuracy, ece, nll
 from catto.metrics.ranking import auroc
 from catto.problems import DataError
@@ -176,7 +169,7 @@ def test_isotonic_equals_scikit_learn() -> None:
 def test_loaded_equals_fitted_to_the_last_bit(kind: str, tmp_path: Path) -> None:
     c, z = overconfident()
     fitted = CALIBRATORS[kind].fit(c, z)
-    save(fitted, tmp_path / "calibrator.json")
+    write_record(tmp_path / "calibrator.json", fitted)
     loaded = load(tmp_path / "calibrator.json")
     assert loaded == fitted
     np.testing.assert_array_equal(loaded.apply(c), fitted.apply(c))

@@ -12,10 +12,10 @@ from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
 from catto.calibrate import read_labels
-from catto.files import manifest_path
+from catto.files import manifest_path, write_record
 from catto.logs import ColumnNames
 from catto.measure import read_graded
-from catto.metrics.calibrators import CALIBRATORS, Temperature, load, save
+from catto.metrics.calibrators import CALIBRATORS, Temperature, load
 from catto.metrics.errors import brier, ece, nll
 from command import run, write_lines
 
@@ -124,7 +124,7 @@ def test_an_answer_that_was_not_parsed_is_the_likeliest_label(tmp_path: Path) ->
 
 
 def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:
-    save(Temperature(tau=2.0), tmp_path / "c.json")
+    write_record(tmp_path / "c.json", Temperature(tau=2.0))
     path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])
     options = ("--on", "confidence", "--out", tmp_path / "n.jsonl")
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *options).code == 0
@@ -134,7 +134,7 @@ def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -
 
 def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "a.csv").write_text("p,correct\n0.8,yes\n0.6,no\n", encoding="utf-8")
-    save(Temperature(tau=1.0), tmp_path / "c.json")
+    write_record(tmp_path / "c.json", Temperature(tau=1.0))
     options = ("--on", "confidence", "--confidence", "p", "--out", tmp_path / "n.jsonl")
     assert run(capsys, "calibrate", "apply", tmp_path / "c.json", tmp_path / "a.csv", *options).code == 0
     written = read(tmp_path / "n.jsonl")
@@ -143,7 +143,7 @@ def test_csv_rows_become_json_lines(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Capture) -> None:
-    save(Temperature(tau=2.0), tmp_path / "c.json")
+    write_record(tmp_path / "c.json", Temperature(tau=2.0))
     path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8, "confidence_raw": None}])
     (tmp_path / "link.jsonl").symlink_to(path)
     kept = path.read_bytes()
@@ -180,7 +180,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(Path("one.jsonl"), [{"confidence": 0.5, "correct": True}])
-    save(Temperature(tau=2.0), Path("alone.json"))
+    write_record(Path("alone.json"), Temperature(tau=2.0))
     Path("broken.json").write_text("{", encoding="utf-8")
     done = run(capsys, "calibrate", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)

@@ -27,7 +27,7 @@ from catto.files import library_versions, manifest_path, read_manifest
 from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
 from catto.metrics.binning import Floats
-from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load, save
+from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LIKELIEST, candidates, samples_by_question, stopped
 from catto.problems import DataError, locating
@@ -139,7 +139,7 @@ def fit_file(
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
     notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": _final_notes(path).get("protocol")}
-    save(calibrator, out)
+    files.write_record(out, calibrator)
     counts = {"rows": len(answers)}
     files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
     return open_fitted(out), answers

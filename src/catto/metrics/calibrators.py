@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, TypeAdapter, model_validator
 
-from catto.files import read_json, write_record
+from catto.files import read_json
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
 from catto.problems import DataError, locating, shortened
@@ -199,13 +199,8 @@ CALIBRATORS: dict[str, type[Calibrator]] = {
 _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discriminator="kind")])
 
 
-def save(calibrator: Calibrator, path: Path) -> None:
-    """Write the calibrator as JSON, whole or not at all."""
-    write_record(path, calibrator)
-
-
 def load(path: Path) -> Calibrator:
-    """Read a calibrator that `save` wrote; a bad file is one DataError that names it and the field."""
+    """Read a calibrator that `files.write_record` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
     version = value.get("schema_version") if isinstance(value, dict) else 1
     if version != 1:  # before the kind, which a later version may have added
