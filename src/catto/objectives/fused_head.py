@@ -113,8 +113,7 @@ def token_stats(
     (0.5, 0.2, True)
     """
     with gathered(weight, bias):
-        head = _head(hidden, weight, (softcap, scale, temperature), tile, extras, precision)
-        _check(hidden, targets, weight, bias, head)
+        head = _head(hidden, targets, weight, bias, (softcap, scale, temperature), tile, extras, precision)
         kept = targets != IGNORE
         whole = not masked or bool(kept.all())
         rows = hidden.reshape(-1, hidden.shape[-1]) if whole else hidden[kept]
@@ -151,27 +150,26 @@ def label_logprobs(
     with gathered(weight, bias):
         rows = hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
         ids = labels.clamp(min=0)
-        head = _head(rows, weight, (softcap, scale, temperature), tile, (), precision)
-        _check(rows, ids[:, 0], weight, bias, head)
+        head = _head(rows, ids[:, 0], weight, bias, (softcap, scale, temperature), tile, (), precision)
         values: Tensor = _Tiled.apply(rows, weight, bias, ids[:, 0], ids, head)[-1]  # type: ignore[no-untyped-call]
     return values.masked_fill(labels == IGNORE, -torch.inf)
 
 
 def _head(
     hidden: Tensor,
+    targets: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     logits: tuple[float | None, float, float],
     tile: int | None,
     extras: Collection[str],
     precision: Precision,
 ) -> Head:
+    """Return how the logits are computed; ValueError where the tensors do not fit each other, or an option is bad."""
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
     dtype = product_dtype(hidden, weight, precision)
     shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device, tile)
-    return Head(*logits, vocabulary, *shape, frozenset(extras), dtype)
-
-
-def _check(hidden: Tensor, targets: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head) -> None:
+    head = Head(*logits, vocabulary, *shape, frozenset(extras), dtype)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not fit")
     if weight is not None and weight.shape[1] != hidden.shape[-1]:
@@ -183,6 +181,7 @@ def _check(hidden: Tensor, targets: Tensor, weight: Tensor | None, bias: Tensor 
         raise ValueError("expected a vocabulary of at least 2, tile >= 1, temperature > 0, softcap > 0 or None")
     if unknown := head.extras - set(EXTRAS):
         raise ValueError(f"extras {sorted(unknown)} are not among {', '.join(EXTRAS)}")
+    return head
 
 
 def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
