@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from catto.engines import Generation, Key, Request
+from catto.engines import Engine, Generation, Key, Request
 from catto.engines.server import ServerError
 from catto.prompts import completion
 from catto.recipe import TeacherSettings
 from catto.records import Option, Question
 from catto.teacher import Yield, ask, write_rows
 from catto.teacher.responses import GENERATIONS, forget_refusals
-from catto.teacher.sources import Source
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
 LABELS = ("A", "B", "C", "D")
@@ -49,7 +48,7 @@ def questions(count: int) -> list[Question]:
 
 def teach(
     questions: Iterable[Question],
-    source: Source | None,
+    source: Engine | None,
     settings: TeacherSettings,
     out: Path,
     *more: Any,

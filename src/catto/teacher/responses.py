@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from catto import files
 from catto.answers import VERSION
-from catto.engines import Generation, Request
+from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.files import locked, manifest_path, read_manifest, read_records
 from catto.journal import Journal, journal_path, read_refusals
@@ -25,7 +25,7 @@ from catto.prompts import asked_hash, check_ids, messages, parse_answer
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
-from catto.teacher.sources import Source, StoredResponses, open_source
+from catto.teacher.sources import StoredResponses, open_source
 
 GENERATIONS, REFUSED, LOCK = "generations.jsonl", "refused.jsonl", ".lock"
 OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new folder"
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 def ask(
     questions: Iterable[Question],
-    source: Source | None,
+    source: Engine | None,
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
@@ -197,7 +197,7 @@ class Estimate(Record):
 
 def dry_run(
     questions: Iterable[Question],
-    source: Source | None,
+    source: Engine | None,
     settings: TeacherSettings,
     out: Path | None = None,
     *,
@@ -272,7 +272,7 @@ class Requests:
 
 
 def _journal(
-    training: Sequence[Question], source: Source | None, settings: TeacherSettings, out: Path
+    training: Sequence[Question], source: Engine | None, settings: TeacherSettings, out: Path
 ) -> Journal[Generation]:
     """The journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
     prompts = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)

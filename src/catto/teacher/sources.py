@@ -6,31 +6,20 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from catto.engines import Generation, Key, Request, is_hub_id
+from catto.engines import Engine, Generation, Key, Request, is_hub_id
 from catto.files import SUFFIXES, kind, read_hub, read_rows
 from catto.logs import text_of
 from catto.problems import DataError, locating
 from catto.prompts import completion, messages, parse_answer
 from catto.recipe import ResponseFields, TeacherSettings
-from catto.records import Question, Refusal
+from catto.records import Question
 from catto.tasks.witnesses import respond
 
 
-class Source(Protocol):
-    """What `teach` needs of a teacher: the generating half of an engine."""
-
-    name: str
-    model: str
-
-    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
-        """Yield one outcome for every request whose key is not in `done`, in any order, as they arrive."""
-        ...
-
-
-def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Source:
-    """Open the source that the settings name."""
+def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Engine:
+    """Open the source that the settings name. A source is an engine of which only `generate` is used."""
     match settings.source:
         case "server":
             from catto.engines.server import ServerEngine
@@ -56,7 +45,7 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Sou
     raise ValueError("source: the settings name none, and none was given")
 
 
-class BuiltInTeacher:
+class BuiltInTeacher(Engine):
     """A teacher that needs no model.
 
     `witnesses` is the embedded world's, who draws from the true posterior at the request's temperature. `labels`, for
@@ -87,7 +76,7 @@ def _text(name: str, row: Mapping[str, Any]) -> str:
     return text_of(name, row)
 
 
-class StoredResponses:
+class StoredResponses(Engine):
     """An existing dataset of responses. Samples are numbered in the order of the rows, unless a column numbers them.
 
     Rows of questions that are not asked, and rows beyond the n-th of a question, are left out and counted in `notes`.
