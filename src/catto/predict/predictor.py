@@ -52,20 +52,20 @@ class Settings(TypedDict, total=False):
     reasoning: bool  # True
 
 
-def evaluate(
-    engine: Engine,
-    questions: Iterable[Question],
-    *,
-    out: Path | None = None,
-    progress: Progress | None = None,
-    retry_refused: bool = False,
-    max_refused: float = MOST_REFUSED,
-    shard: Shard | None = None,
-    **settings: Unpack[Settings],
-) -> list[Prediction]:
+class Options(Settings, total=False):
+    """The settings, and how they are run; no prediction depends on these."""
+
+    out: Path | None  # None: no file
+    progress: Progress | None
+    retry_refused: bool  # False
+    max_refused: float  # MOST_REFUSED
+    shard: Shard | None  # None: all questions
+
+
+def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[Prediction]:
     """Answer every question k times; the predictions are in the order of the questions, then of the samples.
 
-    settings: k, temperature, seed, max_tokens and reasoning, by default one greedy response of at most 512 tokens with
+    options: k, temperature, seed, max_tokens and reasoning, by default one greedy response of at most 512 tokens with
     reasoning (see `Settings`). `out` is the file of predictions, its manifest beside
     it. It grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
 
@@ -74,37 +74,24 @@ def evaluate(
 
     With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
     """
-    job = _Job(engine, questions, shard, **settings)
+    job = _Job(engine, questions, **options)
 
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
         return job.each(job.generate(keys), partial(job.predictions, reader))
 
-    return job.collect(Prediction, predict, out, progress, max_refused, retry_refused)
+    return job.collect(Prediction, predict)
 
 
-def generate(
-    engine: Engine,
-    questions: Iterable[Question],
-    *,
-    out: Path | None = None,
-    progress: Progress | None = None,
-    retry_refused: bool = False,
-    max_refused: float = MOST_REFUSED,
-    shard: Shard | None = None,
-    **settings: Unpack[Settings],
-) -> list[ScoredGeneration]:
-    """Generate what `evaluate` with the same settings reads: the expensive half of it, resumable in the same way.
+def generate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[ScoredGeneration]:
+    """Generate what `evaluate` with the same options reads: the expensive half of it, resumable in the same way.
 
     The scores of the labels, as the present parser finds them, come with the text, while the engine has what makes them
     cheap.
     """
-    job = _Job(engine, questions, shard, **settings)
-
-    def scored(keys: Sequence[Key]) -> list[ScoredGeneration | Refusal]:
-        return job.each(job.generate(keys), partial(score_labels, engine))
-
-    return job.collect(ScoredGeneration, scored, out, progress, max_refused, retry_refused)
+    job = _Job(engine, questions, **options)
+    scored = partial(score_labels, engine)
+    return job.collect(ScoredGeneration, lambda keys: job.each(job.generate(keys), scored))
 
 
 def read(
@@ -122,7 +109,7 @@ def read(
     **settings)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
     equal up to float noise. What has no generation was refused and has no prediction.
     """
-    job = _Job(engine, questions, **settings)
+    job = _Job(engine, questions, out=out, progress=progress, max_refused=1.0, **settings)
     written = {generation.key: generation for generation in generations}
     if foreign := written.keys() - set(job.keys):
         raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
@@ -132,7 +119,7 @@ def read(
         outcomes = [written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys]
         return job.each(outcomes, partial(job.predictions, job.reader))
 
-    return job.collect(Prediction, predict, out, progress, 1.0, False)
+    return job.collect(Prediction, predict)
 
 
 def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
@@ -151,13 +138,13 @@ def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], 
     engine: Any = SimpleNamespace(**wrote, batch_size=batch_size, tokenizer=None)  # it generates nothing more
     outcomes: dict[Key, R | Refusal] = {}
     for number, path in enumerate(shards, 1):
-        job = _Job(engine, listed, (number, len(shards)), **settings)
+        job = _Job(engine, listed, shard=(number, len(shards)), **settings)
         if read_manifest(path).recipe_hash != job.manifest(kind).recipe_hash:
             raise DataError(path, None, OTHER_RUN)
         for stored in job.published(path, kind):
             outcomes |= {outcome.key: outcome for outcome in stored}
-    whole = _Job(engine, listed, **settings)
-    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys], out, None, 1.0, False)
+    whole = _Job(engine, listed, out=out, max_refused=1.0, **settings)
+    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys])
 
 
 def shard_path(path: Path, shard: Shard) -> Path:
@@ -256,12 +243,17 @@ def prediction(
 
 
 class _Job:
-    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
+    """One evaluation: the engine, its `Options`, and every (question, sample) with its prompt, rendered once."""
 
     def __init__(
         self,
         engine: Engine,
         questions: Iterable[Question],
+        *,
+        out: Path | None = None,
+        progress: Progress | None = None,
+        retry_refused: bool = False,
+        max_refused: float = MOST_REFUSED,
         shard: Shard | None = None,
         k: int = 1,
         temperature: float | Sequence[float] = 0.0,
@@ -270,6 +262,7 @@ class _Job:
         reasoning: bool = True,
     ) -> None:
         listed = list(questions)
+        self.out, self.progress, self.retry_refused, self.max_refused = out, progress, retry_refused, max_refused
         self.engine, self.k, self.shard, self.seed, self.max_tokens = engine, k, shard, seed, max_tokens
         self.temperatures, self.reasoning = check_questions(listed, k, temperature), reasoning
         self.chunk = chunk_size(engine.batch_size, k)
@@ -331,26 +324,18 @@ class _Job:
                 temperature = self.temperatures[generation.sample]
                 yield prediction(question, generation, answer, temperature, self.seed, self.engine.name)
 
-    def collect(
-        self,
-        kind: type[R],
-        make: Callable[[Sequence[Key]], list[R | Refusal]],
-        out: Path | None,
-        progress: Progress | None,
-        max_refused: float,
-        retry_refused: bool,
-    ) -> list[R]:
+    def collect(self, kind: type[R], make: Callable[[Sequence[Key]], list[R | Refusal]]) -> list[R]:
         """All records: from the file as far as it has them, the others from `make`, chunk by chunk.
 
         Refused requests are taken off the total of `progress`.
         """
         journal: Journal[R] | None = None
-        if out is not None:
+        if (out := self.out) is not None:
             journal = Journal(out, kind, self.manifest(kind), self.keys, refused=refused_path(out), other=OTHER_RUN)
             if journal.finished():
                 records, refused = self.published(out, kind)
                 journal.remove()
-                if not (retry_refused and refused):
+                if not (self.retry_refused and refused):
                     return records
                 journal.reopen(refusals=True)
         with journal or nullcontext():
@@ -362,20 +347,20 @@ class _Job:
                 done = {outcome.key: outcome for outcome in journal.outcomes()}
             refused_before: list[Key] = [key for key, outcome in done.items() if isinstance(outcome, Refusal)]
             chunks = [self.keys[start : start + width] for start in range(len(done), len(self.keys), width)]
-            if retry_refused and refused_before:
+            if self.retry_refused and refused_before:
                 chunks.append(refused_before)
             if chunks and self.engine.tokenizer is not None:  # labels that tokens cannot tell apart are refused first
                 for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
                     check_labels(self.engine.tokenizer, labels)
-            self.cap = RefusalCap(max_refused, done.keys() - {*refused_before}, refused_before)
+            self.cap = RefusalCap(self.max_refused, done.keys() - {*refused_before}, refused_before)
             for chunk in chunks:
                 self.cap = RefusalCap(1.0) if chunk is refused_before else self.cap
                 outcomes = make(chunk)
                 outcomes = outcomes if journal is None else journal.append(*outcomes, sync=True)
                 done |= {outcome.key: outcome for outcome in outcomes}
                 records, refused = _parted(done.values())
-                if progress is not None and records:
-                    progress(len(records), len(self.keys) - len(refused), _right(records))
+                if self.progress is not None and records:
+                    self.progress(len(records), len(self.keys) - len(refused), _right(records))
             records, refused = _parted(done.values())
             RefusalCap.check_some(len(records), refused)
             if journal is not None:
