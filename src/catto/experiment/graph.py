@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from catto.experiment.steps import task_of
 from catto.files import opened, read_json
 from catto.methods import METHODS, Budget, Rescaled, method, scaled_kind
 from catto.problems import DataError, did_you_mean, locating
-from catto.recipe import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
+from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
 from catto.records import SPLITS, Split, content_hash
 from catto.report import VERSION
@@ -53,15 +54,6 @@ def contents(place: str | None) -> str | None:
     return _hash([path] if path.is_file() else filter(Path.is_file, path.glob("*")))
 
 
-def _task_contents(name: str, block: TaskSettings) -> str | None:
-    """Hash the files that a task's questions are read from; None where they are generated, or the hub's."""
-    try:
-        source = find(task_of(name, block), block.files, block.data_dir)
-    except ValueError:  # the stage that reads it names what is missing
-        return None
-    return _hash(source.files)
-
-
 def _hash(files: Iterable[Path]) -> str | None:
     """Hash names, sizes and bytes; None for no files. Dates do not count: a copy elsewhere has the same key."""
     entries = []
@@ -86,7 +78,13 @@ class Graph:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._tasks = {name: _task_contents(name, block) for name, block in recipe.tasks.items()}
+        # The files that questions are read from; None where they are generated, or the hub's.
+        self._tasks: dict[str, str | None] = {}
+        for name, block in recipe.tasks.items():
+            files: list[Path] = []
+            with suppress(ValueError):  # the stage that reads it names what is missing
+                files = find(task_of(name, block), block.files, block.data_dir).files
+            self._tasks[name] = _hash(files)
         self._model = contents(recipe.model.path)
         self._teacher = contents(recipe.teacher.responses or recipe.teacher.model)
         self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
@@ -123,15 +121,6 @@ class Graph:
         """One teacher response to every validation question: what SFT is monitored on."""
         name, questions = f"traces {task} seed {seed}", self.questions(task, "validation", seed)
         return self._rows(name, self._asked(name, questions, self.recipe.teacher.model_copy(update={"n": 1})))
-
-    def reasoning(self, model: Choice) -> Stage:
-        """One sampled response of a start model to every validation question: what training is monitored on."""
-        return self._sampled(f"reasoning {model.settings.name}", model, "validation")
-
-    def stream(self, task: str, seed: int) -> Stage:
-        """One sampled response of the SFT model to training questions, unfiltered: what `outcome` learns from."""
-        model = self.chosen(task, seed, "sft", "matched")
-        return self._sampled(f"stream sft {task} seed {seed}", model, "train", self.recipe.outcome)
 
     def _asked(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
@@ -173,14 +162,17 @@ class Graph:
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":
-            start = self.chosen(task, seed, row.start, budget)
-            needs |= {"start": start, "reasoning": self.reasoning(start)}
+            start = needs["start"] = self.chosen(task, seed, row.start, budget)
+            # What training is monitored on: one sampled response of the start model to every validation question.
+            needs["reasoning"] = self._sampled(f"reasoning {start.settings.name}", start, "validation")
         elif recipe.teacher.source != "responses":  # stored responses are to training questions alone
             needs["traces"] = self.traces(task, seed)
         if rcft:
             needs["held_out"] = self.questions(task, "validation", seed)
         if row.stream != "none":
-            needs["stream"] = self.stream(task, seed)
+            # What `outcome` learns from: one sampled response of the SFT model to training questions, unfiltered.
+            model = self.chosen(task, seed, "sft", "matched")
+            needs["stream"] = self._sampled(f"stream sft {task} seed {seed}", model, "train", recipe.outcome)
         # A recipe's `epochs` is for the full effort of a method; the small budget keeps its own.
         epochs = effort.epochs if effort.pairs is not None else block.epochs or effort.epochs
         settings = stages.TrainSettings(
