@@ -59,7 +59,8 @@ class StageSettings:
     """What determines a stage of one kind.
 
     Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
-    until somebody says that it has no part in the stage. A field that has its default does not count.
+    until somebody says that it has no part in the stage. A field that has its default, or that is not compared, does
+    not count.
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
@@ -68,7 +69,8 @@ class StageSettings:
         """Return the part of the settings that the key is a hash of."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if value == self.__dataclass_fields__[name].default:
+            known = self.__dataclass_fields__[name]
+            if value == known.default or not known.compare:
                 continue
             excluded = set(self.excluded.get(name, ()))
             if isinstance(value, BaseModel):
@@ -166,17 +168,13 @@ class TrainSettings(StageSettings):
     answering: Generating | None  # how RCFT asks the model that it trains
     parser: int | None
     others: Mapping[str, Any]  # settings at the top of the recipe that no field above holds
-    launch: LaunchSettings
+    launch: LaunchSettings = field(compare=False)  # how many processes share it: it is the same training
 
     excluded: ClassVar = {
         "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
         "outcome": frozenset({"questions", "temperature", "held_out"}),
     }
-
-    def counted(self) -> dict[str, Any]:
-        """Leave out how many processes share the training: it is the same one."""
-        return {name: value for name, value in super().counted().items() if name != "launch"}
 
 
 @dataclass(frozen=True)
