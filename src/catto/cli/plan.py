@@ -49,7 +49,8 @@ def plan(
     catto plan paper --schedule 1,8,64 --seconds train=5400
     catto plan paper --export slurm
     """
-    from catto.experiment.graph import Graph
+    from catto.experiment.export import makefile, slurm
+    from catto.experiment.graph import Graph, freeze
 
     if sum((memory, schedule is not None, export is not None)) > 1:
         console.refuse("give one of --memory, --schedule and --export")
@@ -66,7 +67,15 @@ def plan(
     if schedule is not None:
         _show_schedule(costs, stages, schedule, seconds or [], as_json)
     elif export is not None:
-        _write(costs, root, missing, export)
+        with console.refusing(place="--export: "):
+            scripts = (slurm if export == "slurm" else makefile)(root, chosen, missing)
+        freeze(root, chosen)
+        for earlier in (root / "slurm").glob("*.sh") if export == "slurm" else ():  # the arrays of another plan
+            earlier.unlink()
+        for name, text in scripts.items():
+            write_text(root / name, text)
+        start, script = ("bash", "slurm/submit.sh") if export == "slurm" else ("make -j 2 -k -f", "Makefile")
+        console.say(f"Wrote {len(missing)} stages: {start} {shlex.quote(f'{root}/{script}')}")
     elif as_json:
         rows = []
         for stage, standing, spent in stages:
@@ -177,19 +186,3 @@ def _show_schedule(costs: Costs, stages: Planned, gpus: str, stated: Sequence[st
         console.say(
             f"Estimated for an {GPU.name}, with the longest responses and rows; --seconds states what is known."
         )
-
-
-def _write(costs: Costs, root: Path, missing: Sequence[Stage], kind: str) -> None:
-    """Write the scripts and the recipe into the experiment's folder, and say how to start them."""
-    from catto.experiment.export import makefile, slurm
-    from catto.experiment.graph import freeze
-
-    with console.refusing(place="--export: "):
-        scripts = slurm(root, costs.recipe, missing) if kind == "slurm" else makefile(root, costs.recipe, missing)
-    freeze(root, costs.recipe)
-    for earlier in (root / "slurm").glob("*.sh") if kind == "slurm" else ():  # the arrays of another plan
-        earlier.unlink()
-    for name, text in scripts.items():
-        write_text(root / name, text)
-    start, script = ("bash", "slurm/submit.sh") if kind == "slurm" else ("make -j 2 -k -f", "Makefile")
-    console.say(f"Wrote {len(missing)} stages: {start} {shlex.quote(f'{root}/{script}')}")
