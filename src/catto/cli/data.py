@@ -9,7 +9,7 @@ from collections import deque
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -20,6 +20,7 @@ from catto.prompts import messages
 from catto.recipe import TaskSettings, is_task_file
 from catto.records import SPLITS, Split
 from catto.tasks import Task, load
+from catto.tasks.fields import Style
 from catto.tasks.own_file import own_task, propose, task_name
 
 __all__ = ["data"]
@@ -29,10 +30,8 @@ FileOption = Annotated[
     list[str] | None, SplitFile(help="Your own questions: jsonl, json, csv, tsv, parquet; also .gz.")
 ]
 FieldsOption = Annotated[str | None, Option(help="Its fields: question=..,options=.. (a+b+c, or yes|no),answer=..")]
-AnswerForm = Literal["label", "index", "index1", "text", "boolean"]
-AnswerOption = Annotated[AnswerForm | None, Option(help="What its answers are.", show_default="what fits all rows")]
+AnswerOption = Annotated[Style | None, Option(help="What its answers are.", show_default="what fits all rows")]
 AnswersOption = Annotated[list[str] | None, SplitFile(help="A file with its answers, one a line.")]
-SplitName = Literal["train", "validation", "test"]
 DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", show_default="the hub")]
 
 
@@ -41,7 +40,7 @@ def data(
         str | None, Argument(help="A task or its YAML file; a name for --file.", autocompletion=tasks)
     ] = None,
     data_dir: DataDirOption = None,
-    split: Annotated[SplitName, Option(help="Which questions to show.")] = "train",
+    split: Annotated[Split, Option(help="Which questions to show.")] = "train",
     seed: Annotated[int, console.Seed(help="Seed of the splits.")] = 0,
     n: Annotated[int, Option(min=0, max=100_000, help="How many questions to show.")] = 3,
     stats: Annotated[bool, Option("--stats", help="Count labels, dropped rows and leaks of every split.")] = False,

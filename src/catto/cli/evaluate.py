@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
-from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, SplitName, source_of
+from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, source_of
 from catto.cli.display import Bar
 from catto.cli.measure import measure
 from catto.cli.run import running
@@ -20,7 +20,7 @@ from catto.engines import Engine, check_model, model_name, open_engine, server_a
 from catto.engines.replies import ServerError, count_reasons
 from catto.files import manifest_path, read_manifest
 from catto.recipe import MOST_SAMPLES
-from catto.records import Prediction
+from catto.records import Prediction, Split
 from catto.tasks import load
 
 __all__ = ["evaluate"]
@@ -31,7 +31,7 @@ EngineName = Literal["transformers", "server", "vllm"]
 def evaluate(
     model: Annotated[str, Argument(help="A folder, a hub id, or the server's name for its model.")],
     task: Annotated[str | None, Option(help="A task, or a YAML file of one.", autocompletion=console.tasks)] = None,
-    split: Annotated[SplitName, Option(help="Which questions.")] = "test",
+    split: Annotated[Split, Option(help="Which questions.")] = "test",
     n: Annotated[int | None, Option(min=1, max=1_000_000, help="How many questions.", show_default="all")] = None,
     k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")] = 1,
     temperature: Annotated[float, Real(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
@@ -98,14 +98,17 @@ def evaluate(
         if finished:
             predictor.merge(Prediction, questions, finished, whole)
         else:
-            answering = partial(predictor.evaluate, retry_refused=retry_refused, max_refused=max_refused, shard=part)
+            limits: Any = {"retry_refused": retry_refused, "max_refused": max_refused, "shard": part}
             with running() as shown:
                 bar = Bar(shown, "answering")
-
-                def progress(done: int, total: int, right: int) -> None:
-                    bar.update(done, total, f"accuracy {100 * right / done:.1f} %")
-
-                answering(load_engine(), questions, out=predictions, progress=progress, **settings)
+                predictor.evaluate(
+                    load_engine(),
+                    questions,
+                    out=predictions,
+                    progress=lambda n, total, right: bar.update(n, total, f"accuracy {100 * right / n:.1f} %"),
+                    **limits,
+                    **settings,
+                )
                 bar.print_line()
     for note in asked.report.notes:
         say(f"{asked.report.task}: {note}")
