@@ -225,20 +225,14 @@ def prediction(
     certainty, lowest = token_certainty(generation.tops) if generation.tops else (None, None)
     return Prediction(
         question=question.id,
-        task=question.task,
-        split=question.split,
-        gold=question.gold,
-        sample=generation.sample,
-        text=generation.text,
+        **question.model_dump(include={"task", "split", "gold"}),
+        **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
         **answer._asdict(),
-        mean_logprob=generation.mean_logprob,
         self_certainty=certainty,
         lowest_group=lowest,
-        tokens=generation.tokens,
         temperature=temperature,
         seed=seed,
         engine=engine,
-        model=generation.model,
     )
 
 
