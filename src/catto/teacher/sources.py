@@ -24,16 +24,8 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Eng
         case "server":
             from catto.engines.server import ServerEngine
 
-            return ServerEngine(
-                settings.base_url or "",
-                settings.model or "",
-                api_key_env=settings.api_key_env,
-                concurrency=settings.concurrency,
-                timeout=settings.timeout,
-                deadline=settings.deadline,
-                max_retries=settings.retries,
-                extra_body=settings.extra_body,
-            )
+            asking = settings.model_dump(include={"api_key_env", "concurrency", "timeout", "deadline", "extra_body"})
+            return ServerEngine(settings.base_url or "", settings.model or "", max_retries=settings.retries, **asking)
         case "transformers":
             from catto.engines.transformers import TransformersEngine
 
