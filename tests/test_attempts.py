@@ -410,7 +410,7 @@ def test_a_stage_that_cannot_be_taken_over_fails_alone_and_leaves_nothing(
 def test_what_a_killed_attempt_was_copying_is_deleted(tmp_path: Path) -> None:
     """By the next attempt on its machine, or by the one that is published."""
     new = partial(attempts._new, tmp_path, STAGE, stages.content(tmp_path, STAGE))
-    here, other = attempts._half(new()), attempts._half(new())
+    here, other = (path.with_name(path.name + attempts.HALF) for path in (new(), new()))
     elsewhere(here / stages.ATTEMPT, host=attempts._host(), pid=os.getpid())  # a process of this number is gone
     elsewhere(other / stages.ATTEMPT)
     with begin(tmp_path) as attempt:

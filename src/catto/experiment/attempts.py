@@ -225,10 +225,6 @@ def _new(root: Path, stage: Stage, content: str) -> Path:
     return root / "stages" / f"{stage.folder}{PART}{number:04d}-{content[:8]}-{secrets.token_hex(3)}"
 
 
-def _half(folder: Path) -> Path:
-    return folder.with_name(folder.name + HALF)
-
-
 def settled(root: Path, stage: Stage, content: str) -> bool:
     """Whether the stage is published with this content. If so, delete the other attempts at it and at its shards."""
     final = place(root, stage)
@@ -277,7 +273,7 @@ def _move_in(folder: Path, final: Path, content: str) -> None:
 
 def _delete(folder: Path, final: Path) -> None:
     """Delete a folder that another process may rename or write to: first it gets a name that only this one knows."""
-    gone = _half(final.with_name(f"{final.name}{PART}gone-{secrets.token_hex(3)}"))
+    gone = final.with_name(f"{final.name}{PART}gone-{secrets.token_hex(3)}{HALF}")
     with contextlib.suppress(OSError):
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -297,7 +293,7 @@ class Attempt:
         self.root, self.stage, self.content = root, stage, content
         self.out = _new(root, stage, content)
         self.heart = Heart(self.out / ATTEMPT, self.out.name)
-        half, begun = _half(self.out), (root / "stages").glob(f"{stage.folder}{PART}*")
+        half, begun = self.out.with_name(self.out.name + HALF), (root / "stages").glob(f"{stage.folder}{PART}*")
         dead = [folder for folder in begun if Watch().alive(folder / ATTEMPT) is False]
         whole = [folder for folder in folders(root, stage, content) if (folder / ATTEMPT).exists()]
         try:
