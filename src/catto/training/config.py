@@ -33,7 +33,8 @@ def warn_of_slow_bf16(args: TrainingArguments) -> None:
         logger.warning("bf16 is on, but this processor has no instructions for it: bf16=False is many times faster")
 
 
-def _knob(default: Any, text: str) -> Any:
+def knob(default: Any, text: str) -> Any:
+    """Return an option of a configuration with its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -44,20 +45,20 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     bf16 stays TRL's default where there is an accelerator and is off on a CPU.
     """
 
-    calibration: str = _knob("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
-    calibration_weight: float | None = _knob(
+    calibration: str = knob("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
+    calibration_weight: float | None = knob(
         None, "Lambda. None: 0.1; replay and outcome 1.0, outcome with score log 0.3."
     )
-    reduce: str | None = _knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
-    detach_surrogate: bool = _knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
-    calibrate_tokens: str = _knob("all", "Which tokens of a response the term reads: all, or only the label.")
-    outcome_score: str = _knob("brier", "The outcome's proper score: brier or log.")
-    outcome_rows_per_pair: int = _knob(2, "Responses of the third stream that go with every pair of the batch.")
-    prefix_sharing: bool = _knob(False, "Whether a prompt is computed once for all responses to it.")
-    padding_free: bool | None = _knob(
+    reduce: str | None = knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
+    detach_surrogate: bool = knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
+    calibrate_tokens: str = knob("all", "Which tokens of a response the term reads: all, or only the label.")
+    outcome_score: str = knob("brier", "The outcome's proper score: brier or log.")
+    outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
+    prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
+    padding_free: bool | None = knob(
         None, "Whether rows are packed into one line and not padded. None: on CUDA, where FlexAttention runs."
     )
-    head_precision: str = _knob("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
+    head_precision: str = knob("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():

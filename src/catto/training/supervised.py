@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import model_forward
 from catto.training.batches import Batch, build
-from catto.training.config import warn_of_slow_bf16
+from catto.training.config import knob, warn_of_slow_bf16
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
 from catto.training.tokenize import Example, label_queries
 
@@ -47,12 +47,10 @@ def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bo
 class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
     """Transformers' arguments, with TRL's name for a layout of the batch."""
 
-    padding_free: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether rows are packed into one line, which opens with what their prompts share, and not padded. "
-            "None: on CUDA, where FlexAttention runs."
-        },
+    padding_free: bool | None = knob(
+        None,
+        "Whether rows are packed into one line, which opens with what their prompts share, and not padded. "
+        "None: on CUDA, where FlexAttention runs.",
     )
 
     def __post_init__(self) -> None:
