@@ -38,7 +38,6 @@ class Example:
     question: str
     row: Row
     label: Label
-    correctness_rate: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -72,7 +71,7 @@ def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
         label = Label(at, candidates, row.labels.index(row.gold))
-        made.append(Example(row.question, ids, label, row.correctness_rate))
+        made.append(Example(row.question, ids, label))
     return made
 
 
