@@ -306,10 +306,10 @@ def test_without_a_pair_auroc_within_is_undefined() -> None:
 def samples(folder: Path) -> Path:
     """Two questions with two samples each: right 0.8, wrong 0.4; both wrong. One of four forced."""
     rows = [
-        prediction(0, sample=0, label="A", confidence=0.8, temperature=0.7),
-        prediction(0, sample=1, label="B", confidence=0.4, temperature=0.7),
-        prediction(1, sample=0, label="B", confidence=0.6, temperature=0.7),
-        prediction(1, "fallback", 1, label="B", confidence=0.5, temperature=0.7),
+        prediction(0, sample=0, label="A", confidence=0.8, temperature=0.7, mean_logprob=-0.1),
+        prediction(0, sample=1, label="B", confidence=0.4, temperature=0.7, mean_logprob=-0.1),
+        prediction(1, sample=0, label="B", confidence=0.6, temperature=0.7, mean_logprob=-0.1),
+        prediction(1, "fallback", 1, label="B", confidence=0.5, temperature=0.7, mean_logprob=-0.1),
     ]
     write_records(folder / "k.jsonl", rows)
     return folder / "k.jsonl"
