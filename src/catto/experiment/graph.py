@@ -24,7 +24,7 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, Budget, Rescaled, method, scaled_kind
+from catto.methods import METHODS, Budget, Rescaled, acting, method, scaled_kind
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -159,6 +159,8 @@ class Graph:
         """A trained model."""
         recipe, row = self.recipe, METHODS[name]
         block: TrainerSettings = getattr(recipe, row.stage)
+        # Options of the calibration term are for the methods that have that term: others do not depend on them.
+        block = block.model_copy(update={"trl": acting(row.calibration, block.trl)})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":

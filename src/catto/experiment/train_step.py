@@ -216,8 +216,7 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
         "disable_tqdm": True,
         "logging_steps": min(10, block.checkpoint_steps),  # a training of few steps is logged too
         **keeping(settings.keep, block.checkpoint_steps, measured=monitored),
-        # Options of the calibration term are for the methods that have that term.
-        **acting(settings.method.calibration, block.trl),
+        **block.trl,
     }
     return {**arguments, **launch.shared(arguments, settings.launch.processes)}
 
