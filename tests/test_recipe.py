@@ -229,3 +229,8 @@ def test_only_paths_are_expanded_so_that_no_secret_enters_a_run(monkeypatch: pyt
     monkeypatch.setenv("CATTO_TEST_KEY", "secret")
     settings = TeacherSettings(extra_body={"key": "${CATTO_TEST_KEY}"}, base_url="http://h/${CATTO_TEST_KEY}")
     assert "secret" not in settings.model_dump_json()
+
+
+def test_checkpoints_are_as_often_by_default_whatever_else_a_block_says() -> None:
+    recipe = load("quickstart", ["preference={rows: 5}", "sft={rows: 5}", "rcft={rows: 5}"])
+    assert [block.checkpoint_steps for block in (recipe.preference, recipe.sft, recipe.rcft)] == [100, 500, 500]

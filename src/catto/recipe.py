@@ -223,6 +223,12 @@ class TrainerSettings(Settings):
     trl: dict[str, Any] = Field(default_factory=dict)
 
 
+class PreferenceSettings(TrainerSettings):
+    """How preference training runs: with checkpoints more often, since its trainings are short."""
+
+    checkpoint_steps: int = Field(default=100, ge=1)
+
+
 class LaunchSettings(Settings):
     """How a training or an evaluation is spread. No key depends on it: results differ by float noise at most."""
 
@@ -295,7 +301,7 @@ class Recipe(Settings):
     prefix_sharing: bool = True
     teacher: TeacherSettings
     sft: TrainerSettings = TrainerSettings()
-    preference: TrainerSettings = TrainerSettings(checkpoint_steps=100)
+    preference: PreferenceSettings = PreferenceSettings()
     rcft: TrainerSettings = TrainerSettings()
     outcome: OutcomeSettings = OutcomeSettings()
     launch: LaunchSettings = LaunchSettings()
