@@ -90,3 +90,5 @@ def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     assert name == "dpo+catto-calibrate_tokens-label-calibration_weight-10"
     assert study._title(name) == "DPO + CATTO, calibrate tokens label, calibration weight 10"
     assert study._title("dpo+outcome+tl") == "DPO + outcome + scaling among labels"
+    longer = study._variant("dpo+ts", recipe, "paper")
+    assert (longer, study._title(longer)) == ("dpo+ts-epochs-6", "DPO + temperature scaling, epochs 6")

@@ -24,12 +24,11 @@ import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
 from catto.measure import MeasureSettings, Sources, compare_runs
-from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, order, unscaled
+from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, Budget, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.metrics.temperature import fit_tau, rescaled
 from catto.records import Prediction
 from catto.report.build import read
 from catto.report.drawing import Panel, reliability_figure, write_figure
@@ -41,7 +40,9 @@ HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
 TUNED = "-calibration_weight-5-held_out-outcome_score-log"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
-HELD_OUT = "held_out"  # an option of the stream, beside those of the term
+HELD_OUT, EPOCHS = "held_out", "epochs"  # an option of the stream and one of the budget, beside those of the term
+OPTIONS = (*KNOBS, HELD_OUT, EPOCHS)
+OTHER = 3  # the seed of the remaining methods and of most of the ablation, with tables of its own
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -60,8 +61,10 @@ def collect(runs: Sequence[Path]) -> Results:
         for path in reports:
             found.append(Results.model_validate(read_json(path)))
             for cell in found[-1].cells:
-                named = cell.model_copy(update={"method": _variant(cell.method, found[-1].recipe)})
-                known |= {_name(stored): stored for stored in _stored(named, run)}
+                method = _variant(cell.method, found[-1].recipe, cell.budget)
+                budget = None if cell.budget is None else "matched"  # one table: the paper's budget is a variant
+                named = cell.model_copy(update={"method": method, "budget": budget})
+                known[_name(named)] = _copied(named, run)
     newest = found[-1]
     cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
     # The rest of a recipe holds paths of the machine that it ran on.
@@ -76,14 +79,16 @@ def _summary() -> Results:
     return Results.model_validate(read_json(SUMMARY / "results.json"))
 
 
-def _variant(name: str, recipe: Mapping[str, Any]) -> str:
-    """The method with the options of its term that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
+def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
+    """The method with the options that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
     calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
     settings = recipe["preference"]["trl"] | ({"outcome_score": "log"} if outcome["score"] == "log" else {})
     knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
     options = [f"{knob}-{value}".lower() for knob, value in knobs.items()]
     if outcome.get(HELD_OUT) and calibration in ("outcome", "replay"):
         options.append(HELD_OUT)
+    if budget == "paper":
+        options.append(f"{EPOCHS}-{METHODS[unscaled(name)].effort[budget].epochs}")
     return "-".join([name, *sorted(options)])
 
 
@@ -91,26 +96,10 @@ def _name(cell: Cell) -> str:
     return "-".join(filter(None, (cell.stem, str(cell.seed), cell.method, cell.budget)))
 
 
-def _stored(cell: Cell, run: Path) -> Iterator[Cell]:
-    """Copy the predictions of a cell without their texts; yield the cell that names the copy.
-
-    For every trained model there is a second one, whose confidence is rescaled among the labels: it needs no stage of
-    the run, since predictions hold what it is computed from.
-    """
-    predictions = list(read_records(run / cell.predictions, Prediction))
-    yield _copied(cell, predictions)
-    trained = "-".join(filter(None, (cell.method, cell.budget, cell.trained_on.replace("_", "-"))))
-    paths = list(run.glob(f"stages/validation-{trained}-seed-{cell.seed}-lr-*/predictions.jsonl"))
-    if cell.training is None or len(paths) != 1:
-        return
-    tau = fit_tau(list(read_records(paths[0], Prediction)), "normalized").tau
-    scaled = {"method": cell.method + AMONG_LABELS, "tau": tau, "training": None}
-    yield _copied(cell.model_copy(update=scaled), rescaled(predictions, tau, "normalized"))
-
-
-def _copied(cell: Cell, predictions: Sequence[Prediction]) -> Cell:
+def _copied(cell: Cell, run: Path) -> Cell:
+    """Copy the predictions of a cell without their texts; return the cell that names the copy."""
     path, lines = SUMMARY / f"{_name(cell)}.jsonl.gz", []
-    for prediction in predictions:
+    for prediction in read_records(run / cell.predictions, Prediction):
         short = {"text": "", "confidence": round(prediction.confidence, DIGITS), "model": cell.method}
         lines.append(prediction.model_copy(update=short).model_dump_json(exclude=DROPPED) + "\n")
     with replacing_bytes(path) as file:
@@ -123,15 +112,24 @@ def _copied(cell: Cell, predictions: Sequence[Prediction]) -> Cell:
 
 def write() -> None:
     """Measure the summary; fill the blocks of docs/results.md and draw the figures."""
-    results = _summary()
-    answers, _ = read(results, SUMMARY)
-    numbers = measure_results(results, SUMMARY, answers)
+    results, parts = _summary(), {}
+    for name, cells in {
+        "main": [cell for cell in results.cells if cell.seed != OTHER],
+        "other": [cell for cell in results.cells if cell.seed == OTHER],
+    }.items():
+        part = results.model_copy(update={"cells": tuple(cells)})
+        answers, _ = read(part, SUMMARY)
+        parts[name] = measure_results(part, SUMMARY, answers), answers
+    numbers, answers = parts["main"]
     blocks = {
         "scores": scores(numbers),
         "goals": goals(numbers, answers),
         "seeds": seeds(numbers),
         "costs": costs(results),
         "ablation": ablation(numbers, answers),
+        "other scores": scores(parts["other"][0]),
+        "other ablation": ablation(*parts["other"]),
+        "margins": margins(results),
     }
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
@@ -155,7 +153,7 @@ def _title(name: str) -> str:
 
 def _parts(name: str) -> list[str]:
     """The method of the recipe, then the options that make a variant of it."""
-    return re.split("-(?=" + "|".join([*KNOBS, HELD_OUT]) + ")", name)
+    return re.split("-(?=" + "|".join(OPTIONS) + ")", name)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -180,7 +178,7 @@ def scores(numbers: Numbers) -> Iterator[str]:
     for title, groups in _groups(numbers):
         yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0])}:"
         yield ""
-        heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC"]
+        heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
         rows = [_scores(group) for group in groups]
         for row, group in zip(rows, groups, strict=True):
             row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group)} alone)"
@@ -201,7 +199,7 @@ def _scores(group: GroupNumbers) -> list[str]:
         return f"{value} {mark}".rstrip()
 
     return [
-        _title(group.method) + (f", {group.budget}" if group.budget == "paper" else ""),
+        _title(group.method),
         text("accuracy"),
         f"{100 * group.metrics['mean_confidence'].mean:.1f}",
         text("ece"),
@@ -209,6 +207,7 @@ def _scores(group: GroupNumbers) -> list[str]:
         f"{100 * group.metrics['debiased_ece'].mean:.1f}",
         text("brier", 3),
         text("auroc"),
+        f"{100 * group.others['fallback_rate'].mean:.0f}",
     ]
 
 
@@ -241,6 +240,29 @@ def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
         yield f"**{title}**, seed {place.seeds[0]}:"
         yield ""
         yield from _table(heads, rows)
+
+
+def margins(results: Results) -> Iterator[str]:
+    """Validation confidence, accuracy and ECE of every training that was measured on its way, by reward margin."""
+    rows = []
+    for cell in sorted(results.cells, key=lambda cell: (_parts(cell.method)[1:], order(_parts(cell.method)[0]))):
+        history = cell.training.history if cell.training is not None and cell.setting == "in" else ()
+        points = [point for point in history if "reward_margin" in point]
+        for point in points if len(points) > 1 else ():
+            name = _title(cell.method) if point is points[0] else ""
+            values = [100 * point[f"val_{metric}"] for metric in ("confidence", "accuracy", "ece")]
+            rows.append(
+                [
+                    name,
+                    f"{point['step']:.0f}",
+                    f"{point['reward_margin']:.2f}",
+                    *(f"{value:.1f}" for value in values),
+                    f"{point['val_nll']:.2f}",
+                ]
+            )
+    yield from _table(
+        ["method", "step", "reward margin", "confidence", "accuracy", "ECE", "NLL of the gold label"], rows
+    )
 
 
 def seeds(numbers: Numbers) -> Iterator[str]:
