@@ -275,8 +275,8 @@ CARDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "l1": ({"calibration": "l1"}, "trained with DPO and the `l1` calibration term (weight 0.1).", True),
     "brier": ({"calibration": "brier"}, "trained with DPO and the `brier` calibration term (weight 0.1).", True),
     "outcome": (
-        {"calibration": "outcome", "outcome_score": "log"},
-        "trained with DPO and the `outcome` calibration term (weight 0.3, log score).",
+        {"calibration": "outcome"},
+        "trained with DPO and the `outcome` calibration term (weight 1, log score).",
         False,
     ),
 }
@@ -311,11 +311,11 @@ SURROGATE = ("catto", "bce", "l1", "brier")
 CONTRADICTIONS = [
     ("none", {"calibration_weight": 5}),
     *(("none", {name: value}) for name, value in (("reduce", "mean"), ("detach_surrogate", True))),
-    *(("none", {name: value}) for name, value in (("calibrate_tokens", "label"), ("outcome_score", "log"))),
+    *(("none", {name: value}) for name, value in (("calibrate_tokens", "label"), ("outcome_score", "brier"))),
     ("none", {"outcome_rows_per_pair": 1}),
     *(("outcome", {name: value}) for name, value in (("reduce", "sum"), ("detach_surrogate", True))),
     ("outcome", {"calibrate_tokens": "label"}),
-    *((term, {"outcome_score": "log"}) for term in SURROGATE),
+    *((term, {"outcome_score": "brier"}) for term in SURROGATE),
     *((term, {"outcome_rows_per_pair": 4}) for term in SURROGATE),
 ]
 
@@ -332,7 +332,7 @@ def test_a_knob_that_the_term_does_not_read_is_refused(calibration: str, knob: d
 @pytest.mark.parametrize("calibration", ["none", *SURROGATE, "outcome"])
 def test_values_equal_to_the_default_say_nothing(calibration: str) -> None:
     knobs: dict[str, Any] = {"reduce": None, "detach_surrogate": False, "calibrate_tokens": "all"}
-    knobs |= {"calibration_weight": None, "outcome_score": "brier", "outcome_rows_per_pair": 2}
+    knobs |= {"calibration_weight": None, "outcome_score": "log", "outcome_rows_per_pair": 2}
     config = CATTOConfig(output_dir="x", bf16=False, calibration=calibration, **knobs)
     assert (config.weight == 0) is (calibration == "none")
     assert CATTOConfig(output_dir="x", bf16=False, calibration=calibration, calibration_weight=0).weight == 0

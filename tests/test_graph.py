@@ -13,7 +13,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.results import run_chosen
 from catto.experiment.stages import Stage, Work, ordered, place
 from catto.files import read_json, write_records
-from catto.methods import SCALINGS
+from catto.methods import SCALINGS, weight_of
 from catto.recipe import Recipe
 from catto.recipe_file import load
 from catto.records import Prediction
@@ -102,7 +102,7 @@ KNOBS: list[tuple[str, set[str]]] = [
     ("evaluation.decode=sample", read_twice("scaled", "sft+ts") | {"scaled sft+ts", "report"}),
     ("evaluation.max_tokens=99", GENERATED),
     ("evaluation.batch_size=3", GENERATED),
-    ("outcome.score=log", model("dpo+outcome") | {"report"}),
+    ("outcome.score=brier", model("dpo+outcome") | {"report"}),
     ("outcome.rows_per_pair=3", model("dpo+outcome") | {"report"}),
     ("outcome.temperature=0.5", model("dpo+outcome") | STREAM | {"report"}),
     ("outcome.questions=9", model("dpo+outcome") | STREAM | {"report"}),
@@ -110,7 +110,8 @@ KNOBS: list[tuple[str, set[str]]] = [
     ("rcft.rows=7", model("rcft") | {"report"}),
     ("preference.trl={beta: 0.2}", AFTER_SFT),
     ("preference.trl.calibration_weight=5", model("dpo+catto", "dpo+outcome") | {"report"}),
-    ("preference.trl.outcome_score=log", model("dpo+outcome") | {"report"}),
+    ("preference.trl.calibration_weight=0.1", model("dpo+outcome") | {"report"}),  # the default of dpo+catto
+    ("preference.trl.outcome_score=brier", model("dpo+outcome") | {"report"}),
     ("preference.checkpoint_steps=7", AFTER_SFT),
     ("prefix_sharing=false", AFTER_SFT),
     ("small_pairs=10", AFTER_SFT),
@@ -163,6 +164,16 @@ def test_a_report_that_is_made_differently_is_made_again_and_nothing_else(
     known = {stage.folder for stage in stages(recipe_of(tmp_path))}
     monkeypatch.setattr("catto.experiment.graph.VERSION", VERSION + 1)
     assert [stage.name for stage in stages(recipe_of(tmp_path)) if stage.folder not in known] == ["report"]
+
+
+def test_another_default_weight_trains_the_methods_with_that_term_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {stage.folder for stage in stages(recipe_of(tmp_path))}
+    weights = {"catto": weight_of("catto"), "outcome": 2.0}
+    monkeypatch.setattr("catto.experiment.graph.weight_of", weights.__getitem__)
+    changed = {short(stage) for stage in stages(recipe_of(tmp_path)) if stage.folder not in known}
+    assert changed == model("dpo+outcome") | {"report"}
 
 
 def test_a_task_of_its_own_leaves_the_others_alone(tmp_path: Path) -> None:

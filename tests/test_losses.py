@@ -151,17 +151,33 @@ def test_outcome_brier_and_log_by_hand() -> None:
     """P = (0.5, 0.2, 0.1), gold 1: 0.25 + 0.64 + 0.01 = 0.90; log: -ln 0.2. The missing 0.2 is on other tokens."""
     log_p = torch.tensor([[0.5, 0.2, 0.1]], dtype=torch.float64).log()
     gold = torch.tensor([1])
-    assert outcome_loss(log_p, gold).item() == pytest.approx(0.90, abs=1e-12)
-    assert outcome_loss(log_p, gold, score="log").item() == pytest.approx(-math.log(0.2), abs=1e-12)
-    assert outcome_loss(log_p, gold, weights=torch.tensor([0.25])).item() == pytest.approx(0.225, abs=1e-12)
+    assert outcome_loss(log_p, gold, score="brier").item() == pytest.approx(0.90, abs=1e-12)
+    assert outcome_loss(log_p, gold).item() == pytest.approx(-math.log(0.2), abs=1e-12)
+    weighted = outcome_loss(log_p, gold, score="brier", weights=torch.tensor([0.25]))
+    assert weighted.item() == pytest.approx(0.225, abs=1e-12)
 
 
-def test_outcome_ignores_padded_labels_in_value_and_gradient() -> None:
+@pytest.mark.parametrize("score", ["brier", "log"])
+def test_outcome_ignores_padded_labels_in_value_and_gradient(score: str) -> None:
     short = torch.tensor([[0.5, 0.3]], dtype=torch.float64).log().requires_grad_()
     padded = torch.cat([short, torch.full((1, 2), -torch.inf, dtype=torch.float64)], -1)
     gold = torch.tensor([0])
-    torch.testing.assert_close(outcome_loss(padded, gold), outcome_loss(short, gold))
-    assert torch.isfinite(torch.autograd.grad(outcome_loss(padded, gold).sum(), short)[0]).all()
+    loss = outcome_loss(padded, gold, score=score)
+    torch.testing.assert_close(loss, outcome_loss(short, gold, score=score))
+    assert torch.isfinite(torch.autograd.grad(loss.sum(), short)[0]).all()
+
+
+def test_only_the_log_score_moves_a_wrong_answer_that_is_nearly_certain() -> None:
+    """Logits (0, 20), gold 0: log's slope in the gold logit is P_0 - 1; that of brier is about -4 P_0, with P_0 2e-9."""
+    slopes = {}
+    for score in ("log", "brier"):
+        logits = torch.tensor([[0.0, 20.0]], dtype=torch.float64, requires_grad=True)
+        outcome_loss(logits.log_softmax(-1), torch.tensor([0]), score=score).sum().backward()
+        assert logits.grad is not None
+        slopes[score] = logits.grad[0, 0].item()
+    wrong = math.exp(-20) / (1 + math.exp(-20))
+    assert slopes["log"] == pytest.approx(wrong - 1, abs=1e-12)
+    assert slopes["brier"] == pytest.approx(-4 * wrong, rel=1e-6)
 
 
 @pytest.mark.parametrize("score", ["brier", "log"])

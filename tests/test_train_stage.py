@@ -216,16 +216,16 @@ def test_without_held_out_examples_the_last_step_is_kept(
 def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trl = {"calibration_weight": 0.7, "reduce": "sum", "outcome_score": "log", "max_steps": 1}
+    trl = {"calibration_weight": 0.7, "reduce": "sum", "outcome_score": "brier", "max_steps": 1}
     block = {"preference": {"checkpoint_steps": 2, "trl": trl}}
     weights = {}
     for method in ("dpo", "dpo+catto", "dpo+outcome"):
         trainer, _ = _trained(made_work(tmp_path / method, method, **block), monkeypatch)
         weights[method] = (trainer.args.weight, trainer.args.reduce, trainer.args.outcome_score)
     assert weights == {
-        "dpo": (0.0, None, "brier"),
-        "dpo+catto": (0.7, "sum", "brier"),
-        "dpo+outcome": (0.7, None, "log"),
+        "dpo": (0.0, None, "log"),
+        "dpo+catto": (0.7, "sum", "log"),
+        "dpo+outcome": (0.7, None, "brier"),
     }
 
 

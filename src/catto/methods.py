@@ -156,12 +156,10 @@ def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in settings.items() if calibration in KNOBS.get(name, (calibration,))}
 
 
-def weight_of(calibration: Calibration, score: str = "brier") -> float:
+def weight_of(calibration: Calibration) -> float:
     """Return lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
 
-    >>> weight_of("catto"), weight_of("outcome"), weight_of("outcome", score="log")
-    (0.1, 1.0, 0.3)
+    >>> weight_of("catto"), weight_of("outcome"), weight_of("none")
+    (0.1, 1.0, 0.0)
     """
-    if (calibration, score) == ("outcome", "log"):
-        return 0.3
     return {"none": 0.0, "outcome": 1.0, "replay": 1.0}.get(calibration, 0.1)

@@ -244,7 +244,7 @@ class OutcomeSettings(Settings):
     held_out: bool = False  # take them from beyond the task's `train`: neither SFT nor the pairs have seen them
     temperature: float = Field(default=1.0, ge=0)
     rows_per_pair: int = Field(default=2, ge=1)
-    score: Literal["brier", "log"] = "brier"
+    score: Literal["log", "brier"] = "log"
 
 
 class EvaluationSettings(Settings):

@@ -118,14 +118,16 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
 
 
 def outcome_loss(
-    label_logprobs: Tensor, gold: Tensor, *, score: Score = "brier", weights: Tensor | None = None
+    label_logprobs: Tensor, gold: Tensor, *, score: Score = "log", weights: Tensor | None = None
 ) -> Tensor:
     """Proper score of the label probabilities after a sampled reasoning, one number per response.
 
     label_logprobs: (B, K) full-vocabulary log-probabilities, -inf where a row has fewer labels; gold: (B,) index of
-    the right label; weights: (B,). brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]; log: -log P_gold. -> (B,).
+    the right label; weights: (B,). log: -log P_gold; brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]. -> (B,).
+    Both are least at the true probabilities. The gradient of brier vanishes where a wrong answer is nearly certain,
+    which is where preference training moves it; that of log does not.
 
-    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]))
+    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]), score="brier")
     tensor([0.0800])
     """
     if score == "log":

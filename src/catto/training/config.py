@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "calibration": get_args(Calibration),
     "reduce": (None, "mean", "sum"),
     "calibrate_tokens": ("all", "label"),
-    "outcome_score": ("brier", "log"),
+    "outcome_score": ("log", "brier"),
     "head_precision": get_args(Precision),
 }
 
@@ -46,13 +46,11 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     """
 
     calibration: str = knob("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
-    calibration_weight: float | None = knob(
-        None, "Lambda. None: 0.1; replay and outcome 1.0, outcome with score log 0.3."
-    )
+    calibration_weight: float | None = knob(None, "Lambda. None: 0.1; replay and outcome 1.0.")
     reduce: str | None = knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
     detach_surrogate: bool = knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
     calibrate_tokens: str = knob("all", "Which tokens of a response the term reads: all, or only the label.")
-    outcome_score: str = knob("brier", "The outcome's proper score: brier or log.")
+    outcome_score: str = knob("log", "The outcome's proper score: log or brier.")
     outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
     padding_free: bool | None = knob(
@@ -88,7 +86,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     @property
     def weight(self) -> float:
         """Lambda, its default resolved."""
-        default = weight_of(self.calibration, self.outcome_score)  # type: ignore[arg-type]
+        default = weight_of(self.calibration)  # type: ignore[arg-type]
         return default if self.calibration_weight is None else self.calibration_weight
 
     @classmethod

@@ -1,0 +1,71 @@
+"""Write responses with one sentence of reasoning to SNLI's training questions, for a recipe's `source: responses`.
+
+    python docs/study/reasons.py data/snli reasons.jsonl
+
+SmolLM2-135M cannot reason when it is asked to, so the sentence is built: it quotes words of the hypothesis that the
+premise has ("Both: man, wall.") and words that it does not have ("New: tall."). Every question gets one response for
+each label. As in the embedded world, a response tends to quote what supports its label: shared words for entailment,
+new words for the others. The sentence hints at the label and does not determine it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+from catto import load_questions
+from catto.files import replacing
+from catto.records import Question
+
+QUOTED = 2  # most words of a kind that a sentence quotes
+TENDENCY = 0.7  # probability of leaving out the words that speak against the label
+STEM = 4  # words with the same first letters count as the same: walk, walking
+COMMON = frozenset(
+    "a an the is are was be being been am has have had do does in on at of to by for from with and or but as it its his"
+    " her he she they them their there this that these those who which while not no one two some".split()
+)
+
+
+def reason(question: Question, label: str, draw: random.Random) -> str:
+    """Return a sentence of reasoning that tends to support the label.
+
+    >>> from catto.records import Option
+    >>> fields = {"premise": "A man walks along a wall.", "hypothesis": "A tall man is walking."}
+    >>> options = tuple(Option(label=name, text=name) for name in ("entailment", "neutral", "contradiction"))
+    >>> question = Question(id="1", task="snli", split="train", fields=fields, options=options, gold="neutral")
+    >>> reason(question, "neutral", random.Random(2))
+    'Both: man, walking. New: tall.'
+    """
+    premise = {word[:STEM] for word in _words(question.fields["premise"])}
+    kinds: dict[str, list[str]] = {"Both": [], "New": []}
+    for word in _words(question.fields["hypothesis"]):
+        kinds["Both" if word[:STEM] in premise else "New"].append(word)
+    against = "New" if label == "entailment" else "Both"
+    if draw.random() < TENDENCY:
+        del kinds[against]
+    quoted = {kind: draw.sample(words, min(QUOTED, len(words))) for kind, words in kinds.items()}
+    return " ".join(f"{kind}: {', '.join(words) or 'nothing'}." for kind, words in quoted.items())
+
+
+def _words(text: str) -> list[str]:
+    """The different words of a text in their order, without the common ones."""
+    return [word for word in dict.fromkeys(re.findall(r"[a-z]+", text.lower())) if word not in COMMON]
+
+
+def main(data_dir: str, out: str) -> None:
+    """Write one response a label for every training question."""
+    with replacing(Path(out)) as file:
+        for question in load_questions("snli", "train", data_dir=data_dir):
+            for sample, label in enumerate(sorted(question.labels)):
+                text = reason(question, label, random.Random(f"{question.id} {label}"))
+                row = {"question": question.id, "sample": sample, "reasoning": text, "label": label}
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    main(*sys.argv[1:])
