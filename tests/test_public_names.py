@@ -73,3 +73,17 @@ def test_a_broken_module_of_our_own_is_not_blamed_on_an_extra() -> None:
         "except ImportError as error:\n    print(error)"
     )
     assert "pip install" not in python(code)
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback() -> None:
+    source = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from catto.__main__ import main\n"
+        "main()"
+    )
+    stopped = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, "", "")

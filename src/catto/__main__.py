@@ -1,8 +1,19 @@
-"""`python -m catto` is the command `catto`."""
+"""The command `catto`, also as `python -m catto`."""
 
 from __future__ import annotations
 
-from catto.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    try:
+        from catto.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()
