@@ -204,7 +204,31 @@ def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
     from catto.training.supervised import SupervisedConfig
 
     classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, SupervisedConfig, CATTOConfig)}
-    assert keywords(config) == {one.name for one in fields(classes[config])}
+    assert keywords(config).keys() == {one.name for one in fields(classes[config])}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ("preference.trl.beta", "x", "expected float, got 'x'"),
+        ("preference.trl.beta", True, "expected float, got True"),
+        ("preference.trl.calibration_weight", [1], r"expected float or None, got \[1\]"),
+        ("sft.trl.gradient_accumulation_steps", 1.5, "expected int, got 1.5"),
+        ("rcft.trl.bf16", "maybe", "expected bool, got 'maybe'"),
+        ("model.peft.r", "many", "expected int, got 'many'"),
+    ],
+)
+def test_a_keyword_of_a_trainer_has_its_type(tmp_path: Path, place: str, value: object, told: str) -> None:
+    block, *_, name = place.split(".")
+    inner = {place.split(".")[1]: {name: value}}
+    given = {"model": {"path": "m", **inner}} if block == "model" else {block: inner}
+    with pytest.raises(DataError, match=f"{place}: {told}"):
+        load(write(tmp_path, **given))
+
+
+def test_a_keyword_of_a_trainer_takes_what_its_type_allows() -> None:
+    given = ["preference.trl={beta: 1, calibration_weight: null, warmup_steps: 0.1, save_strategy: epoch}"]
+    assert load("quickstart", given).preference.trl["beta"] == 1
 
 
 def test_keywords_of_a_library_that_is_not_there_are_not_checked(

@@ -165,30 +165,34 @@ def _keys_at(place: Sequence[str]) -> list[str]:
 
 
 @cache
-def keywords(config: str) -> frozenset[str]:
-    """Return the keywords of one of CONFIGS; none where a library is missing or laid out in another way.
+def keywords(config: str) -> dict[str, str]:
+    """Return the keywords of one of CONFIGS and their types; none where a library is missing or laid out differently.
 
     They are the annotated names in the class's source: importing it would import torch, which takes seconds.
 
-    >>> "num_train_epochs" in keywords("SupervisedConfig")
-    True
+    >>> keywords("SupervisedConfig")["num_train_epochs"]
+    'float'
     """
-    names: set[str] = set()
+    names: dict[str, str] = {}
     for package, file, class_name in map(str.split, CONFIGS[config]):
         spec = find_spec(package)
         path = Path(spec.origin or "").parent / file if spec is not None else Path()
         tree = ast.parse(path.read_text(encoding="utf-8") if path.is_file() else "")
         fields = {
-            entry.target.id
+            entry.target.id: ast.unparse(entry.annotation)
             for node in tree.body
             for entry in (node.body if isinstance(node, ast.ClassDef) and node.name == class_name else ())
             if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
             if "ClassVar" not in ast.unparse(entry.annotation)
         }
         if not fields:
-            return frozenset()
-        names |= fields
-    return frozenset(names)
+            return {}
+        names = fields | names
+    return names
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_KINDS["None"] = (type(None),)
 
 
 def _refused(config: str, name: str, value: Any) -> str | None:
@@ -205,7 +209,9 @@ def _refused(config: str, name: str, value: Any) -> str | None:
         return f"expected a number above 0, got {value!r}"
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
         return f"expected a number of at least 0, got {value}"
-    return None
+    kinds = known.get(name, "").split(" | ")
+    fits = any(type(value) in _KINDS.get(kind, (type(value),)) for kind in kinds)  # a type that is not plain fits
+    return None if fits else f"expected {' or '.join(kinds)}, got {value!r}"
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------
