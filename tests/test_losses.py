@@ -168,7 +168,7 @@ def test_outcome_ignores_padded_labels_in_value_and_gradient(score: str) -> None
 
 
 def test_only_the_log_score_moves_a_wrong_answer_that_is_nearly_certain() -> None:
-    """Logits (0, 20), gold 0: log's slope in the gold logit is P_0 - 1; that of brier is about -4 P_0, with P_0 2e-9."""
+    """Logits (0, 20), gold 0: log's slope in the gold logit is P_0 - 1, brier's is about -4 P_0, where P_0 is 2e-9."""
     slopes = {}
     for score in ("log", "brier"):
         logits = torch.tensor([[0.0, 20.0]], dtype=torch.float64, requires_grad=True)

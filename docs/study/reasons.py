@@ -23,10 +23,9 @@ from catto.records import Question
 QUOTED = 2  # most words of a kind that a sentence quotes
 TENDENCY = 0.7  # probability of leaving out the words that speak against the label
 STEM = 4  # words with the same first letters count as the same: walk, walking
-COMMON = frozenset(
-    "a an the is are was be being been am has have had do does in on at of to by for from with and or but as it its his"
-    " her he she they them their there this that these those who which while not no one two some".split()
-)
+_COMMON = """a an the is are was be being been am has have had do does in on at of to by for from with and or but as it
+its his her he she they them their there this that these those who which while not no one two some"""
+COMMON = frozenset(_COMMON.split())
 
 
 def reason(question: Question, label: str, draw: random.Random) -> str:
