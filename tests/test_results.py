@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import math
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 
+from catto.engines import TAU_GRID
+
 DOCS = Path(__file__).parents[1] / "docs"
 LARGEST = 5_000_000  # bytes of the summary
+OUTCOME = {"score": "brier", "held_out": False, "rows_per_pair": 1}
+RECIPE = {"tasks": {"snli": {}}, "teacher": {"reasoning": False}}
 
 
 @pytest.fixture
@@ -47,14 +52,18 @@ def test_the_page_and_its_figures_are_those_of_the_summary(study: Any) -> None:
 
 
 def test_the_summary_is_small_and_holds_no_text_and_no_path(study: Any) -> None:
-    files = list(study.SUMMARY.iterdir())
-    assert sum(path.stat().st_size for path in files) < LARGEST
-    cells = study._summary().cells
-    assert {path.name for path in files} == {"results.json"} | {cell.predictions for cell in cells}
-    for cell in cells:
-        rows = _rows(study.SUMMARY / cell.predictions)
-        assert {(row["text"], row["task"], row["model"]) for row in rows} == {("", cell.task, cell.method)}
-    assert "/" not in (study.SUMMARY / "results.json").read_text().replace('"commit"', "")
+    assert sum(path.stat().st_size for path in study.SUMMARY.rglob("*") if path.is_file()) < LARGEST
+    assert {folder.name for folder in study.SUMMARY.iterdir()} == set(study.STUDIES)
+    for name in study.STUDIES:
+        folder, summary = study.SUMMARY / name, study._summary(name)
+        named = {path for cell in summary.cells for path in (cell.predictions, cell.candidates) if path is not None}
+        named |= {path for paths in summary.questions.values() for path in paths}
+        assert {path.name for path in folder.iterdir()} == {"results.json"} | named
+        for cell in summary.cells:
+            rows = [row for path in (cell.predictions, cell.candidates) if path for row in _rows(folder / path)]
+            assert {(row["text"], row["task"], row["model"]) for row in rows} == {("", cell.task, cell.method)}
+        assert "/" not in (folder / "results.json").read_text()
+        assert summary.questions.keys() <= {"witnesses"}  # no benchmark's questions
 
 
 def test_collecting_a_run_adds_its_cells_and_replaces_them(study: Any, tmp_path: Path) -> None:
@@ -62,25 +71,26 @@ def test_collecting_a_run_adds_its_cells_and_replaces_them(study: Any, tmp_path:
     first, second, *_ = study._summary().cells
     stage = tmp_path / "run" / "stages" / "report-1"
     stage.mkdir(parents=True)
-    moved = [{**row, "confidence": 0.5, "text": "<answer>"} for row in _rows(study.SUMMARY / first.predictions)]
+    folder = study.SUMMARY / "answer_first"
+    moved = [{**row, "confidence": 0.5, "text": "<answer>"} for row in _rows(folder / first.predictions)]
     (stage / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in moved))
-    (stage / "b.jsonl").write_bytes(gzip.decompress((study.SUMMARY / second.predictions).read_bytes()))
+    (stage / "b.jsonl").write_bytes(gzip.decompress((folder / second.predictions).read_bytes()))
     paths = ("stages/report-1/a.jsonl", "stages/report-1/b.jsonl")
     cells = [cell.model_copy(update={"predictions": path}) for cell, path in zip((first, second), paths, strict=True)]
     results = study._summary()
-    recipe = {**results.recipe, "preference": {"trl": {}}, "outcome": {"score": "brier"}}
+    recipe = {**RECIPE, **results.recipe, "preference": {"trl": {}}, "outcome": OUTCOME}
     results = results.model_copy(update={"cells": tuple(cells), "recipe": recipe})
     (stage / "results.json").write_text(results.model_dump_json())
-    before = {path.name: path.read_bytes() for path in study.SUMMARY.iterdir()}
-    study.collect([tmp_path / "run"])
-    changed = {path.name for path in study.SUMMARY.iterdir() if path.read_bytes() != before.get(path.name)}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    study.collect(tmp_path / "run")
+    changed = {path.name for path in folder.iterdir() if path.read_bytes() != before.get(path.name)}
     assert changed == {first.predictions}
-    assert {row["confidence"] for row in _rows(study.SUMMARY / first.predictions)} == {0.5}
+    assert {row["confidence"] for row in _rows(folder / first.predictions)} == {0.5}
 
 
 def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     trl = {"bf16": True, "calibration_weight": 10, "calibrate_tokens": "label"}
-    recipe = {"preference": {"trl": trl}, "outcome": {"score": "log", "held_out": True}}
+    recipe = {**RECIPE, "preference": {"trl": trl}, "outcome": {**OUTCOME, "score": "log", "held_out": True}}
     assert study._variant("dpo", recipe) == "dpo"
     scored = study._variant("dpo+outcome+ts", recipe)
     assert scored == "dpo+outcome+ts-calibration_weight-10-held_out-outcome_score-log"
@@ -92,3 +102,32 @@ def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     assert study._title("dpo+outcome+tl") == "DPO + outcome + scaling among labels"
     longer = study._variant("dpo+ts", recipe, "paper")
     assert (longer, study._title(longer)) == ("dpo+ts-epochs-6", "DPO + temperature scaling, epochs 6")
+    more = {**RECIPE, "preference": {"trl": {}}, "outcome": {**OUTCOME, "rows_per_pair": 4}}
+    assert study._variant("dpo+replay", more) == "dpo+replay-rows_per_pair-4"
+    assert study._title("dpo+replay-rows_per_pair-4") == "DPO + replay, rows per pair 4"
+
+
+def test_a_run_belongs_to_the_study_of_its_recipe(study: Any) -> None:
+    assert study._study(RECIPE) == "answer_first"
+    assert study._study({**RECIPE, "teacher": {"reasoning": True}}) == "reasoning"
+    assert study._study({**RECIPE, "tasks": {"witnesses": {}}}) == "world"
+
+
+def test_stored_candidates_rank_as_in_the_run(study: Any, tmp_path: Path) -> None:
+    """Their confidence is stored at the cell's tau. Logits (0, ln 0.25): 0.8 at tau 1, 1 / (1 + 0.25^2) at tau 0.5."""
+    logprobs = {"A": math.log(0.8), "B": math.log(0.2)}
+    labels = {"label_logprobs": logprobs, "logsumexp": {str(tau): math.log1p(0.25 ** (1 / tau)) for tau in TAU_GRID}}
+    row = {"question": "1", "task": "snli", "split": "test", "gold": "A", "sample": 0, "text": "t", "label": "A"}
+    row |= {"source": "free", "confidence": 0.8, "temperature": 1.0, "seed": 0, "engine": "e", "model": "m"}
+    row |= {**labels, "mean_logprob": -0.3, "tokens": 3}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    cell = (
+        study._summary()
+        .cells[0]
+        .model_copy(update={"predictions": "rows.jsonl", "candidates": "rows.jsonl", "tau": 0.5})
+    )
+    copied = study._copied(cell, tmp_path, tmp_path)
+    (greedy,), (sampled,) = (_rows(tmp_path / name) for name in (copied.predictions, copied.candidates))
+    assert (greedy["confidence"], "mean_logprob" in greedy) == (0.8, False)
+    assert (sampled["confidence"], sampled["mean_logprob"]) == (pytest.approx(1 / 1.0625, abs=1e-9), -0.3)
+    assert not {"logsumexp", "label_logprobs"} & sampled.keys()

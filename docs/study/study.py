@@ -3,9 +3,9 @@
     python docs/study/study.py collect RUN ...    # adds the cells of finished runs to docs/study/summary
     python docs/study/study.py write              # `make results`
 
-The summary holds one small file of predictions for each method, task and seed, without texts, and `results.json`, which
-lists them with how each model was trained. A page has blocks between `<!-- begin NAME -->` and `<!-- end NAME -->`;
-everything in them is written here, everything around them by hand.
+The summary has a folder for each of STUDIES: one small file of predictions for each method, task and seed, without
+texts, and `results.json`, which lists them with how each model was trained. The page has blocks between
+`<!-- begin NAME -->` and `<!-- end NAME -->`; everything in them is written here, everything around them by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,8 @@ from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.records import Prediction
+from catto.metrics.temperature import rescaled
+from catto.records import Prediction, Question
 from catto.report.build import read
 from catto.report.drawing import Panel, reliability_figure, write_figure
 from catto.report.measuring import Answered, measure_results
@@ -40,9 +41,13 @@ HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
 TUNED = "-calibration_weight-5-held_out-outcome_score-log"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
-HELD_OUT, EPOCHS = "held_out", "epochs"  # an option of the stream and one of the budget, beside those of the term
-OPTIONS = (*KNOBS, HELD_OUT, EPOCHS)
-OTHER = 3  # the seed of the remaining methods and of most of the ablation, with tables of its own
+# Options of the stream and of the budget, beside those of the term.
+HELD_OUT, ROWS, EPOCHS = "held_out", "rows_per_pair", "epochs"
+OPTIONS = (*KNOBS, HELD_OUT, ROWS, EPOCHS)
+# The studies, and how many rows of the stream their recipes have for a pair: SmolLM2 without and with reasoning, and
+# the embedded world.
+STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
+MAIN, OTHERS = (0, 1, 2), (3, 4)  # seeds of the comparison; those of the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -50,33 +55,56 @@ DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "sel
 # ---- collecting ------------------------------------------------------------------------------------------------------
 
 
-def collect(runs: Sequence[Path]) -> Results:
-    """Add the cells of every report in the runs to the summary; a cell that is there already is replaced."""
-    known = {_name(cell): cell for cell in _summary().cells} if (SUMMARY / "results.json").exists() else {}
-    found: list[Results] = []
-    for run in runs:
-        reports = sorted(run.glob("stages/*/results.json"), key=lambda path: path.stat().st_mtime)
-        if not reports:
-            raise SystemExit(f"{run}: holds no finished report")
-        for path in reports:
-            found.append(Results.model_validate(read_json(path)))
-            for cell in found[-1].cells:
-                method = _variant(cell.method, found[-1].recipe, cell.budget)
-                budget = None if cell.budget is None else "matched"  # one table: the paper's budget is a variant
-                named = cell.model_copy(update={"method": method, "budget": budget})
-                known[_name(named)] = _copied(named, run)
-    newest = found[-1]
-    cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
-    # The rest of a recipe holds paths of the machine that it ran on.
-    recipe = {"evaluation": newest.recipe["evaluation"]}
-    summary = newest.model_copy(update={"recipe": recipe, "cells": tuple(cells), "questions": {}})
-    with replacing(SUMMARY / "results.json") as file:
-        file.write(summary.model_dump_json(indent=1) + "\n")
-    return summary
+def collect(run: Path) -> Results:
+    """Add the cells of every report in a run to its study's summary; a cell that is there already is replaced."""
+    reports = sorted(run.glob("stages/*/results.json"), key=lambda path: path.stat().st_mtime)
+    if not reports:
+        raise SystemExit(f"{run}: holds no finished report")
+    for path in reports:
+        newest = Results.model_validate(read_json(path))
+        study = _study(newest.recipe)
+        folder = SUMMARY / study
+        folder.mkdir(parents=True, exist_ok=True)
+        known = {_name(cell): cell for cell in _summary(study).cells} if (folder / "results.json").exists() else {}
+        for cell in newest.cells:
+            method = _variant(cell.method, newest.recipe, cell.budget)
+            budget = None if cell.budget is None else "matched"  # one table: the paper's budget is a variant
+            named = cell.model_copy(update={"method": method, "budget": budget})
+            known[_name(named)] = _copied(named, run, folder)
+        cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
+        # The rest of a recipe holds paths of the machine that it ran on.
+        update: dict[str, Any] = {"recipe": {"evaluation": newest.recipe["evaluation"]}, "cells": tuple(cells)}
+        update["questions"] = _posteriors(newest, run, folder) if study == "world" else {}
+        newest = newest.model_copy(update=update)
+        with replacing(folder / "results.json") as file:
+            file.write(newest.model_dump_json(indent=1) + "\n")
+    return newest
 
 
-def _summary() -> Results:
-    return Results.model_validate(read_json(SUMMARY / "results.json"))
+def _study(recipe: Mapping[str, Any]) -> str:
+    """The study that a recipe belongs to, one of STUDIES."""
+    if "witnesses" in recipe["tasks"]:
+        return "world"
+    return "reasoning" if recipe["teacher"]["reasoning"] else "answer_first"
+
+
+def _summary(study: str = "answer_first") -> Results:
+    return Results.model_validate(read_json(SUMMARY / study / "results.json"))
+
+
+def _posteriors(results: Results, run: Path, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Copy the test questions, which carry the true posterior; of all seeds into one file."""
+    copies = {}
+    for task, paths in results.questions.items():
+        questions = {one.id: one for path in paths for one in read_records(run / path, Question)}
+        _write_lines(folder / f"{task}-questions.jsonl.gz", [one.model_dump_json() for one in questions.values()])
+        copies[task] = (f"{task}-questions.jsonl.gz",)
+    return copies
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    with replacing_bytes(path) as file:  # no date in it: equal lines give equal bytes
+        file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
 def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
@@ -85,8 +113,9 @@ def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None)
     settings = recipe["preference"]["trl"] | ({"outcome_score": "log"} if outcome["score"] == "log" else {})
     knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
     options = [f"{knob}-{value}".lower() for knob, value in knobs.items()]
-    if outcome.get(HELD_OUT) and calibration in ("outcome", "replay"):
-        options.append(HELD_OUT)
+    if calibration in ("outcome", "replay"):
+        rows = outcome[ROWS]
+        options += [HELD_OUT] * outcome[HELD_OUT] + [f"{ROWS}-{rows}"] * (rows != STUDIES[_study(recipe)])
     if budget == "paper":
         options.append(f"{EPOCHS}-{METHODS[unscaled(name)].effort[budget].epochs}")
     return "-".join([name, *sorted(options)])
@@ -96,15 +125,26 @@ def _name(cell: Cell) -> str:
     return "-".join(filter(None, (cell.stem, str(cell.seed), cell.method, cell.budget)))
 
 
-def _copied(cell: Cell, run: Path) -> Cell:
-    """Copy the predictions of a cell without their texts; return the cell that names the copy."""
-    path, lines = SUMMARY / f"{_name(cell)}.jsonl.gz", []
-    for prediction in read_records(run / cell.predictions, Prediction):
-        short = {"text": "", "confidence": round(prediction.confidence, DIGITS), "model": cell.method}
-        lines.append(prediction.model_copy(update=short).model_dump_json(exclude=DROPPED) + "\n")
-    with replacing_bytes(path) as file:
-        file.write(gzip.compress("".join(lines).encode(), mtime=0))  # no date: equal predictions give equal bytes
-    return cell.model_copy(update={"predictions": path.name, "candidates": None, "validation": None})
+def _copied(cell: Cell, run: Path, folder: Path) -> Cell:
+    """Copy the predictions of a cell without their texts, and its candidates; return the cell that names the copies.
+
+    Candidates have the confidence at the cell's tau, by which they are ranked.
+    """
+
+    def copied(name: str, predictions: Iterable[Prediction], dropped: Collection[str]) -> str:
+        lines = []
+        for prediction in predictions:
+            short = {"text": "", "confidence": round(prediction.confidence, DIGITS), "model": cell.method}
+            lines.append(prediction.model_copy(update=short).model_dump_json(exclude={*dropped}))
+        _write_lines(folder / name, lines)
+        return name
+
+    update: dict[str, Any] = {"candidates": None, "validation": None}
+    update["predictions"] = copied(f"{_name(cell)}.jsonl.gz", read_records(run / cell.predictions, Prediction), DROPPED)
+    if cell.candidates is not None and cell.tau is not None:
+        ranked = rescaled(list(read_records(run / cell.candidates, Prediction)), cell.tau)
+        update["candidates"] = copied(f"{_name(cell)}-sampled.jsonl.gz", ranked, DROPPED - {"mean_logprob"})
+    return cell.model_copy(update=update)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -112,25 +152,22 @@ def _copied(cell: Cell, run: Path) -> Cell:
 
 def write() -> None:
     """Measure the summary; fill the blocks of docs/results.md and draw the figures."""
-    results, parts = _summary(), {}
-    for name, cells in {
-        "main": [cell for cell in results.cells if cell.seed != OTHER],
-        "other": [cell for cell in results.cells if cell.seed == OTHER],
-    }.items():
-        part = results.model_copy(update={"cells": tuple(cells)})
-        answers, _ = read(part, SUMMARY)
-        parts[name] = measure_results(part, SUMMARY, answers), answers
-    numbers, answers = parts["main"]
+    results = _summary()
+    numbers, answers = _measured("answer_first", MAIN)
     blocks = {
         "scores": scores(numbers),
         "goals": goals(numbers, answers),
         "seeds": seeds(numbers),
         "costs": costs(results),
         "ablation": ablation(numbers, answers),
-        "other scores": scores(parts["other"][0]),
-        "other ablation": ablation(*parts["other"]),
         "margins": margins(results),
     }
+    for seed in OTHERS:
+        other = _measured("answer_first", (seed,))
+        blocks |= {f"seed {seed} scores": scores(other[0]), f"seed {seed} ablation": ablation(*other)}
+    reasoned = _measured("reasoning", MAIN)
+    blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
+    blocks["world"] = scores(_measured("world", MAIN)[0], None)
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -142,6 +179,14 @@ def write() -> None:
         file.write(text)
     for task in dict.fromkeys(cell.task for cell in results.cells if cell.setting == "in"):
         write_figure(partial(reliability_figure, list(_panels(task, answers, numbers))), IMAGES / f"smollm2-{task}.svg")
+
+
+def _measured(study: str, seeds: Collection[int]) -> tuple[Numbers, list[Answered]]:
+    """Measure those cells of a study that have one of the seeds."""
+    results = _summary(study)
+    part = results.model_copy(update={"cells": tuple(cell for cell in results.cells if cell.seed in seeds)})
+    answers, _ = read(part, SUMMARY / study)
+    return measure_results(part, SUMMARY / study, answers), answers
 
 
 def _title(name: str) -> str:
@@ -173,12 +218,13 @@ def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[s
         yield setting_title(groups[0]), groups
 
 
-def scores(numbers: Numbers) -> Iterator[str]:
-    """Every method on every task: means over seeds, intervals over questions, marks against DPO."""
-    for title, groups in _groups(numbers):
+def scores(numbers: Numbers, variants: bool | None = False) -> Iterator[str]:
+    """Every method on every task: means over seeds, intervals over questions, marks against DPO. variants: as above."""
+    for title, groups in _groups(numbers, variants):
         yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0])}:"
         yield ""
         heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
+        heads += ["true error"] * ("true_error" in groups[0].others)
         rows = [_scores(group) for group in groups]
         for row, group in zip(rows, groups, strict=True):
             row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group)} alone)"
@@ -208,7 +254,24 @@ def _scores(group: GroupNumbers) -> list[str]:
         text("brier", 3),
         text("auroc"),
         f"{100 * group.others['fallback_rate'].mean:.0f}",
+        *(f"{100 * group.others[name].mean:.1f}" for name in ("true_error",) if name in group.others),
     ]
+
+
+def selection(numbers: Numbers) -> Iterator[str]:
+    """Accuracy of Confidence@k, the votes, and the bounds, for every method that was sampled."""
+    rows, rules = [], list[str]()
+    for group in numbers.groups:
+        for k, accuracies in group.selection.items():
+            if k > 2:
+                rules = list(accuracies)
+                values = [*(accuracies[rule].mean for rule in rules), group.metrics["accuracy"].mean]
+                texts = [f"{100 * value:.1f}" for value in values]
+                others = {name: spread.mean for name, spread in group.others.items()}
+                texts += [f"{100 * others['auroc_within']:.1f}", f"{100 * others['sample_fallback_rate']:.1f}"]
+                rows.append([_title(group.method), f"{k}", *texts, f"{others['sampling_temperature']:.1g}"])
+    heads = ["one greedy answer", "AUROC within questions", "forced, % of samples", "sampled at"]
+    yield from _table(["method", "k", *rules, *heads], rows)
 
 
 def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
@@ -374,7 +437,8 @@ def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterato
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["collect", *runs] if runs:
-            print(f"{len(collect([Path(run) for run in runs]).cells)} cells in {SUMMARY}")
+            for run in runs:
+                print(f"{run}: {len(collect(Path(run)).cells)} cells in its study's summary")
         case ["write"]:
             write()
         case _:
