@@ -176,9 +176,8 @@ def test_each_response_is_scored_in_the_form_in_which_it_is_written() -> None:
         side, fact = ("chosen", "rejected")[row // 4], facts(result.batch)[row % 4]
         at = ids.index(token("<answer>")) + (1 if side == "chosen" else 0)
         p = logits[row, at].softmax(-1)[token(forms[side])]
-        gold = torch.eye(4)[fact["gold_index"]]
         rate = fact["correctness_rate"] if side == "chosen" else 1 - fact["correctness_rate"]
-        scores.append(rate * ((p - gold) ** 2).sum())
+        scores.append(-rate * p[fact["gold_index"]].log())
     assert result.metrics["calibration/outcome"] == pytest.approx(sum(scores).item() / 4, abs=1e-6)
 
 

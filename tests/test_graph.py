@@ -13,7 +13,7 @@ from catto.experiment.graph import Graph
 from catto.experiment.results import run_chosen
 from catto.experiment.stages import Stage, Work, ordered, place
 from catto.files import read_json, write_records
-from catto.methods import SCALINGS, weight_of
+from catto.methods import SCALINGS, WEIGHTS
 from catto.recipe import Recipe
 from catto.recipe_file import load
 from catto.records import Prediction
@@ -170,8 +170,7 @@ def test_another_default_weight_trains_the_methods_with_that_term_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {stage.folder for stage in stages(recipe_of(tmp_path))}
-    weights = {"catto": weight_of("catto"), "outcome": 2.0}
-    monkeypatch.setattr("catto.experiment.graph.weight_of", weights.__getitem__)
+    monkeypatch.setattr("catto.experiment.graph.WEIGHTS", {**WEIGHTS, "outcome": 2.0})
     changed = {short(stage) for stage in stages(recipe_of(tmp_path)) if stage.folder not in known}
     assert changed == model("dpo+outcome") | {"report"}
 

@@ -24,6 +24,9 @@ AMONG_LABELS = "+tl"
 SCALINGS: Mapping[str, str] = {"+ts": "temperature scaling", AMONG_LABELS: "scaling among labels"}
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
+# Lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
+WEIGHTS: dict[Calibration, float] = {"none": 0.0, "catto": 0.1, "bce": 0.1, "l1": 0.1, "brier": 0.1}
+WEIGHTS |= {"outcome": 1.0, "replay": 1.0}
 # Which calibration terms read which option of `CATTOConfig`.
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
 KNOBS: Mapping[str, tuple[Calibration, ...]] = {
@@ -154,12 +157,3 @@ def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, A
     {'beta': 0.2}
     """
     return {name: value for name, value in settings.items() if calibration in KNOBS.get(name, (calibration,))}
-
-
-def weight_of(calibration: Calibration) -> float:
-    """Return lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
-
-    >>> weight_of("catto"), weight_of("outcome"), weight_of("none")
-    (0.1, 1.0, 0.0)
-    """
-    return {"none": 0.0, "outcome": 1.0, "replay": 1.0}.get(calibration, 0.1)

@@ -29,20 +29,13 @@ _OTHER_BASE = re.compile(r"[-+]?0[\d_]+$|.*:")
 TOO_MANY = f"holds more than {MOST_VALUES:,} values, with aliases expanded"
 
 _TRAINING = ("transformers training_args.py TrainingArguments",)
+_DPO = ("trl trainer/dpo_config.py DPOConfig", "trl trainer/base_config.py _BaseConfig", *_TRAINING)
+_PEFT = ("peft config.py PeftConfig", "peft config.py PeftConfigMixin")
 # Configuration -> the classes whose fields it has: package, file, class.
 CONFIGS = {
     "SupervisedConfig": ("catto training/supervised.py SupervisedConfig", *_TRAINING),
-    "CATTOConfig": (
-        "catto training/config.py CATTOConfig",
-        "trl trainer/dpo_config.py DPOConfig",
-        "trl trainer/base_config.py _BaseConfig",
-        *_TRAINING,
-    ),
-    "LoraConfig": (
-        "peft tuners/lora/config.py LoraConfig",
-        "peft config.py PeftConfig",
-        "peft config.py PeftConfigMixin",
-    ),
+    "CATTOConfig": ("catto training/config.py CATTOConfig", *_DPO),
+    "LoraConfig": ("peft tuners/lora/config.py LoraConfig", *_PEFT),
 }
 
 
@@ -191,8 +184,8 @@ def keywords(config: str) -> dict[str, str]:
     return names
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-_KINDS["None"] = (type(None),)
+# A plain type in an annotation -> the types of its values in YAML.
+_KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str}, "bool": {bool}, "None": {type(None)}}
 
 
 def _refused(config: str, name: str, value: Any) -> str | None:
@@ -210,7 +203,7 @@ def _refused(config: str, name: str, value: Any) -> str | None:
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
         return f"expected a number of at least 0, got {value}"
     kinds = known.get(name, "").split(" | ")
-    fits = any(type(value) in _KINDS.get(kind, (type(value),)) for kind in kinds)  # a type that is not plain fits
+    fits = any(type(value) in _KINDS.get(kind, {type(value)}) for kind in kinds)  # a type that is not plain fits
     return None if fits else f"expected {' or '.join(kinds)}, got {value!r}"
 
 

@@ -24,7 +24,7 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, Budget, Rescaled, acting, method, scaled_kind, weight_of
+from catto.methods import METHODS, WEIGHTS, Budget, Rescaled, acting, method, scaled_kind
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -160,10 +160,8 @@ class Graph:
         recipe, row = self.recipe, METHODS[name]
         block: TrainerSettings = getattr(recipe, row.stage)
         # Options of the calibration term are for the methods that have that term: others do not depend on them.
-        trl = acting(row.calibration, block.trl)
-        if row.calibration != "none":  # the default weight is part of what determines a training
-            trl = {"calibration_weight": weight_of(row.calibration), **trl}
-        block = block.model_copy(update={"trl": trl})
+        trl = {"calibration_weight": WEIGHTS[row.calibration], **block.trl}  # the default determines a training too
+        block = block.model_copy(update={"trl": acting(row.calibration, trl)})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":

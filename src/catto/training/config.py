@@ -13,7 +13,7 @@ import torch
 from transformers import TrainingArguments
 from trl import DPOConfig
 
-from catto.methods import KNOBS, Calibration, weight_of
+from catto.methods import KNOBS, WEIGHTS, Calibration
 from catto.objectives.tiles import Precision, cpu_multiplies_bf16
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,8 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     @property
     def weight(self) -> float:
         """Lambda, its default resolved."""
-        default = weight_of(self.calibration)  # type: ignore[arg-type]
-        return default if self.calibration_weight is None else self.calibration_weight
+        weight = self.calibration_weight
+        return WEIGHTS[self.calibration] if weight is None else weight  # type: ignore[index]
 
     @classmethod
     def of(cls, config: DPOConfig) -> Self:
