@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gzip
 import importlib.util
 import json
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from catto import load_questions
 from catto.engines import TAU_GRID
+from catto.recipe import ResponseFields
+from catto.teacher.sources import StoredResponses
 
 DOCS = Path(__file__).parents[1] / "docs"
 LARGEST = 5_000_000  # bytes of the summary
@@ -93,18 +97,18 @@ def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     recipe = {**RECIPE, "preference": {"trl": trl}, "outcome": {**OUTCOME, "score": "log", "held_out": True}}
     assert study._variant("dpo", recipe) == "dpo"
     scored = study._variant("dpo+outcome+ts", recipe)
-    assert scored == "dpo+outcome+ts-calibration_weight-10-held_out-outcome_score-log"
-    named = "DPO + outcome + temperature scaling, calibration weight 10, held out, outcome score log"
+    assert scored == "dpo+outcome+ts-held_out-score-log-weight-10"
+    named = "DPO + outcome + temperature scaling, held-out questions, log score, weight 10"
     assert study._title(scored) == named
     name = study._variant("dpo+catto", recipe)
-    assert name == "dpo+catto-calibrate_tokens-label-calibration_weight-10"
-    assert study._title(name) == "DPO + CATTO, calibrate tokens label, calibration weight 10"
+    assert name == "dpo+catto-tokens-label-weight-10"
+    assert study._title(name) == "DPO + CATTO, on label tokens, weight 10"
     assert study._title("dpo+outcome+tl") == "DPO + outcome + scaling among labels"
     longer = study._variant("dpo+ts", recipe, "paper")
-    assert (longer, study._title(longer)) == ("dpo+ts-epochs-6", "DPO + temperature scaling, epochs 6")
+    assert (longer, study._title(longer)) == ("dpo+ts-epochs-6", "DPO + temperature scaling, 6 epochs")
     more = {**RECIPE, "preference": {"trl": {}}, "outcome": {**OUTCOME, "rows_per_pair": 4}}
-    assert study._variant("dpo+replay", more) == "dpo+replay-rows_per_pair-4"
-    assert study._title("dpo+replay-rows_per_pair-4") == "DPO + replay, rows per pair 4"
+    assert study._variant("dpo+replay", more) == "dpo+replay-rows-4"
+    assert study._title("dpo+replay-rows-4") == "DPO + replay, 4 rows per pair"
 
 
 def test_a_run_belongs_to_the_study_of_its_recipe(study: Any) -> None:
@@ -131,3 +135,28 @@ def test_stored_candidates_rank_as_in_the_run(study: Any, tmp_path: Path) -> Non
     assert (greedy["confidence"], "mean_logprob" in greedy) == (0.8, False)
     assert (sampled["confidence"], sampled["mean_logprob"]) == (pytest.approx(1 / 1.0625, abs=1e-9), -0.3)
     assert not {"logsumexp", "label_logprobs"} & sampled.keys()
+
+
+def test_built_reasoning_answers_every_question_with_every_label(tmp_path: Path) -> None:
+    """The sentences quote the hypothesis, and stored responses of a recipe can be read from the file."""
+    spec = importlib.util.spec_from_file_location("reasons", DOCS / "study" / "reasons.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reasons = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reasons)
+    assert doctest.testmod(reasons) == (0, 5)
+    rows = [
+        {"pairID": f"{n}.jpg#0r1e", "captionID": f"{n}.jpg#0", "gold_label": "entailment"}
+        | {"sentence1": f"A man walks past house {n}.", "sentence2": "A tall man walks."}
+        for n in range(40)
+    ]
+    for split in ("train", "dev", "test"):
+        lines = [json.dumps({**row, "sentence1": f"{row['sentence1']} {split}"}) for row in rows]
+        (tmp_path / f"snli_1.0_{split}.jsonl").write_text("\n".join(lines) + "\n")
+    reasons.main(str(tmp_path), str(tmp_path / "reasons.jsonl"))
+    questions = load_questions("snli", "train", data_dir=str(tmp_path))
+    fields = ResponseFields(text=None, reasoning="reasoning", label="label", sample="sample")
+    stored = StoredResponses(str(tmp_path / "reasons.jsonl"), fields, list(questions))
+    assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 0}
+    texts = {json.loads(line)["reasoning"] for line in (tmp_path / "reasons.jsonl").read_text().splitlines()}
+    assert {"New: tall.", "Both: man, walks.", "Both: man, walks. New: tall."} <= texts

@@ -39,14 +39,28 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 
 HERE = Path(__file__).parent
 SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
-TUNED = "-calibration_weight-5-held_out-outcome_score-log"  # the variant of outcome that was run with every seed
+TUNED = "-held_out-score-log-weight-5"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
-# Options of the stream and of the budget, beside those of the term.
-HELD_OUT, ROWS, EPOCHS = "held_out", "rows_per_pair", "epochs"
-OPTIONS = (*KNOBS, HELD_OUT, ROWS, EPOCHS)
+# What makes a variant of a method: its part of the name, and how tables say it.
+OPTIONS = {"weight": "weight {}", "score": "{} score", "held_out": "held-out questions", "rows": "{} rows per pair"}
+OPTIONS |= {
+    "tokens": "on {} tokens",
+    "reduce": "{} over tokens",
+    "detached": "surrogate detached",
+    "epochs": "{} epochs",
+}
+# Options of a term -> their part of the name; of the stream and the budget there are more.
+NAMES = {"calibration_weight": "weight", "outcome_score": "score", "calibrate_tokens": "tokens", "reduce": "reduce"}
+NAMES |= {"detach_surrogate": "detached"}
 # The studies, and how many rows of the stream their recipes have for a pair: SmolLM2 without and with reasoning, and
 # the embedded world.
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
+# Variants of `outcome` that are held against the goals in the embedded world, and those with controls of as many rows.
+WORLD_GOALS = ("-score-log-weight-1", "-rows-4-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
+WORLD_CONTROLS = (
+    ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1"),
+    ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
+)
 MAIN, OTHERS = (0, 1, 2), (3, 4)  # seeds of the comparison; those of the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
@@ -108,16 +122,16 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
-    """The method with the options that are not the recipe's defaults: `dpo+catto-calibration_weight-10`."""
+    """The method with the options that are not the recipe's defaults: `dpo+catto-weight-10`."""
     calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
     settings = recipe["preference"]["trl"] | ({"outcome_score": "log"} if outcome["score"] == "log" else {})
     knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
-    options = [f"{knob}-{value}".lower() for knob, value in knobs.items()]
+    options = [NAMES[knob] if value is True else f"{NAMES[knob]}-{value}" for knob, value in knobs.items()]
     if calibration in ("outcome", "replay"):
-        rows = outcome[ROWS]
-        options += [HELD_OUT] * outcome[HELD_OUT] + [f"{ROWS}-{rows}"] * (rows != STUDIES[_study(recipe)])
+        rows = outcome["rows_per_pair"]
+        options += ["held_out"] * outcome["held_out"] + [f"rows-{rows}"] * (rows != STUDIES[_study(recipe)])
     if budget == "paper":
-        options.append(f"{EPOCHS}-{METHODS[unscaled(name)].effort[budget].epochs}")
+        options.append(f"epochs-{METHODS[unscaled(name)].effort[budget].epochs}")
     return "-".join([name, *sorted(options)])
 
 
@@ -156,7 +170,7 @@ def write() -> None:
     numbers, answers = _measured("answer_first", MAIN)
     blocks = {
         "scores": scores(numbers),
-        "goals": goals(numbers, answers),
+        "goals": goals(numbers, answers, ("", TUNED)),
         "seeds": seeds(numbers),
         "costs": costs(results),
         "ablation": ablation(numbers, answers),
@@ -167,7 +181,9 @@ def write() -> None:
         blocks |= {f"seed {seed} scores": scores(other[0]), f"seed {seed} ablation": ablation(*other)}
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
-    blocks["world"] = scores(_measured("world", MAIN)[0], None)
+    world = _measured("world", MAIN)
+    blocks |= {"world": scores(world[0], None), "world goals": goals(*world, WORLD_GOALS)}
+    blocks["world controls"] = controls(*world, WORLD_CONTROLS)
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -192,7 +208,7 @@ def _measured(study: str, seeds: Collection[int]) -> tuple[Numbers, list[Answere
 def _title(name: str) -> str:
     """The method in words; of a variant of the ablation, with the options that make it one."""
     start, *options = _parts(name)
-    words = [option.replace("_", " ").replace("-", " ") for option in options]
+    words = [OPTIONS[option].format(value) for option, _, value in (part.partition("-") for part in options)]
     return ", ".join([method_title(start), *words])
 
 
@@ -363,14 +379,14 @@ def costs(results: Results) -> Iterator[str]:
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
-def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
-    """What `outcome` was meant to reach, task by task: yes or no, and the numbers."""
+def goals(numbers: Numbers, answers: Sequence[Answered], variants: Sequence[str]) -> Iterator[str]:
+    """What `outcome` was meant to reach, task by task and variant by variant: yes or no, and the numbers."""
     rows, families = [], []
     places = [(title, {group.method: group for group in groups}) for title, groups in _groups(numbers, variants=None)]
-    for (title, known), options in product(places, ("", TUNED)):
+    for (title, known), options in product(places, variants):
         if not {"dpo", f"dpo+outcome{options}"} <= known.keys():
             continue
-        title += ", tuned" if options else ""
+        title = title + _title(f"dpo{options}").removeprefix(method_title("dpo"))
         seeds = known[f"dpo+outcome{options}"].seeds
         plain, ours = (
             100
@@ -385,23 +401,40 @@ def goals(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
         )
         for suffix in SCALINGS:
             pair = known[f"dpo+outcome{suffix}{options}"], known[f"dpo{suffix}"]
+            scaled = "scaled among labels" if suffix == AMONG_LABELS else "scaled"
             for metric in ("brier", "auroc", "accuracy", "ece"):
-                families.append((title, suffix, metric, _compare(*pair, metric, answers, numbers)))
-    corrected = holm([family[-1].p_value for family in families])
-    for (title, suffix, metric, found), p in zip(families, corrected, strict=True):
+                how = "not lower" if metric == "accuracy" else "better"
+                wanted = f"{METRICS[metric].title}, both {scaled}: DPO + outcome {how} than DPO"
+                families.append((title, wanted, metric, _compare(*pair, metric, answers, numbers)))
+    rows += _tested(families)
+    yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
+
+
+def controls(numbers: Numbers, answers: Sequence[Answered], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Compare `outcome` with a control that reads as many rows beside the pairs, unscaled and among the labels."""
+    known, families = {group.method: group for group in numbers.groups}, []
+    for pair, suffix in product(pairs, ("", AMONG_LABELS)):
+        starts = [_parts(name) for name in pair]
+        ours, control = ("-".join([f"{start}{suffix}", *options]) for start, *options in starts)
+        for metric in ("ece", "brier", "auroc", "accuracy"):
+            found = _compare(known[ours], known[control], metric, answers, numbers)
+            families.append((f"{_title(ours)}; {_title(control)}", METRICS[metric].title, metric, found))
+    yield from _table(["compared", "metric", "values", "difference", "the first is better"], list(_tested(families)))
+
+
+def _tested(families: Sequence[tuple[str, str, str, Versus]]) -> Iterator[list[str]]:
+    """Rows of compared values with differences and verdicts. families: title, what is wanted, metric, comparison."""
+    corrected = holm([found.p_value for *_, found in families])
+    for (title, wanted, metric, found), p in zip(families, corrected, strict=True):
         scale, decimals = (100, 1) if METRICS[metric].percent else (1, 3)
         better = found.difference < 0 if METRICS[metric].better == "lower" else found.difference > 0
         shown = Versus(**{**vars(found), "p_corrected": p}).mark(metric)
         reached = {"*": "yes", "†": "no, worse"}.get(shown, "better, within noise" if better else "no")
-        if metric == "accuracy":
+        if "not lower" in wanted:
             reached = "no, lower" if shown == "†" else "yes"
         values = f"{scale * found.a:.{decimals}f}, {scale * found.b:.{decimals}f}"
         interval = f"{scale * found.low:+.{decimals}f} to {scale * found.high:+.{decimals}f}, p = {p:.3f}"
-        scaled = "scaled among labels" if suffix == AMONG_LABELS else "scaled"
-        how = "not lower" if metric == "accuracy" else "better"
-        wanted = f"{METRICS[metric].title}, both {scaled}: DPO + outcome {how} than DPO"
-        rows.append([title, wanted, values, interval, reached])
-    yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
+        yield [title, wanted, values, interval, reached]
 
 
 def _compare(
