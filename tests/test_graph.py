@@ -111,6 +111,7 @@ KNOBS: list[tuple[str, set[str]]] = [
     ("preference.trl={beta: 0.2}", AFTER_SFT),
     ("preference.trl.calibration_weight=5", model("dpo+catto", "dpo+outcome") | {"report"}),
     ("preference.trl.calibration_weight=0.1", model("dpo+outcome") | {"report"}),  # the default of dpo+catto
+    ("preference.trl.calibration_weight=null", set()),
     ("preference.trl.outcome_score=brier", model("dpo+outcome") | {"report"}),
     ("preference.checkpoint_steps=7", AFTER_SFT),
     ("prefix_sharing=false", AFTER_SFT),

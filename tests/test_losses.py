@@ -175,9 +175,9 @@ def test_only_the_log_score_moves_a_wrong_answer_that_is_nearly_certain() -> Non
         outcome_loss(logits.log_softmax(-1), torch.tensor([0]), score=score).sum().backward()
         assert logits.grad is not None
         slopes[score] = logits.grad[0, 0].item()
-    wrong = math.exp(-20) / (1 + math.exp(-20))
-    assert slopes["log"] == pytest.approx(wrong - 1, abs=1e-12)
-    assert slopes["brier"] == pytest.approx(-4 * wrong, rel=1e-6)
+    gold = math.exp(-20) / (1 + math.exp(-20))
+    assert slopes["log"] == pytest.approx(gold - 1, abs=1e-12)
+    assert slopes["brier"] == pytest.approx(-4 * gold, rel=1e-6)
 
 
 @pytest.mark.parametrize("score", ["brier", "log"])

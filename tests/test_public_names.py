@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -76,6 +77,8 @@ def test_a_broken_module_of_our_own_is_not_blamed_on_an_extra() -> None:
 
 
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback() -> None:
+    (script,) = [entry.value for entry in entry_points(group="console_scripts") if entry.name == "catto"]
+    assert script == "catto.__main__:main"
     source = (
         "import sys\n"
         "class Interrupting:\n"

@@ -14,7 +14,7 @@ from catto.experiment.stages import ordered
 from catto.methods import METHODS
 from catto.problems import DataError
 from catto.recipe import ModelSettings, Recipe, TaskSettings, TeacherSettings
-from catto.recipe_file import CONFIGS, keywords, load, shipped
+from catto.recipe_file import CONFIGS, _refused, keywords, load, shipped
 
 BASE: dict[str, Any] = {
     "name": "one",
@@ -214,8 +214,10 @@ def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
         ("preference.trl.beta", True, "expected float, got True"),
         ("preference.trl.calibration_weight", [1], r"expected float or None, got \[1\]"),
         ("sft.trl.gradient_accumulation_steps", 1.5, "expected int, got 1.5"),
-        ("rcft.trl.bf16", "maybe", "expected bool, got 'maybe'"),
+        ("rcft.trl.gradient_checkpointing", "maybe", "expected bool, got 'maybe'"),
         ("model.peft.r", "many", "expected int, got 'many'"),
+        ("sft.trl.max_steps", "1e3", "'1e3' is text in YAML; write 1000"),
+        ("sft.trl.run_name", 2024, "expected str or None, got 2024"),
     ],
 )
 def test_a_keyword_of_a_trainer_has_its_type(tmp_path: Path, place: str, value: object, told: str) -> None:
@@ -226,9 +228,30 @@ def test_a_keyword_of_a_trainer_has_its_type(tmp_path: Path, place: str, value: 
         load(write(tmp_path, **given))
 
 
-def test_a_keyword_of_a_trainer_takes_what_its_type_allows() -> None:
-    given = ["preference.trl={beta: 1, calibration_weight: null, warmup_steps: 0.1, save_strategy: epoch}"]
-    assert load("quickstart", given).preference.trl["beta"] == 1
+@pytest.mark.parametrize(
+    "given",
+    [
+        "preference.trl={beta: 1, calibration_weight: null, warmup_steps: 0.1, fsdp: true, pad_to_multiple_of: '8'}",
+        "sft.trl={bf16: null, run_name: '2024', fsdp: [full_shard]}",
+        "model={path: m, peft: {lora_alpha: 0.5, r: 8}}",
+    ],
+)
+def test_a_keyword_of_a_trainer_takes_what_the_library_does(given: str) -> None:
+    load("quickstart", [given])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_defaults_of_a_trainer_have_their_types(config: str) -> None:
+    from peft import LoraConfig
+
+    from catto import CATTOConfig
+    from catto.training.supervised import SupervisedConfig
+
+    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, SupervisedConfig, CATTOConfig)}
+    plain = [one for one in fields(classes[config]) if type(one.default) in (bool, int, float, str, type(None))]
+    assert len(plain) > 10
+    refused = {one.name: _refused(config, one.name, one.default) for one in plain if one.name != "task_type"}
+    assert {name: problem for name, problem in refused.items() if problem is not None} == {}
 
 
 def test_keywords_of_a_library_that_is_not_there_are_not_checked(

@@ -24,11 +24,10 @@ AMONG_LABELS = "+tl"
 SCALINGS: Mapping[str, str] = {"+ts": "temperature scaling", AMONG_LABELS: "scaling among labels"}
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
-# Lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
-WEIGHTS: dict[Calibration, float] = {"none": 0.0, "catto": 0.1, "bce": 0.1, "l1": 0.1, "brier": 0.1}
-WEIGHTS |= {"outcome": 1.0, "replay": 1.0}
-# Which calibration terms read which option of `CATTOConfig`.
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
+# Lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
+WEIGHTS: Mapping[Calibration, float] = dict.fromkeys(_SURROGATE, 0.1) | {"none": 0.0, "outcome": 1.0, "replay": 1.0}
+# Which calibration terms read which option of `CATTOConfig`.
 KNOBS: Mapping[str, tuple[Calibration, ...]] = {
     "calibration_weight": (*_SURROGATE, "outcome", "replay"),
     "reduce": _SURROGATE,

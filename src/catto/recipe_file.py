@@ -80,9 +80,9 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         for name, block in recipe.tasks.items()
     }
     recipe = recipe.model_copy(update={"tasks": tasks})
-    passed = [(f"{name}.trl", "SupervisedConfig", getattr(recipe, name).trl) for name in ("sft", "rcft")]
-    passed += [("preference.trl", "CATTOConfig", recipe.preference.trl)]
-    passed += [("model.peft", "LoraConfig", recipe.model.peft or {})]
+    blocks = {"sft": "SupervisedConfig", "rcft": "SupervisedConfig", "preference": "CATTOConfig"}
+    passed = [(f"{name}.trl", config, getattr(recipe, name).trl) for name, config in blocks.items()]
+    passed.append(("model.peft", "LoraConfig", recipe.model.peft or {}))
     for block, config, given in passed:
         for name, setting in given.items():
             if (problem := _refused(config, name, setting)) is not None:
@@ -184,26 +184,30 @@ def keywords(config: str) -> dict[str, str]:
     return names
 
 
-# A plain type in an annotation -> the types of its values in YAML.
+# A plain type in an annotation -> the types of its values in YAML. Any other type takes every value.
 _KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str}, "bool": {bool}, "None": {type(None)}}
 
 
 def _refused(config: str, name: str, value: Any) -> str | None:
     """Return what is wrong with a keyword, as far as that can be seen without the library."""
     known = keywords(config)
+    kinds = known.get(name, "").split(" | ")
     if known and name not in known:
         return f"not a keyword of {config}{did_you_mean(name, known)}"
     if (config, name) == ("LoraConfig", "task_type"):
         return "is always CAUSAL_LM: leave it out"
-    if isinstance(value, str):
+    if isinstance(value, str) and not any("str" in kind for kind in kinds):
         with suppress(ValueError):
-            return f"{value!r} is text in YAML; write {float(value):.1e}"
+            meant = int(float(value)) if kinds[0] == "int" else f"{float(value):.1e}"
+            return f"{value!r} is text in YAML; write {meant}"
     if name == "learning_rate" and not (isinstance(value, int | float) and value > 0):
         return f"expected a number above 0, got {value!r}"
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
         return f"expected a number of at least 0, got {value}"
-    kinds = known.get(name, "").split(" | ")
-    fits = any(type(value) in _KINDS.get(kind, {type(value)}) for kind in kinds)  # a type that is not plain fits
+    # The libraries take more than they annotate for three keywords: fsdp: true, lora_alpha: 0.5, bf16: null.
+    fits = name in ("fsdp", "lora_alpha", "bf16") or any(
+        type(value) in _KINDS.get(kind, {type(value)}) for kind in kinds
+    )
     return None if fits else f"expected {' or '.join(kinds)}, got {value!r}"
 
 

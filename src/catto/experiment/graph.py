@@ -160,8 +160,9 @@ class Graph:
         recipe, row = self.recipe, METHODS[name]
         block: TrainerSettings = getattr(recipe, row.stage)
         # Options of the calibration term are for the methods that have that term: others do not depend on them.
-        trl = {"calibration_weight": WEIGHTS[row.calibration], **block.trl}  # the default determines a training too
-        block = block.model_copy(update={"trl": acting(row.calibration, trl)})
+        given = {name: value for name, value in block.trl.items() if (name, value) != ("calibration_weight", None)}
+        given = {"calibration_weight": WEIGHTS[row.calibration], **given}  # the default determines a training too
+        block = block.model_copy(update={"trl": acting(row.calibration, given)})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":

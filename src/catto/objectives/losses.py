@@ -124,8 +124,8 @@ def outcome_loss(
 
     label_logprobs: (B, K) full-vocabulary log-probabilities, -inf where a row has fewer labels; gold: (B,) index of
     the right label; weights: (B,). log: -log P_gold; brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]. -> (B,).
-    Both are least at the true probabilities. The gradient of brier vanishes where a wrong answer is nearly certain,
-    which is where preference training moves it; that of log does not.
+    Both are least at the true probabilities. Preference training makes wrong answers nearly certain: there the gradient
+    of brier vanishes, that of log does not.
 
     >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]), score="brier")
     tensor([0.0800])
