@@ -217,6 +217,7 @@ def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
         ("rcft.trl.gradient_checkpointing", "maybe", "expected bool, got 'maybe'"),
         ("model.peft.r", "many", "expected int, got 'many'"),
         ("sft.trl.max_steps", "1e3", "'1e3' is text in YAML; write 1000"),
+        ("sft.trl.max_steps", "inf", "expected int, got 'inf'"),
         ("sft.trl.run_name", 2024, "expected str or None, got 2024"),
     ],
 )
@@ -232,7 +233,7 @@ def test_a_keyword_of_a_trainer_has_its_type(tmp_path: Path, place: str, value: 
     "given",
     [
         "preference.trl={beta: 1, calibration_weight: null, warmup_steps: 0.1, fsdp: true, pad_to_multiple_of: '8'}",
-        "sft.trl={bf16: null, run_name: '2024', fsdp: [full_shard]}",
+        "sft.trl={run_name: '2024', fsdp: [full_shard]}",
         "model={path: m, peft: {lora_alpha: 0.5, r: 8}}",
     ],
 )

@@ -108,6 +108,12 @@ def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     assert (longer, study._title(longer)) == ("dpo+ts-epochs-6", "DPO + temperature scaling, 6 epochs")
     more = {**RECIPE, "preference": {"trl": {}}, "outcome": {**OUTCOME, "rows_per_pair": 4}}
     assert study._variant("dpo+replay", more) == "dpo+replay-rows-4"
+    unset = {"calibration_weight": None, "detach_surrogate": False, "outcome_score": "brier"}
+    given = {**RECIPE, "preference": {"trl": unset}, "outcome": {**OUTCOME, "score": "log"}}
+    assert [study._variant(name, given) for name in ("dpo+catto", "dpo+outcome")] == ["dpo+catto", "dpo+outcome"]
+    given["preference"] = {"trl": {"calibration_weight": 1.0, "detach_surrogate": True}}
+    assert study._variant("dpo+catto", given) == "dpo+catto-detached-weight-1"
+    assert study._title("dpo+catto-detached-weight-1") == "DPO + CATTO, surrogate detached, weight 1"
     assert study._title("dpo+replay-rows-4") == "DPO + replay, 4 rows per pair"
 
 

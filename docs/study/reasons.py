@@ -4,8 +4,10 @@
 
 SmolLM2-135M cannot reason when it is asked to, so the sentence is built: it quotes words of the hypothesis that the
 premise has ("Both: man, wall.") and words that it does not have ("New: tall."). Every question gets one response for
-each label. As in the embedded world, a response tends to quote what supports its label: shared words for entailment,
-new words for the others. The sentence hints at the label and does not determine it.
+each label. A response tends to quote only what supports its label: shared words alone for entailment, new words alone
+for the others. So the sentence often commits itself: shared words alone lead to no other label than entailment, new
+words alone never to entailment. As with a chain of thought that has come to its conclusion, what is open is less the
+label than whether the sentence was right.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def reason(question: Question, label: str, draw: random.Random) -> str:
         kinds["Both" if word[:STEM] in premise else "New"].append(word)
     against = "New" if label == "entailment" else "Both"
     if draw.random() < TENDENCY:
-        del kinds[against]
+        del kinds[against]  # the other kind always stays, so one kind alone rules labels out
     quoted = {kind: draw.sample(words, min(QUOTED, len(words))) for kind, words in kinds.items()}
     return " ".join(f"{kind}: {', '.join(words) or 'nothing'}." for kind, words in quoted.items())
 

@@ -110,9 +110,13 @@ def _posteriors(results: Results, run: Path, folder: Path) -> dict[str, tuple[st
     """Copy the test questions, which carry the true posterior; of all seeds into one file."""
     copies = {}
     for task, paths in results.questions.items():
-        questions = {one.id: one for path in paths for one in read_records(run / path, Question)}
-        _write_lines(folder / f"{task}-questions.jsonl.gz", [one.model_dump_json() for one in questions.values()])
-        copies[task] = (f"{task}-questions.jsonl.gz",)
+        copy = folder / f"{task}-questions.jsonl.gz"
+        known = [copy] if copy.exists() else []  # those of seeds that other runs have
+        questions = {
+            one.id: one for path in (*known, *(run / path for path in paths)) for one in read_records(path, Question)
+        }
+        _write_lines(copy, [one.model_dump_json() for one in questions.values()])
+        copies[task] = (copy.name,)
     return copies
 
 
@@ -122,11 +126,14 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
-    """The method with the options that are not the recipe's defaults: `dpo+catto-weight-10`."""
+    """The method with the options that a recipe sets: `dpo+catto-weight-10`. Brier's score has no name of its own."""
     calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
-    settings = recipe["preference"]["trl"] | ({"outcome_score": "log"} if outcome["score"] == "log" else {})
-    knobs = {knob: value for knob, value in settings.items() if knob in KNOBS and calibration in KNOBS[knob]}
-    options = [NAMES[knob] if value is True else f"{NAMES[knob]}-{value}" for knob, value in knobs.items()]
+    settings = {"outcome_score": outcome["score"]} | recipe["preference"]["trl"]
+    options = []
+    for knob, value in settings.items():
+        if knob in NAMES and calibration in KNOBS[knob] and value not in (None, False, "brier"):
+            text = f"{value:g}" if isinstance(value, int | float) else value
+            options.append(NAMES[knob] if value is True else f"{NAMES[knob]}-{text}")
     if calibration in ("outcome", "replay"):
         rows = outcome["rows_per_pair"]
         options += ["held_out"] * outcome["held_out"] + [f"rows-{rows}"] * (rows != STUDIES[_study(recipe)])
@@ -178,9 +185,12 @@ def write() -> None:
     }
     for seed in OTHERS:
         other = _measured("answer_first", (seed,))
-        blocks |= {f"seed {seed} scores": scores(other[0]), f"seed {seed} ablation": ablation(*other)}
+        blocks[f"seed {seed} scores"] = scores(other[0])
+        if any(_groups(other[0], variants=True)):
+            blocks[f"seed {seed} ablation"] = ablation(*other)
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
+    blocks["reasoning costs"] = costs(_summary("reasoning"))
     world = _measured("world", MAIN)
     blocks |= {"world": scores(world[0], None), "world goals": goals(*world, WORLD_GOALS)}
     blocks["world controls"] = controls(*world, WORLD_CONTROLS)
@@ -285,7 +295,7 @@ def selection(numbers: Numbers) -> Iterator[str]:
                 texts = [f"{100 * value:.1f}" for value in values]
                 others = {name: spread.mean for name, spread in group.others.items()}
                 texts += [f"{100 * others['auroc_within']:.1f}", f"{100 * others['sample_fallback_rate']:.1f}"]
-                rows.append([_title(group.method), f"{k}", *texts, f"{others['sampling_temperature']:.1g}"])
+                rows.append([_title(group.method), f"{k}", *texts, f"{others['sampling_temperature']:.2g}"])
     heads = ["one greedy answer", "AUROC within questions", "forced, % of samples", "sampled at"]
     yield from _table(["method", "k", *rules, *heads], rows)
 
@@ -440,7 +450,7 @@ def _tested(families: Sequence[tuple[str, str, str, Versus]]) -> Iterator[list[s
 def _compare(
     ours: GroupNumbers, plain: GroupNumbers, metric: str, answers: Sequence[Answered], numbers: Numbers
 ) -> Versus:
-    """Compare outcome with DPO, over the seeds of outcome."""
+    """Compare two groups over the seeds of the first."""
     runs = [
         [run.by_question for run in answers if group.holds(run.cell) and run.cell.seed in ours.seeds]
         for group in (ours, plain)

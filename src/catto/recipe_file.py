@@ -197,17 +197,15 @@ def _refused(config: str, name: str, value: Any) -> str | None:
     if (config, name) == ("LoraConfig", "task_type"):
         return "is always CAUSAL_LM: leave it out"
     if isinstance(value, str) and not any("str" in kind for kind in kinds):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             meant = int(float(value)) if kinds[0] == "int" else f"{float(value):.1e}"
             return f"{value!r} is text in YAML; write {meant}"
     if name == "learning_rate" and not (isinstance(value, int | float) and value > 0):
         return f"expected a number above 0, got {value!r}"
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
         return f"expected a number of at least 0, got {value}"
-    # The libraries take more than they annotate for three keywords: fsdp: true, lora_alpha: 0.5, bf16: null.
-    fits = name in ("fsdp", "lora_alpha", "bf16") or any(
-        type(value) in _KINDS.get(kind, {type(value)}) for kind in kinds
-    )
+    # The libraries take more than they annotate for two keywords: fsdp: true, lora_alpha: 0.5.
+    fits = name in ("fsdp", "lora_alpha") or any(type(value) in _KINDS.get(kind, {type(value)}) for kind in kinds)
     return None if fits else f"expected {' or '.join(kinds)}, got {value!r}"
 
 
