@@ -56,7 +56,7 @@ NAMES |= {"detach_surrogate": "detached"}
 # the embedded world.
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals in the embedded world, and those with controls of as many rows.
-WORLD_GOALS = ("-score-log-weight-1", "-rows-4-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
+WORLD_GOALS = ("-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
 WORLD_CONTROLS = (
     ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1"),
     ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
