@@ -55,8 +55,8 @@ NAMES |= {"detach_surrogate": "detached"}
 # The studies, and how many rows of the stream their recipes have for a pair: SmolLM2 without and with reasoning, and
 # the embedded world.
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
-# Variants of `outcome` that are held against the goals in the embedded world, and those with controls of as many rows.
-WORLD_GOALS = ("-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
+# Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
+REASONING_GOALS = ("-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
 WORLD_CONTROLS = (
     ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1"),
     ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
@@ -190,9 +190,9 @@ def write() -> None:
             blocks[f"seed {seed} ablation"] = ablation(*other)
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
-    blocks["reasoning costs"] = costs(_summary("reasoning"))
+    blocks |= {"reasoning goals": goals(*reasoned, REASONING_GOALS), "reasoning costs": costs(_summary("reasoning"))}
     world = _measured("world", MAIN)
-    blocks |= {"world": scores(world[0], None), "world goals": goals(*world, WORLD_GOALS)}
+    blocks |= {"world": scores(world[0], None), "world goals": goals(*world, REASONING_GOALS)}
     blocks["world controls"] = controls(*world, WORLD_CONTROLS)
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
