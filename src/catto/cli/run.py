@@ -175,7 +175,7 @@ def run(
 
 def stage(
     folder: Annotated[Path, Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")],
-    key: Annotated[str, Argument(help="The stage's key, as in `catto plan --json`, or how it begins.")],
+    key: Annotated[str, Argument(help="Its key, as in `catto plan --json`, how that begins, or its folder's name.")],
     recipe: Annotated[str, Option(metavar="HASH", help="Which of several in RUN/recipes; else the last used.")] = "",
 ) -> None:
     """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.

@@ -415,7 +415,7 @@ def freeze(root: Path, recipe: Recipe) -> Path:
 
 
 def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
-    """Return the stage with this key, or the beginning of one, of a recipe that the folder holds.
+    """Return the stage with this key, the beginning of one or its folder's name, of a recipe that the folder holds.
 
     recipe: its hash, or the beginning of one. Recipes that agree on a stage may differ in how it is run (`launch`, the
     teacher's address); if none is given, the one that was used last counts.
@@ -428,7 +428,7 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         value = read_json(path)
         with locating(path, value=value):
             graph = Graph(Recipe.model_validate(value))
-        matches = [stage for stage in stages.ordered([graph.report()]) if stage.key.startswith(key)]
+        matches = [one for one in stages.ordered([graph.report()]) if one.key.startswith(key) or one.folder == key]
         if len(matches) > 1:
             keys = f"{len(matches)} keys: {matches[0].key}, {matches[1].key}, ..."
             raise DataError(root, None, f"{key!r} is the beginning of {keys}")
