@@ -203,16 +203,17 @@ def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row
 
 def look(method: str) -> tuple[str, str]:
     """Colour and marker of a method. A rescaled one without its own has its start's colour, paler, and a diamond;
-    among the labels, a plus.
+    among the labels, paler still, and a plus.
 
     >>> look("dpo+catto")
     ('#0E9F6E', '*')
     """
     start = unscaled(method)
-    if method in LOOKS or start == method or start not in LOOKS:
+    if method in LOOKS or start not in LOOKS:
         return LOOKS.get(method, (GREY, "o"))
-    red, green, blue = (0.55 * part + 0.45 for part in to_rgb(LOOKS[start][0]))
-    return to_hex((red, green, blue)), "P" if method.endswith(AMONG_LABELS) else "d"
+    paler, marker = (0.62, "P") if method.endswith(AMONG_LABELS) else (0.38, "d")
+    red, green, blue = ((1 - paler) * part + paler for part in to_rgb(LOOKS[start][0]))
+    return to_hex((red, green, blue)), marker
 
 
 def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
