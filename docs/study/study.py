@@ -57,10 +57,12 @@ NAMES |= {"detach_surrogate": "detached"}
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
 REASONING_GOALS = ("-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
+PARTS = ("sft+outcome", "dpo+outcome-pairs")  # `outcome` without the preference loss, and without the stream
 WORLD_CONTROLS = (
     ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1"),
     ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
 )
+WORLD_PARTS = tuple(("dpo+outcome-score-log-weight-1", f"{name}-score-log-weight-1") for name in PARTS)
 MAIN, OTHERS = (0, 1, 2), (3, 4)  # seeds of the comparison; those of the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
@@ -108,7 +110,7 @@ def _summary(study: str = "answer_first") -> Results:
 
 def _posteriors(results: Results, run: Path, folder: Path) -> dict[str, tuple[str, ...]]:
     """Copy the test questions, which carry the true posterior; of all seeds into one file."""
-    copies = {}
+    copies: dict[str, tuple[str, ...]] = {}
     for task, paths in results.questions.items():
         copy = folder / f"{task}-questions.jsonl.gz"
         known = [copy] if copy.exists() else []  # those of seeds that other runs have
@@ -192,8 +194,10 @@ def write() -> None:
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
     blocks |= {"reasoning goals": goals(*reasoned, REASONING_GOALS), "reasoning costs": costs(_summary("reasoning"))}
     world = _measured("world", MAIN)
-    blocks |= {"world": scores(world[0], None), "world goals": goals(*world, REASONING_GOALS)}
-    blocks["world controls"] = controls(*world, WORLD_CONTROLS)
+    blocks |= {"world": scores(_with(world[0], "outcome", "replay"), None)}
+    blocks |= {"world terms": scores(_with(world[0], "catto", "bce"), None)}
+    blocks |= {"world goals": goals(*world, REASONING_GOALS), "world controls": controls(*world, WORLD_CONTROLS)}
+    blocks["world parts"] = controls(*world, WORLD_PARTS, ("",))
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -213,6 +217,13 @@ def _measured(study: str, seeds: Collection[int]) -> tuple[Numbers, list[Answere
     part = results.model_copy(update={"cells": tuple(cell for cell in results.cells if cell.seed in seeds)})
     answers, _ = read(part, SUMMARY / study)
     return measure_results(part, SUMMARY / study, answers), answers
+
+
+def _with(numbers: Numbers, *terms: str) -> Numbers:
+    """Those methods that have one of the calibration terms or none."""
+    calibrations = {group.method: METHODS[unscaled(_parts(group.method)[0])].calibration for group in numbers.groups}
+    groups = tuple(group for group in numbers.groups if calibrations[group.method] in ("none", *terms))
+    return numbers.model_copy(update={"groups": groups})
 
 
 def _title(name: str) -> str:
@@ -420,10 +431,15 @@ def goals(numbers: Numbers, answers: Sequence[Answered], variants: Sequence[str]
     yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
 
 
-def controls(numbers: Numbers, answers: Sequence[Answered], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Compare `outcome` with a control that reads as many rows beside the pairs, unscaled and among the labels."""
+def controls(
+    numbers: Numbers,
+    answers: Sequence[Answered],
+    pairs: Sequence[tuple[str, str]],
+    suffixes: Sequence[str] = ("", AMONG_LABELS),
+) -> Iterator[str]:
+    """Compare `outcome` with its controls, by default unscaled and among the labels."""
     known, families = {group.method: group for group in numbers.groups}, []
-    for pair, suffix in product(pairs, ("", AMONG_LABELS)):
+    for pair, suffix in product(pairs, suffixes):
         starts = [_parts(name) for name in pair]
         ours, control = ("-".join([f"{start}{suffix}", *options]) for start, *options in starts)
         for metric in ("ece", "brier", "auroc", "accuracy"):
