@@ -56,14 +56,14 @@ NAMES |= {"detach_surrogate": "detached"}
 # the embedded world.
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
-REASONING_GOALS = ("-score-log-weight-1", "-held_out-rows-4-score-log-weight-1")
-PARTS = ("sft+outcome", "dpo+outcome-pairs")  # `outcome` without the preference loss, and without the stream
+LOG, PAIRS = "dpo+outcome-score-log-weight-1", "dpo+outcome-pairs-score-log-weight-1"
+GOALS = (LOG, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
 WORLD_CONTROLS = (
-    ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1"),
+    (LOG, "dpo+replay-weight-1"),
     ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
 )
-WORLD_PARTS = tuple(("dpo+outcome-score-log-weight-1", f"{name}-score-log-weight-1") for name in PARTS)
-MAIN, OTHERS = (0, 1, 2), (3, 4)  # seeds of the comparison; those of the remaining methods and most of the ablation
+WORLD_PARTS = ((LOG, "sft+outcome-score-log-weight-1"), (LOG, PAIRS))  # without the preference loss, the stream
+MAIN = (0, 1, 2)  # seeds of the comparison; others have the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -179,25 +179,24 @@ def write() -> None:
     numbers, answers = _measured("answer_first", MAIN)
     blocks = {
         "scores": scores(numbers),
-        "goals": goals(numbers, answers, ("", TUNED)),
+        "goals": goals(numbers, answers, ("dpo+outcome", f"dpo+outcome{TUNED}", PAIRS)),
         "seeds": seeds(numbers),
         "costs": costs(results),
         "ablation": ablation(numbers, answers),
         "margins": margins(results),
     }
-    for seed in OTHERS:
-        other = _measured("answer_first", (seed,))
-        blocks[f"seed {seed} scores"] = scores(other[0])
-        if any(_groups(other[0], variants=True)):
-            blocks[f"seed {seed} ablation"] = ablation(*other)
+    other = _measured("answer_first", (3,))
+    blocks |= {"seed 3 scores": scores(other[0]), "seed 3 ablation": ablation(*other)}
+    other = _measured("answer_first", (4,))
+    blocks |= {"seed 4 scores": scores(other[0], None), "seed 4 goals": goals(*other, (PAIRS,))}
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
-    blocks |= {"reasoning goals": goals(*reasoned, REASONING_GOALS), "reasoning costs": costs(_summary("reasoning"))}
+    blocks |= {"reasoning goals": goals(*reasoned, GOALS), "reasoning costs": costs(_summary("reasoning"))}
     world = _measured("world", MAIN)
     blocks |= {"world": scores(_with(world[0], "outcome", "replay"), None)}
     blocks |= {"world terms": scores(_with(world[0], "catto", "bce"), None)}
-    blocks |= {"world goals": goals(*world, REASONING_GOALS), "world controls": controls(*world, WORLD_CONTROLS)}
-    blocks["world parts"] = controls(*world, WORLD_PARTS, ("",))
+    blocks |= {"world goals": goals(*world, GOALS), "world controls": controls(*world, WORLD_CONTROLS)}
+    blocks |= {"world parts": controls(*world, WORLD_PARTS, ("",)), "world costs": costs(_summary("world"))}
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -207,8 +206,7 @@ def write() -> None:
         text = "".join([before, begin, *(f"{line}\n" for line in lines), end, after])
     with replacing(PAGE) as file:
         file.write(text)
-    for task in dict.fromkeys(cell.task for cell in results.cells if cell.setting == "in"):
-        write_figure(partial(reliability_figure, list(_panels(task, answers, numbers))), IMAGES / f"smollm2-{task}.svg")
+    write_figure(partial(reliability_figure, list(_panels("snli", answers, numbers))), IMAGES / "smollm2-snli.svg")
 
 
 def _measured(study: str, seeds: Collection[int]) -> tuple[Numbers, list[Answered]]:
@@ -238,6 +236,12 @@ def _parts(name: str) -> list[str]:
     return re.split("-(?=" + "|".join(OPTIONS) + ")", name)
 
 
+def _ablated(name: str) -> bool:
+    """Whether a method is a row of the ablation alone."""
+    start, *options = _parts(name)
+    return bool(options) and not name.endswith(TUNED) and unscaled(start) != "dpo+outcome-pairs"
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in (heads, ["---"] * len(heads), *rows):
         yield f"| {' | '.join(row)} |"
@@ -248,7 +252,7 @@ def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[s
     """The methods of each pair of training set and task, in distribution first. variants: the ablation's; None: all."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
     for group in sorted(numbers.groups, key=lambda group: (_parts(group.method)[1:], order(_parts(group.method)[0]))):
-        if variants is not None and (len(_parts(group.method)) > 1) != variants:
+        if variants is not None and _ablated(group.method) != variants:
             continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
     for _, groups in sorted(places.items(), key=lambda place: place[0]):
@@ -313,7 +317,7 @@ def selection(numbers: Numbers) -> Iterator[str]:
 
 def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
     """What options of a term change, beside the terms as they are on the same task and seed."""
-    plain = ("dpo", "dpo+catto", "dpo+outcome", "dpo+outcome+ts", "dpo+outcome+tl")
+    plain = ["dpo", "dpo+catto", *(_scaled(f"dpo+outcome{of}", way) for of in ("", TUNED) for way in ("", *SCALINGS))]
     for title, groups in _groups(numbers, variants=True):
         place, rows = groups[0], []
         beside = [group for _, others in _groups(numbers) for group in others if group.method in plain]
@@ -366,12 +370,10 @@ def margins(results: Results) -> Iterator[str]:
 
 
 def seeds(numbers: Numbers) -> Iterator[str]:
-    """Accuracy and ECE of every seed; of variants, those that have several."""
-    for title, groups in _groups(numbers, variants=None):
+    """Accuracy and ECE of every seed."""
+    for title, groups in _groups(numbers):
         rows, columns = [], sorted({seed for group in groups for seed in group.seeds})
         for group in groups:
-            if len(_parts(group.method)) > 1 and len(group.seeds) == 1:
-                continue
             known = {cell.seed: cell.metrics for cell in numbers.cells if group.holds(cell)}
             values = {
                 seed: [100 * metrics[name].value for name in ("accuracy", "ece")] for seed, metrics in known.items()
@@ -382,7 +384,7 @@ def seeds(numbers: Numbers) -> Iterator[str]:
 
 
 def costs(results: Results) -> Iterator[str]:
-    """Steps, tokens and minutes of every trained method, means over tasks and seeds."""
+    """Steps, tokens, minutes and reward accuracy of every trained method, means over tasks and seeds."""
     trained: dict[str, list[Cell]] = {}
     for cell in results.cells:
         if cell.training is not None and cell.setting == "in":
@@ -393,42 +395,53 @@ def costs(results: Results) -> Iterator[str]:
         steps, tokens, seconds = (
             fmean(getattr(run, field) for run in runs) for field in ("steps", "tokens", "seconds")
         )
-        rows.append([_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"])
-    yield from _table(["method", "models", "steps", "tokens", "minutes"], rows)
+        ordered = [run.reward_accuracy for run in runs if run.reward_accuracy is not None]
+        texts = [_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"]
+        rows.append([*texts, f"{100 * fmean(ordered):.0f}" if ordered else "-"])
+    yield from _table(["method", "models", "steps", "tokens", "minutes", "pairs ordered as preferred, %"], rows)
 
 
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
-def goals(numbers: Numbers, answers: Sequence[Answered], variants: Sequence[str]) -> Iterator[str]:
-    """What `outcome` was meant to reach, task by task and variant by variant: yes or no, and the numbers."""
-    rows, families = [], []
+def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -> Iterator[str]:
+    """What `outcome` was meant to reach, task by task and variant by variant: yes or no, and the numbers.
+
+    ‡: so many of DPO's answers were forced that its numbers describe the fallback too.
+    """
+    rows, families, marks = [], [], []
     places = [(title, {group.method: group for group in groups}) for title, groups in _groups(numbers, variants=None)]
-    for (title, known), options in product(places, variants):
-        if not {"dpo", f"dpo+outcome{options}"} <= known.keys():
+    for (title, known), name in product(places, names):
+        if not {"dpo", name} <= known.keys():
             continue
-        title = title + _title(f"dpo{options}").removeprefix(method_title("dpo"))
-        seeds = known[f"dpo+outcome{options}"].seeds
-        plain, ours = (
+        place, seeds = f"{title} | {_title(name)}", known[name].seeds  # two columns
+        ours, plain = (
             100
             * fmean(
                 cell.metrics["debiased_ece"].value for cell in numbers.cells if group.holds(cell) and cell.seed in seeds
             )
-            for group in (known["dpo"], known[f"dpo+outcome{options}"])
+            for group in (known[name], known["dpo"])
         )
-        reached = "yes" if ours <= plain / 4 else "no"
-        rows.append(
-            [title, "debiased ECE of DPO + outcome at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached]
-        )
+        mark = " ‡" if known["dpo"].sources.forced else ""
+        reached = ("yes" if ours <= plain / 4 else "no") + mark
+        rows.append([place, "debiased ECE at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached])
         for suffix in SCALINGS:
-            pair = known[f"dpo+outcome{suffix}{options}"], known[f"dpo{suffix}"]
+            pair = known[_scaled(name, suffix)], known[f"dpo{suffix}"]
             scaled = "scaled among labels" if suffix == AMONG_LABELS else "scaled"
             for metric in ("brier", "auroc", "accuracy", "ece"):
                 how = "not lower" if metric == "accuracy" else "better"
-                wanted = f"{METRICS[metric].title}, both {scaled}: DPO + outcome {how} than DPO"
-                families.append((title, wanted, metric, _compare(*pair, metric, answers, numbers)))
-    rows += _tested(families)
-    yield from _table(["task", "goal", "values", "difference", "reached"], sorted(rows, key=lambda row: row[0]))
+                wanted = f"{METRICS[metric].title}, both {scaled}: {how} than DPO's"
+                families.append((place, wanted, metric, _compare(*pair, metric, answers, numbers)))
+                marks.append(mark)
+    rows += [[*row[:-1], row[-1] + mark] for row, mark in zip(_tested(families), marks, strict=True)]
+    heads = ["task", "method", "goal", "values", "difference", "reached"]
+    yield from _table(heads, sorted(rows, key=lambda row: row[0]))
+
+
+def _scaled(name: str, suffix: str) -> str:
+    """The scaling of a variant: the suffix belongs to the method, before its options."""
+    start, *options = _parts(name)
+    return "-".join([start + suffix, *options])
 
 
 def controls(
@@ -440,8 +453,7 @@ def controls(
     """Compare `outcome` with its controls, by default unscaled and among the labels."""
     known, families = {group.method: group for group in numbers.groups}, []
     for pair, suffix in product(pairs, suffixes):
-        starts = [_parts(name) for name in pair]
-        ours, control = ("-".join([f"{start}{suffix}", *options]) for start, *options in starts)
+        ours, control = (_scaled(name, suffix) for name in pair)
         for metric in ("ece", "brier", "auroc", "accuracy"):
             found = _compare(known[ours], known[control], metric, answers, numbers)
             families.append((f"{_title(ours)}; {_title(control)}", METRICS[metric].title, metric, found))
