@@ -24,7 +24,7 @@ import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
 from catto.measure import MeasureSettings, Sources, compare_runs
-from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, Budget, order, unscaled
+from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, WEIGHTS, Budget, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
@@ -58,7 +58,7 @@ STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
 LOG, PAIRS = "dpo+outcome-score-log-weight-1", "dpo+outcome-pairs-score-log-weight-1"
 GOALS = (LOG, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
-WORLD_CONTROLS = (
+CONTROLS = (
     (LOG, "dpo+replay-weight-1"),
     ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
 )
@@ -192,10 +192,14 @@ def write() -> None:
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
     blocks |= {"reasoning goals": goals(*reasoned, GOALS), "reasoning costs": costs(_summary("reasoning"))}
-    world = _measured("world", MAIN)
-    blocks |= {"world": scores(_with(world[0], "outcome", "replay"), None)}
-    blocks |= {"world terms": scores(_with(world[0], "catto", "bce"), None)}
-    blocks |= {"world goals": goals(*world, GOALS), "world controls": controls(*world, WORLD_CONTROLS)}
+    blocks["reasoning controls"] = controls(*reasoned, CONTROLS[:1])
+    blocks["world terms"] = scores(_measured("world", MAIN, {"none", "catto", "bce"})[0], None)
+    world = _measured("world", MAIN, {"none", "outcome", "replay"})
+    blocks |= {
+        "world": scores(world[0], None),
+        "world goals": goals(*world, GOALS),
+        "world controls": controls(*world, CONTROLS),
+    }
     blocks |= {"world parts": controls(*world, WORLD_PARTS, ("",)), "world costs": costs(_summary("world"))}
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in blocks.items():
@@ -209,19 +213,15 @@ def write() -> None:
     write_figure(partial(reliability_figure, list(_panels("snli", answers, numbers))), IMAGES / "smollm2-snli.svg")
 
 
-def _measured(study: str, seeds: Collection[int]) -> tuple[Numbers, list[Answered]]:
-    """Measure those cells of a study that have one of the seeds."""
+def _measured(
+    study: str, seeds: Collection[int], terms: Collection[str] = tuple(WEIGHTS)
+) -> tuple[Numbers, list[Answered]]:
+    """Measure those cells of a study that have one of the seeds and, of the calibration terms, one of these."""
     results = _summary(study)
-    part = results.model_copy(update={"cells": tuple(cell for cell in results.cells if cell.seed in seeds)})
+    cells = [cell for cell in results.cells if METHODS[unscaled(_parts(cell.method)[0])].calibration in terms]
+    part = results.model_copy(update={"cells": tuple(cell for cell in cells if cell.seed in seeds)})
     answers, _ = read(part, SUMMARY / study)
     return measure_results(part, SUMMARY / study, answers), answers
-
-
-def _with(numbers: Numbers, *terms: str) -> Numbers:
-    """Those methods that have one of the calibration terms or none."""
-    calibrations = {group.method: METHODS[unscaled(_parts(group.method)[0])].calibration for group in numbers.groups}
-    groups = tuple(group for group in numbers.groups if calibrations[group.method] in ("none", *terms))
-    return numbers.model_copy(update={"groups": groups})
 
 
 def _title(name: str) -> str:
@@ -484,7 +484,7 @@ def _compare(
         for group in (ours, plain)
     ]
     settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
-    (found,) = compare_runs(runs[0], runs[1], settings, swaps=20 * numbers.resamples).values()
+    (found,) = compare_runs(runs[0], runs[1], settings, swaps=5 * numbers.resamples).values()
     return Versus(**vars(found))
 
 
