@@ -396,7 +396,8 @@ def costs(results: Results) -> Iterator[str]:
             fmean(getattr(run, field) for run in runs) for field in ("steps", "tokens", "seconds")
         )
         ordered = [run.reward_accuracy for run in runs if run.reward_accuracy is not None]
-        texts = [_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", f"{seconds / 60:.0f}"]
+        minutes = f"{seconds / 60:.{0 if seconds > 600 else 1}f}"
+        texts = [_title(name), f"{len(runs)}", f"{steps:.0f}", f"{tokens:,.0f}", minutes]
         rows.append([*texts, f"{100 * fmean(ordered):.0f}" if ordered else "-"])
     yield from _table(["method", "models", "steps", "tokens", "minutes", "pairs ordered as preferred, %"], rows)
 
