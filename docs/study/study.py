@@ -192,7 +192,7 @@ def write() -> None:
     reasoned = _measured("reasoning", MAIN)
     blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
     blocks |= {"reasoning goals": goals(*reasoned, GOALS), "reasoning costs": costs(_summary("reasoning"))}
-    blocks["reasoning controls"] = controls(*reasoned, CONTROLS[:1])
+    blocks["reasoning controls"] = controls(*reasoned, (*CONTROLS[:1], (LOG, PAIRS)))
     blocks["world terms"] = scores(_measured("world", MAIN, {"none", "catto", "bce"})[0], None)
     world = _measured("world", MAIN, {"none", "outcome", "replay"})
     blocks |= {
