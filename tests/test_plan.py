@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from catto.experiment.cost import Costs, Job, Network, group, network, simulate, took
 from catto.experiment.graph import Graph, find_stage, freeze, stored
 from catto.experiment.stages import Stage, ordered, place, record, write
+from catto.problems import DataError
 from catto.recipe import ModelSettings
 from catto.recipe_file import load
 from command import run
@@ -288,6 +289,8 @@ def exported(
     missing = {stage.key: stage for stage in plan[1:]}
     for key, stage in list(missing.items())[::7]:
         assert {find_stage(root, name).key for name in (key, key[:10], stage.folder)} == {stage.key}
+    with pytest.raises(DataError, match=f"{len(plan)} keys begin with '', among them"):
+        find_stage(root, "")
     return root, missing
 
 

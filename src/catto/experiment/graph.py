@@ -430,7 +430,7 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
             graph = Graph(Recipe.model_validate(value))
         matches = [one for one in stages.ordered([graph.report()]) if one.key.startswith(key) or one.folder == key]
         if len(matches) > 1:
-            raise DataError(root, None, f"{key!r} begins {len(matches)} keys: {', '.join(one.key for one in matches)}")
+            raise DataError(root, None, f"{len(matches)} keys begin with {key!r}, among them {matches[0].key}")
         if matches:
             return matches[0]
     told = f"{key} is no stage of the recipes here: settings, a file or catto's version differ from the plan's"
