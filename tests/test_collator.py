@@ -62,6 +62,19 @@ def test_workers_lay_out_the_same_batch(sharing: bool) -> None:
     _assert_same(worker, here)
 
 
+@SHARING
+def test_rows_survive_the_way_from_a_worker(sharing: bool, tmp_path: Path) -> None:
+    """The queue of a worker moves tensors to shared memory and frees them, before it pickles what points into them."""
+    options = {"prefix_sharing": sharing, "dataloader_num_workers": 1, "per_device_train_batch_size": 3}
+    trainer = pairs.trainer(
+        CATTOTrainer, CATTOConfig, tmp_path, rows=pairs.dataset(pairs.preference_rows(8)), **options
+    )
+    for batch in trainer.get_train_dataloader():
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        expected = [ids[:length].tolist() for ids, length in zip(batch["input_ids"], lengths, strict=True)]
+        assert [[*row.prompt, *row.completion] for row in batch[KEY]["layout"].rows] == expected
+
+
 def test_a_streamed_dataset_has_no_layout_and_gives_the_same_step(tmp_path: Path) -> None:
     rows = pairs.dataset(pairs.preference_rows(4))
     losses = []

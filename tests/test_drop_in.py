@@ -106,6 +106,16 @@ def test_another_limit_does_not_read_the_reference_cached_under_the_first(tmp_pa
     assert differ == [0, 3]
 
 
+def test_another_discount_does_not_read_the_reference_cached_under_the_first(tmp_path: Path) -> None:
+    rows = lengthened(chosen=(0, 3)).add_column("here", [str(tmp_path)] * 8)
+    found = []
+    for alpha in (None, 0.3):
+        options = {"rows": rows, "ld_alpha": alpha, "precompute_ref_log_probs": True}
+        found.append(pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, **options).train_dataset["ref_chosen_logps"])
+    differ = [row for row, (one, other) in enumerate(zip(*found, strict=True)) if abs(one - other) > 1e-3]
+    assert {0, 3} <= {*differ}  # those whose chosen response is longer than the rejected one
+
+
 LABELLED: dict[str, dict[str, Any]] = {
     "outcome": {"calibration": "outcome"},
     "label": {"calibration": "catto", "calibrate_tokens": "label"},

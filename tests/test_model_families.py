@@ -11,6 +11,8 @@ import transformers
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
+from catto.training import model_forward
+from catto.training.batches import Row, build
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from steps import made
@@ -135,3 +137,24 @@ def test_none_is_trl_to_the_last_bit_and_our_head_times_zero_to_2e_7(family: str
     assert "calibration/confidence" in ours._metrics["train"]  # it went through our head
     torch.testing.assert_close(head_loss, loss, rtol=0, atol=2e-7)
     assert _difference(head_gradients, gradients) < 2e-7
+
+
+def test_our_head_has_the_soft_cap_under_its_other_name() -> None:
+    """RecurrentGemma's is called `logits_soft_cap`. Compared with the model's own logits, since TRL ignores it."""
+    sizes = {**SIZES, "num_hidden_layers": 3, "lru_width": 16, "logits_soft_cap": 3.0, "vocab_size": len(_tokens())}
+    torch.manual_seed(0)
+    model = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**sizes)).eval()
+    ids = torch.tensor([[5, 7, 9, 4, 6]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[0, 1:4].log_softmax(-1)
+        expected = expected.gather(-1, ids[0, 2:].unsqueeze(-1)).squeeze(-1)
+        model_forward.install(model)
+        batch = build([Row([5, 7], [9, 4, 6])], [], 1, 0, shared=False, packed=False)
+        found = model_forward.call(model, batch).stats.target
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_head_of_several_layers_is_refused() -> None:
+    config = transformers.ModernBertDecoderConfig(**{**SIZES, "vocab_size": len(_tokens()), "pad_token_id": 0})
+    with pytest.raises(ValueError, match=r"ModernBertDecoder.*the head is more than one linear layer \(lm_head"):
+        model_forward.install(transformers.ModernBertDecoderForCausalLM(config))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
@@ -132,6 +132,29 @@ def test_virtual_tokens_are_refused_and_fall_back(caplog: pytest.LogCaptureFixtu
     padded = _step(False, peft_config=adapter)
     torch.testing.assert_close(shared.loss, padded.loss, rtol=1e-6, atol=1e-6)
     assert distance(shared.gradients, padded.gradients) < 1e-6
+
+
+def test_an_adapter_that_goes_by_the_tokens_of_a_row_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Activated LoRA looks for its invocation tokens once per row; a shared line has several sequences."""
+    tokens = tiny_tokenizer()("option", add_special_tokens=False)["input_ids"]
+
+    def adapter() -> LoraConfig:
+        return LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=tokens
+        )
+
+    with caplog.at_level(logging.WARNING, "catto"):
+        shared = _step(True, peft_config=adapter)
+    assert "prefix_sharing is off: its adapter goes by the tokens" in caplog.text
+    torch.testing.assert_close(shared.loss, _step(False, peft_config=adapter).loss, rtol=1e-6, atol=1e-6)
+
+
+def test_noise_that_goes_by_the_length_of_a_row_is_an_obstacle() -> None:
+    model = tiny_model()
+    assert (
+        sharing_obstacle(model, CATTOConfig(neftune_noise_alpha=5.0)) == "NEFTune's noise goes by the length of a row"
+    )
+    assert sharing_obstacle(model, CATTOConfig()) is None
 
 
 def test_attention_without_a_mask_of_ours_is_an_obstacle() -> None:

@@ -245,7 +245,7 @@ def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: i
 
     Labels, where they are known, become queries.
     """
-    ids = inputs["input_ids"].cpu().numpy()
+    ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
     lengths, completions = inputs["attention_mask"].sum(-1).tolist(), inputs["completion_mask"].sum(-1).tolist()
     rows = [Row(row[: n - k], row[n - k : n]) for row, n, k in zip(ids, lengths, completions, strict=True)]
     queries = []

@@ -46,6 +46,9 @@ def install(model: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
         return
+    known = {id(weight) for part in (base.base_model, base.get_output_embeddings()) for weight in part.parameters()}
+    if other := next((name for name, weight in base.named_parameters() if id(weight) not in known), None):
+        raise ValueError(f"{type(base).__name__}: the head is more than one linear layer ({other}): not supported")
     original = vars(base).get("forward")  # set where a library has wrapped it on this instance
 
     @functools.wraps(type(base).forward)
@@ -151,7 +154,7 @@ def whole_head(model: Any) -> Iterator[dict[str, Any]]:
     yield {
         "weight": weight.full_tensor() if isinstance(weight, DTensor) else weight,
         "bias": bias.full_tensor() if isinstance(bias, DTensor) else bias,
-        "softcap": getattr(text, "final_logit_softcapping", None),
+        "softcap": getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None),
         "scale": float(next((factor for factor in factors if factor is not None), 1.0)),
     }
     if sharded and not torch.is_grad_enabled():  # else the backward pass needs it, and reshards it afterwards
@@ -186,7 +189,7 @@ def skips_blocks(model: Any, device: torch.device) -> bool:
     return base.config._attn_implementation in SPARSE
 
 
-def sharing_obstacle(model: Any) -> str | None:
+def sharing_obstacle(model: Any, args: Any = None) -> str | None:
     """Why this model cannot compute a prompt once for several responses, or packed rows; None where it can."""
     config = model.config.get_text_config()
     if model.config._attn_implementation not in DENSE + SPARSE:
@@ -198,6 +201,7 @@ def sharing_obstacle(model: Any) -> str | None:
         return f"its layers attend to a sliding window of {window} tokens, not to the whole context"
     if counts_padding(model):
         return "its layers go by the sequence as it is laid out, not by position ids"
-    if hasattr(model, "peft_config") and any(c.is_prompt_learning for c in model.peft_config.values()):
-        return "its adapter puts virtual tokens in front of the prompt"
-    return None
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
+        return "its adapter goes by the tokens of a row, or puts virtual tokens in front of them"
+    return "NEFTune's noise goes by the length of a row" if getattr(args, "neftune_noise_alpha", None) else None

@@ -210,7 +210,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
         if self._arrangement is None:
             models = [self.accelerator.unwrap_model(m) for m in (self.model, self.ref_model) if m is not None]
-            obstacle = next(filter(None, map(model_forward.sharing_obstacle, models)), None)
+            obstacle = next(filter(None, (model_forward.sharing_obstacle(model, self.args) for model in models)), None)
             for name, wanted in (("prefix_sharing", self.args.prefix_sharing), ("padding_free", self._padding_free)):
                 if wanted and obstacle:
                     logger.warning("%s is off: %s", name, obstacle)
@@ -250,7 +250,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             whole = copy.copy(args)
             whole.max_length = None  # TRL drops long prompts silently; the same rows are dropped below
             dataset = super()._prepare_dataset(dataset, processing_class, whole, name)
-        determining = {"cut": [args.max_length, args.truncation_mode, repr(self._given_collator)]}
+        determining = {"cut": [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]}
         dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
         on_pairs = args.calibration == "outcome" and not self._stream
         reads_labels = bool(args.weight) and (args.calibrate_tokens == "label" or on_pairs)

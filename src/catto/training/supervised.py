@@ -81,7 +81,7 @@ class SupervisedTrainer(Monitored):
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns = False
         model_forward.install(model)
-        obstacle = model_forward.sharing_obstacle(model)
+        obstacle = model_forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
             logger.warning("padding_free is off: %s", obstacle)
         packed = obstacle is None and model_forward.skips_blocks(model, args.device)
