@@ -96,6 +96,62 @@ def test_an_options_own_text_is_not_searched_and_anothers_contradicts(text: str,
     assert answer(text, texts=("Both B and C", "dog", "A dog", "none")) == expected
 
 
+BLOOD = ("B", "A", "AB", "O")  # the text of A is a label too
+
+
+@pytest.mark.parametrize("text", ["A, B", "A B", "A = B", "A; B", "A - B", "A → B", "A | B"])
+def test_two_labels_are_no_answer_where_one_is_the_others_text(text: str) -> None:
+    assert answer(text, texts=BLOOD) is None
+
+
+@pytest.mark.parametrize("text", ["A) B", "A. B", "A: B", "(A) B", "**A** B", "C - AB", "C (AB)"])
+def test_a_text_that_is_a_label_is_read_where_it_is_set_apart(text: str) -> None:
+    assert answer(text, texts=BLOOD) == ("C" if "C" in text else "A")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("The score is > 3", None), ("Answer: > 1", None), ("> the score is 3", "3"), ("> (3)", "3"), ("-> 3", "3")],
+)
+def test_a_comparison_is_not_a_quotation(text: str, expected: str | None) -> None:
+    assert answer(text, labels=("1", "2", "3", "4")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is likely.", "likely"),
+        ("It is likely", "likely"),
+        ("The answer is unlikely", "unlikely"),
+        ("It's unlikely", "unlikely"),
+        ("non\u2011toxic", "non-toxic"),
+        ("Non\u2010Toxic.", "non-toxic"),
+    ],
+)
+def test_labels_that_are_adverbs_or_have_hyphens(text: str, expected: str) -> None:
+    assert answer(text, labels=("likely", "unlikely", "non-toxic")) == expected
+
+
+@pytest.mark.parametrize("text", ["It's most likely B.", "It\u2019s definitely B", "**Option B**: the dog"])
+def test_forms_inside_marks_and_contractions_are_read(text: str) -> None:
+    assert answer(text, texts=("the cat", "the dog", "a cow", "d")) == "B"
+    for more in ("**Option B** is correct.", "**Answer: B** (the dog)", "(Option B) the dog", "**(B)** is the answer"):
+        assert answer(more, texts=("the cat", "the dog", "a cow", "d")) == "B"
+    for other in (
+        "**Option B**: the cat",
+        "**Not B**: the dog",
+        "**A or B** is correct",
+        "**Option B** is not correct",
+    ):
+        assert answer(other, texts=("the cat", "the dog", "a cow", "d")) is None
+
+
+def test_forms_inside_forms_have_an_end() -> None:
+    texts = ("x" * 200_000, "y", "z", "w")
+    for text in ("(" * 60_000 + "B" + ")" * 60_000, "B" + " is correct" * 10_000, "(B) is correct" * 5_000):
+        assert find_label(text, (0, len(text)), LETTERS[:4], texts) is None
+
+
 def test_repeated_option_texts_do_not_contradict() -> None:
     assert answer("B) dog", texts=("dog", "dog", "cat", "cow")) == "B"
 
@@ -111,6 +167,9 @@ def test_repeated_option_texts_do_not_contradict() -> None:
         ("<answer>B</answer> C is wrong", "B"),
         ("The answer is B. <answer>", None),
         ("The answer is A.\n<answer>B</answer>\nThe answer is C.", "B"),
+        ("<think>so <answer>B</answer></think>", "B"),
+        ("<think>so <answer>B</think>\n", "B"),
+        ("<think>in <answer>A</answer></think><answer>B</answer>", "B"),
     ],
 )
 def test_the_last_answer_tag_counts(text: str, expected: str | None) -> None:
@@ -334,6 +393,19 @@ PLAIN = [
     ("Dogs bark.\n**Answer**: B", "B"),
     ("Dogs bark.\nCorrect answer B", "B"),
     ("It would be wrong to say that\nthe answer is B.", None),
+    ("It would be wrong to say that\n**the answer is B.**", None),
+    ("Dogs bark.\nThe answer is:\nB", "B"),  # under a heading
+    ("Dogs bark.\n### Final Answer\n\n**B**", "B"),
+    ("Dogs bark.\nThe answer is\n\n\\boxed{B}", "B"),
+    ("It would be wrong to say that\nthe answer is\nB", None),
+    ("The answer is:\nA) the cat\nB) the dog", None),
+    ("The answer is not:\nB", None),
+    ("Antwort A: the cat\nAntwort B: the dog", None),
+    ("Réponse A\nRéponse B", None),
+    ("Dogs bark.\nAntwort: B", "B"),
+    ("<think>First <answer>A</answer>. But dogs bark.</think>\nThe answer is B.", "B"),
+    ("<think>I answer in <answer> tags.</think>\nThe answer is B.", "B"),
+    ("<think>So <answer>A</answer>.</think>\nHope that helps.", None),
     ("Dogs bark. The answer is B.", None),
     ("The answer is B.\nOr is it?", None),
     ("The answer is B or C.", None),

@@ -128,6 +128,8 @@ CLOSING = [
     ("<think>\nso\n</think>\n<answ", (19, OPEN)),
     ("<think>\nso\n</think>\n<answer>\nA or B\n</answer>", (19, OPEN)),
     ("<think>\nI write <answer>B", (15, "\n</think>" + OPEN)),
+    ("<think>\nin <answer> tags\n</think>\nB", (35, OPEN)),
+    ("<think>\nin <answer> tags\n</think>\n", (10, "\n</think>" + OPEN)),
     ("just words", (10, OPEN)),
     ("<Answer>none", (0, "<answer>\n")),
     ("a <b", (4, OPEN)),

@@ -90,6 +90,13 @@ def test_what_is_not_stored_is_not_made_up() -> None:
         fit_tau([served])
 
 
+def test_no_answer_has_no_confidence_at_any_tau() -> None:
+    none = prediction(np.arange(10.0)).model_copy(
+        update={"label": None, "confidence": 0.0, "logsumexp": None, "label_logprobs": None}
+    )
+    assert [confidence_at(none, tau, kind) for tau in (0.5, 2.0) for kind in ("raw", "normalized")] == [0.0] * 4
+
+
 def drawn(true_tau: float, rows: int = 600) -> list[Prediction]:
     """Golds drawn from softmax(logits / true_tau) over the labels; nothing else has weight."""
     rng = np.random.default_rng(3)

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
 from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
 from catto.predict.predictor import evaluate
 from catto.prompts import prompt_ids
-from catto.records import Message, Prediction
+from catto.records import Message, Option, Prediction, Question
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
@@ -249,11 +249,43 @@ def test_an_engine_that_asks_for_no_candidates_is_refused() -> None:
 
 def test_labels_among_candidate_texts() -> None:
     tops = {"A": -1.0, " A": -2.0, "B": -1.5, "ent": -0.5, "e": -3.0, "neutral": -2.5, "\n": -0.1}
-    assert label_logprobs(("A", "B", "C"), tops) == {"A": -1.0, "B": -1.5}
-    assert label_logprobs(("A", "B"), tops, lead=" ") == {"A": -2.0}
-    assert label_logprobs(NLI, tops) == {"entailment": -0.5, "neutral": -2.5}
+
+    def logprobs(labels: Sequence[str], **place: str) -> dict[str, float]:
+        return label_logprobs({label: label for label in labels}, tops, **place)
+
+    assert logprobs(("A", "B", "C")) == {"A": -1.0, "B": -1.5}
+    assert logprobs(("A", "B"), lead=" ") == {"A": -2.0}
+    assert logprobs(NLI) == {"entailment": -0.5, "neutral": -2.5}
     # Two labels that one token begins cannot be told apart.
-    assert label_logprobs(("entailment", "entitled"), tops) == {}
+    assert logprobs(("entailment", "entitled")) == {}
+
+
+def _served(labels: tuple[str, ...], *tokens: tuple[str, dict[str, float]]) -> Any:
+    """What is read from a server's reply that answers with these tokens."""
+    options = tuple(Option(label=label, text="") for label in labels)
+    question = Question(id="q", task="t", split="test", fields={"question": "?"}, options=options, gold=labels[0])
+    tops = (("<answer>", {"<answer>": -0.1}), *tokens, ("</answer>", {"</answer>": -0.1}))
+    text = "".join(token for token, _ in tops)
+    known = {"question": "q", "sample": 0, "model": "m", "finish_reason": "stop", "tokens": len(tops)}
+    return read_reply(Case(question, (), Generation(text=text, tops=tops, **known)))
+
+
+def test_rivals_are_read_in_the_case_in_which_the_label_was_written() -> None:
+    shown = {"Ent": -0.1, "Neutral": -2.5, "Contr": -4.0, "neutral": -7.0, "contr": -9.0}
+    answer = _served(NLI, ("Ent", shown), ("ailment", {"ailment": -0.1}))
+    assert answer.label == "entailment"
+    assert answer.label_logprobs == {"entailment": -0.1, "neutral": -2.5, "contradiction": -4.0}
+    answer = _served(("A", "B"), ("b", {"b": -0.2, "a": -1.8, "A": -6.0}))
+    assert (answer.label, answer.label_logprobs) == ("B", {"A": -1.8, "B": -0.2})
+
+
+def test_labels_that_share_a_token_as_written_are_refused() -> None:
+    lower, upper = (
+        _served(("Toxic", "Tolerable"), (begin, {begin: -0.2, "No": -3.0}), ("xic", {"xic": -0.1}))
+        for begin in ("to", "To")
+    )
+    assert "'Toxic' and 'Tolerable' begin with the same token 'to'" in lower.refused
+    assert "'Toxic' and 'Tolerable' begin with the same token 'To'" in upper.refused
 
 
 def test_a_request_is_what_the_official_client_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 # The version of the reading: raise it with every change after which some text is read differently.
-VERSION = 3
+VERSION = 4
 
 Span = tuple[int, int]
 
-_LAYERS = 12  # most layers of formatting and leads around a label
+_LAYERS, _DEPTH = 12, 3  # most layers of formatting and leads around a label, and forms inside a form
 _ROOM = 300  # characters for them: a line longer than this and two option texts has no form
 _END_MARKS = ".,;:!。、✅✓✔☑"
 _UNFINISHED = re.compile(r"(?:[.。] ?){3}$")
@@ -35,16 +35,17 @@ _MARKS = {pair: re.compile("|".join(map(re.escape, pair))) for pair in _PAIRS}
 _COMMAND = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|emph|underline) ?(?={)")
 _ELEMENT = re.compile(r"<(b|strong|i|em|u|code|p|span|div|mark|tt|label|final|option|choice|response|result)>")
 _FENCED = re.compile(r"(?:text|txt|plaintext|markdown|md|json|latex|tex|xml) ")
-# "- B" is an item of a list, "- 1" may be a number.
-_MARKER = re.compile(r"(?:[*•>]|#{1,6}|-(?! \d)|->|=>|→) |[✅✓✔☑👉➡] ?")
+# "- B" is an item of a list and "> B" a quotation; "- 1" may be a number and "> 1" a comparison.
+_MARKER = re.compile(r"(?:[*•]|#{1,6}|[->](?! \d)|->|=>|→) |[✅✓✔☑👉➡] ?")
 _TOKEN = r"<\|[^<>|]{1,40}\|>|<(?:eos|bos|pad|turn|endoftext|end_of_turn|start_of_turn)>|\[/?inst\]"
 _FIRST_TOKEN = re.compile(rf"{_TOKEN}|<s>(?!.*</s>)")
 _LAST_TOKEN = re.compile(rf"(?:{_TOKEN}|<br ?/?>|</([a-z]\w{{0,20}})>)$")
 # The beginnings of the closing tag, where generation stopped inside it.
 TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
 
-_IS = r" (?:is|would be|should be|must be|will be|has to be)"
-_IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed))?"
+_IS = r"(?: (?:is|would be|should be|must be|will be|has to be)|['\u2019]s)"
+_IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed)"
+_IS += r"(?=[ :]))?"  # at the end it may be the label
 # "Answer - B" has a dash, "Answer: - 1" may have a minus sign.
 _MARK = r" ?(?:[:=]|(?:->|=>|→|[-\u2013](?! \d)|\u2014)(?= ))"
 _HEADS = rf"""(?=(?:\*\*|__|[*_`"'])?{_MARK})"""
@@ -67,11 +68,11 @@ _STATING = [
     rf"{_THE}(?:{_WHICH})*(?:option|choice|letter|statement|claim|hypothesis|{_MATTER}){_ABOUT}{_IS}",
     rf"{_THE}(?:{_WHICH})*{_MATTER}{_ABOUT}{_HEADS}",
     rf"(?:i|we)(?: (?:would|will|shall|must|should|have to)|['\u2019]d|['\u2019]ll)? {_CHOOSE}",
-    r"antwort|réponse|respuesta|risposta|resposta|ответ",
+    rf"(?:antwort|réponse|respuesta|risposta|resposta|ответ){_HEADS}",
 ]
 # Leads that answer only outside prose, where "it is" may speak of anything and "option" or "answer" of every option.
-_NAMING = [r"(?:the )?(?:option|choice|letter|number)", rf"(?:it|this|that)(?:{_IS}|['\u2019]s)", "choose|pick|select"]
-_NAMING += [rf"{_THE}(?:answer|ans|label){_ABOUT}"]
+_NAMING = [r"(?:the )?(?:option|choice|letter|number)", rf"(?:it|this|that){_IS}", "choose|pick|select"]
+_NAMING += [rf"{_THE}(?:answer|ans|label){_ABOUT}|antwort|réponse|respuesta|risposta|resposta|ответ"]
 _LEAD = re.compile(
     rf"""(?P<open>\*\*|__|[*_`"'])?"""
     rf"(?:(?:{_OPENER} )?(?:(?P<states>{'|'.join(_STATING)})|{'|'.join(_NAMING)})(?(open)(?![^\W_])|(?!\w))"
@@ -126,22 +127,23 @@ def find_label(
 def find_stated(
     text: str, zone: Span, labels: Sequence[str], option_texts: Sequence[str] | None = None
 ) -> Reading | None:
-    """Read prose: the whole zone by `find_label`, else its last line, where that line states the answer.
+    """Read prose: the whole zone by `find_label`, else its last line, or last two, where they state the answer.
 
-    A last line that is only a label may be the end of a list, so it needs a lead such as "The answer is". A last line
-    that begins in lower case may continue the sentence of the line before.
+    A last line that is only a label may be the end of a list, so it needs a lead such as "The answer is", which may be
+    the line above it. Lines that begin in lower case may continue the sentence of the line before.
 
     >>> find_stated("Dogs bark.\\nThe answer is B.", (0, 27), ("A", "B")).label
     'B'
     """
     if whole := find_label(text, zone, labels, option_texts):
         return whole
-    end = zone[0] + len(text[zone[0] : zone[1]].rstrip())
-    start = max(text.rfind("\n", zone[0], end) + 1, zone[0])
-    if text[start:end].lstrip()[:1].islower():
-        return None
-    last = find_label(text, (start, end), labels, option_texts)
-    return last if last is not None and last.states else None
+    start = end = zone[0] + len(text[zone[0] : zone[1]].rstrip())
+    for _ in range(2):  # the last line, or a heading and the label under it
+        start = max(text.rfind("\n", zone[0], zone[0] + len(text[zone[0] : start].rstrip())) + 1, zone[0])
+        last = find_label(text, (start, end), labels, option_texts)
+        if last is not None and last.states:
+            return None if text[start:end].lstrip("*_`>#\"' \t")[:1].islower() else last
+    return None
 
 
 class _Labels(NamedTuple):
@@ -176,7 +178,7 @@ def _normalised(text: str) -> tuple[str, Sequence[int], Sequence[int]]:
             begins.append(place)
     characters: list[tuple[str, int, int]] = []
     for begin, end in pairwise([*begins, len(text)]):
-        for char in nfkc(text[begin:end]).casefold():
+        for char in nfkc(text[begin:end]).casefold().replace("\u2010", "-"):
             if char.isspace():
                 if not characters or characters[-1][0] != " ":
                     characters.append((" ", begin, end))
@@ -198,9 +200,9 @@ class _Form:
         self.answer, self.known, self.states = answer, known, False
         self.text, self.starts, self.ends = _normalised(answer)
 
-    def read(self) -> Reading | None:
-        """Return the label if the whole text is a form of it."""
-        i, j, leads, may_be_word = 0, len(self.text), 0, False
+    def read(self, i: int = 0, j: int | None = None, depth: int = 0) -> Reading | None:
+        """Return the label if text[i:j], by default the whole text, is a form of it."""
+        j, leads, may_be_word = len(self.text) if j is None else j, 0, False
         for _ in range(_LAYERS):
             i, j = _trimmed(self.text, i, j)
             if reading := self.label(i, j):
@@ -221,7 +223,7 @@ class _Form:
             else:
                 break
             i, j = inner
-        return self.read_with_more(i, j, leads > 0)
+        return self.read_with_more(i, j, leads > 0, depth + 1) if depth < _DEPTH else None
 
     def label(self, i: int, j: int) -> Reading | None:
         """The label that text[i:j] is; of labels that fold alike, the one with the original's characters."""
@@ -245,7 +247,7 @@ class _Form:
             return bool(own and said)
         return said not in self.known.texts.values() and _ARTICLE.sub("", said, 1) == _ARTICLE.sub("", own, 1)
 
-    def read_with_more(self, i: int, j: int, led: bool) -> Reading | None:
+    def read_with_more(self, i: int, j: int, led: bool, depth: int) -> Reading | None:
         """A label with an article, with "is correct", or with its option's text before or after it."""
         text = self.text
         if led and (article := _ARTICLE.match(text, i, j)) and not self.names_label(article[0]):
@@ -254,15 +256,10 @@ class _Form:
                 return reading
         if (correct := _CORRECT.search(text, i, j)) and not self.names_label(correct[0]):
             self.states = True
-            i, j = _peeled(text, i, correct.start())
-            if reading := self.label(i, j):
-                return reading
-        # "(B) the dog", "**B**: the dog", "B - the dog", and "B)" alone
+            return self.read(i, correct.start(), depth)
+        # "(B) the dog", "**Option B**: the dog", "B - the dog", and "B)" alone
         if pair := _first_pair(text, i, j):
-            (inner_start, inner_end), end = pair[0], pair[1]
-            inner_start, inner_end = _peeled(text, inner_start, inner_end)
-            bracket = text[inner_end - 1 : inner_end] == ")"
-            reading = self.label(inner_start, inner_end) or self.label(inner_start, inner_end - bracket)
+            reading, end = self.read(*pair[0], depth), pair[1]
         else:
             # A word does not end before a letter, a digit or "_"; scripts without spaces have no such words.
             lengths = sorted({len(label) for label in self.known.folded}, reverse=True)
@@ -274,6 +271,9 @@ class _Form:
             between = _BETWEEN.match(text, end, j)
             if between is None or between.end() == end or not self.is_own_text(reading.label, between.end(), j):
                 reading = None
+            elif not (pair or between[0][0] in ").:]" or text[between.end()] in "(["):
+                # "A, B" may be two labels even where B is the text of A; "A) B", "A: B" and "A (B)" are not.
+                reading = None if self.label(*_peeled(text, between.end(), j)) else reading
         # "the dog (B)", where the text of B may itself be a label with that text
         start = max(text.rfind("(", i, j), text.rfind("[", i, j))
         last = self.label(start + 1, j - 1) if start > i and text[j - 1] in ")]" else None

@@ -192,16 +192,24 @@ class _Form(NamedTuple):
     after: str
 
 
+def restyle(labels: Sequence[str], label: str, written: str) -> dict[str, str]:
+    """Every label in the case in which one was written; that one alone if in another way, such as fullwidth.
+
+    >>> restyle(("yes", "no"), "yes", "Yes")
+    {'yes': 'Yes', 'no': 'No'}
+    """
+    styles: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize, str.title)
+    style = next((style for style in styles if style(label) == written), str if written.isascii() else None)
+    return {label: written} if style is None else {name: style(name) for name in labels}
+
+
 @lru_cache(maxsize=4096)
 def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, form: _Form) -> Split:
     """Each label's tokens in the form in which `label` was written with the tokens `own`, cut by `_split`."""
-    styles: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize, str.title)
-    style = next((style for style in styles if style(label) == form.written), str if form.written.isascii() else None)
     paths = {label: own}
-    for other in labels:
-        if other == label or style is None:  # None: written another way, such as fullwidth
+    for other, rival in restyle(labels, label, form.written).items():
+        if other == label:
             continue
-        rival = style(other)
         with suppress(ValueError):
             _, path, lead = _written(tokenizer, form.head, rival, form.after)
             if lead == form.lead:

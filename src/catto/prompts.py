@@ -130,6 +130,16 @@ def find_tags(text: str) -> list[Tag]:
     return [Tag((match[1] + match[2]).lower(), *match.span()) for match in _TAG.finditer(text)]
 
 
+def answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
+    """The tag that opens the answer: the last `<answer>`, and where text follows the reasoning, the last one after it.
+
+    >>> text = "<think>in <answer> tags</think>So B."
+    >>> answer_tag(text, find_tags(text))
+    """
+    late = takewhile(lambda tag: tag.name != "/think" or not text[tag.end :].strip(), reversed(tags))
+    return next((tag for tag in late if tag.name == "answer"), None)
+
+
 def completion(reasoning: str | None, label: str | None) -> str:
     r"""Render a response. Reasoning None: no think block; label None: the text ends after `<answer>\n`.
 
@@ -162,8 +172,8 @@ class Parsed(NamedTuple):
 def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None, *, cut: bool = False) -> Parsed:
     """Read reasoning and label of a response. `option_texts` in the order of `labels`.
 
-    The answer is what follows the last `<answer>`, up to `</answer>` or the end; `catto.answers` lists its forms.
-    Without any `<answer>`, the text after the reasoning is read: the whole of it, or a last line that states the
+    The answer is what follows `answer_tag`, up to `</answer>` or the end; `catto.answers` lists its forms. Without
+    that tag, the text after the reasoning is read: the whole of it, or a last line that states the
     answer. A think block that was never closed holds no answer. `cut`: the response ran into its token limit, so an
     unfinished last line is not read. The reasoning is the text between the think tags; either tag may be missing, and
     where the block is empty the text between it and the answer is used.
@@ -172,7 +182,7 @@ def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None =
     'B'
     """
     tags = find_tags(text)
-    opening = next((tag for tag in reversed(tags) if tag.name == "answer"), None)
+    opening = answer_tag(text, tags)
     if opening is not None:
         reasoning = _reasoning(text[: opening.start])
         end = next((tag.start for tag in tags if tag.start >= opening.end and tag.name == "/answer"), None)

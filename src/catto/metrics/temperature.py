@@ -36,9 +36,9 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "ra
     Exact where tau is on the grid; between, see `at_tau`.
     """
     stated = _stated(prediction)
+    if prediction.label is None:  # no answer
+        return stated
     if kind == "normalized":
-        if prediction.label is None:  # no answer
-            return stated
         if prediction.label_logprobs is None:
             raise ValueError(f"{prediction.name} has no label_logprobs: its confidence cannot be normalized")
         if not (np.isfinite(tau) and tau > 0):

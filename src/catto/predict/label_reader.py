@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from catto.engines import Context, Engine, Generation, LabelScores, Request, ScoredGeneration, Scores
-from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, token_at
-from catto.prompts import TAGS, common, completion, find_tags, parse_answer
+from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, restyle, token_at
+from catto.prompts import TAGS, answer_tag, common, completion, find_tags, parse_answer
 from catto.records import Message, Question, Refusal
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def close(text: str) -> tuple[int, str]:
     (10, '\n</think>\n<answer>\n')
     """
     tags, last = find_tags(text), text.rfind("<")
-    end = next((tag.start for tag in reversed(tags) if tag.name == "answer"), len(text))
+    opened = answer_tag(text, tags)
+    end = len(text) if opened is None else opened.start
     torn = text[last:].lower() if last >= 0 else ""
     if end == len(text) and torn and any(tag.startswith(torn) and tag != torn for tag in TAGS):
         end = last
@@ -221,20 +222,20 @@ def read_reply(case: Case, reply: Generation | Refusal | None = None) -> Answer 
     more = reply.tops[0][1] if isinstance(reply, Generation) and reply.tops else {}
     if isinstance(written, _Written):
         tops = {**more, **written.tops} if written.token in more else written.tops
-        logprobs = label_logprobs(question.labels, tops, written.lead, written.after)
+        logprobs = label_logprobs(written.forms, tops, written.lead, written.after)
         # The token that was drawn counts, and not the likeliest beginning of the label.
         logprobs[written.label] = written.tops[written.token]
         return _answer(question, written.label, written.source, logprobs)
     refusal = written or reply
     if isinstance(refusal, Refusal):
         return refusal
-    logprobs = label_logprobs(question.labels, more)
+    logprobs = label_logprobs({label: label for label in question.labels}, more)
     best = max(logprobs, key=lambda label: logprobs[label], default=None)
     return NO_ANSWER if best is None else _answer(question, best, "fallback", logprobs)
 
 
 class _Written(NamedTuple):
-    """The token that a label begins in: where the token begins, its text before and after the label, its candidates."""
+    """The token that a label begins in: its place, its text around the label, candidates; every label so written."""
 
     label: str
     source: Source
@@ -243,6 +244,7 @@ class _Written(NamedTuple):
     lead: str
     after: str
     tops: Mapping[str, float]
+    forms: Mapping[str, str]
 
 
 def _written(case: Case) -> _Written | Refusal | None:
@@ -258,10 +260,11 @@ def _written(case: Case) -> _Written | Refusal | None:
             break
         if begin <= start < end:
             own = token[start - begin : stop - begin]
-            other = next((label for label in question.labels if label != parsed.label and label.startswith(own)), None)
+            forms = restyle(question.labels, parsed.label, generation.text[start:stop])
+            other = next((name for name, form in forms.items() if name != parsed.label and form.startswith(own)), None)
             if other is None:
                 after = token[stop - begin :] if end > stop else ""
-                return _Written(parsed.label, parsed.source, begin, token, token[: start - begin], after, tops)
+                return _Written(parsed.label, parsed.source, begin, token, token[: start - begin], after, tops, forms)
             why = f"labels {parsed.label!r} and {other!r} begin with the same token {own!r}"
             break
         begin = end
@@ -269,17 +272,21 @@ def _written(case: Case) -> _Written | Refusal | None:
 
 
 def label_logprobs(
-    labels: Sequence[str], tops: Mapping[str, float], lead: str = "", after: str = ""
+    forms: Mapping[str, str], tops: Mapping[str, float], lead: str = "", after: str = ""
 ) -> dict[str, float]:
-    """Each label's log-probability among candidate tokens: that of the likeliest token that begins it in this form.
+    """Each label's log-probability among candidate tokens: that of the likeliest token that begins it as written.
 
-    Labels that no candidate begins are left out, and so are labels that share a token.
+    forms: label -> as it would be written. Labels that no candidate begins are left out, and so are labels that share
+    a token.
 
-    >>> label_logprobs(("A", "B", "C"), {"A": -1.0, " A": -0.5, "B": -1.5})
-    {'A': -1.0, 'B': -1.5}
+    >>> label_logprobs({"a": "A", "b": "B", "c": "C"}, {"A": -1.0, " A": -0.5, "B": -1.5})
+    {'a': -1.0, 'b': -1.5}
     """
     rests = {token: token[len(lead) :] for token in tops if token.startswith(lead) and len(token) > len(lead)}
-    begins = {label: [token for token, rest in rests.items() if (label + after).startswith(rest)] for label in labels}
+    begins = {
+        label: [token for token, rest in rests.items() if (form + after).startswith(rest)]
+        for label, form in forms.items()
+    }
     best = {label: max((tops[token], token) for token in tokens) for label, tokens in begins.items() if tokens}
     shared = [token for _, token in best.values()]
     return {label: logprob for label, (logprob, token) in best.items() if shared.count(token) == 1}
