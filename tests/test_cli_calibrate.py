@@ -205,3 +205,44 @@ def test_manifest_says_what_the_calibrator_reads(tmp_path: Path, capsys: Capture
     run(capsys, "calibrate", "fit", path, "--on", "labels", "--out", tmp_path / "c.json")
     notes = json.loads(manifest_path(tmp_path / "c.json").read_text(encoding="utf-8"))["notes"]
     assert (notes["on"], notes["fitted_on"], len(notes["questions"])) == ("labels", "a.jsonl", 60)
+
+
+def test_named_columns_are_those_of_the_labels_too(tmp_path: Path, capsys: Capture) -> None:
+    own = labelled()
+    likeliest = [max(row["label_logprobs"], key=row["label_logprobs"].get) for row in own]
+    given = {
+        "own": own,
+        "named": [
+            {"id": row["id"], "label_logprobs": row["label_logprobs"], "gold": "A", "truth": row["gold"], "said": label}
+            for row, label in zip(own, likeliest, strict=True)
+        ],
+    }
+    taus = {}
+    for name, options in (("own", ()), ("named", ("--gold", "truth", "--prediction", "said"))):
+        path = write_lines(tmp_path / f"{name}.jsonl", given[name])
+        done = run(capsys, "calibrate", "fit", path, "--on", "labels", *options, "--out", tmp_path / "t.json")
+        assert done.code == 0
+        taus[name] = load(tmp_path / "t.json")
+    assert taus["own"] == taus["named"]
+    names = ColumnNames(gold="truth", prediction="said")
+    found = [(answer, gold) for _, answer, gold in read_labels(tmp_path / "named.jsonl", names)]
+    assert found == [(label, row["gold"]) for row, label in zip(own, likeliest, strict=True)]
+
+
+def test_applying_leaves_no_manifest_of_the_file_before(tmp_path: Path, capsys: Capture) -> None:
+    fit_on = write_lines(tmp_path / "validation.jsonl", rows())
+    run(capsys, "calibrate", "fit", fit_on, "--out", tmp_path / "c.json")
+    out = tmp_path / "final.jsonl"
+    manifest_path(out).write_text("{}")
+    other = write_lines(tmp_path / "test.jsonl", rows(start=1000))
+    assert run(capsys, "calibrate", "apply", tmp_path / "c.json", other, "--out", out).code == 0
+    assert not manifest_path(out).exists()
+
+
+def test_the_next_command_names_the_same_columns(tmp_path: Path, capsys: Capture) -> None:
+    renamed = [{"id": n, "p": row["confidence"], "right": row["correct"]} for n, row in enumerate(rows())]
+    path, names = write_lines(tmp_path / "a.jsonl", renamed), ("--confidence", "p", "--correct", "right")
+    run(capsys, "calibrate", "fit", path, *names, "--out", tmp_path / "c.json")
+    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *names, "--out", tmp_path / "new.jsonl")
+    assert f"Next: catto measure {tmp_path}/new.jsonl --confidence p --correct right" in done.out
+    assert run(capsys, "measure", tmp_path / "new.jsonl", *names, "--json").code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -278,7 +279,7 @@ def test_help_shows_examples(capsys: Capture, command: tuple[str, ...]) -> None:
     assert "Example" in done.out
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, "only 1 answer; below 30"), (29, "only 29 answers"), (30, "")])
+@pytest.mark.parametrize(("count", "told"), [(1, "only 1 question; below 30"), (29, "only 29 questions"), (30, "")])
 def test_few_answers_are_warned_about(tmp_path: Path, capsys: Capture, count: int, told: str) -> None:
     """One right answer is measured as 100.0 to 100.0, which nobody should believe."""
     path = write_lines(tmp_path / "a.jsonl", plain([0.9] * count, [True] * count))
@@ -286,3 +287,31 @@ def test_few_answers_are_warned_about(tmp_path: Path, capsys: Capture, count: in
     assert done.code == 0
     assert told in done.err
     assert bool(done.err) == bool(told)
+
+
+def test_few_questions_with_many_answers_are_warned_about(tmp_path: Path, capsys: Capture) -> None:
+    rows = [{**row, "id": f"q{n % 3}"} for n, row in enumerate(plain([0.9] * 600, [True] * 600))]
+    assert "only 3 questions; below 30" in run(capsys, "measure", write_lines(tmp_path / "a.jsonl", rows), *FAST).err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, encoding: str) -> None:
+    path = write_lines(tmp_path / "é†.jsonl", plain())
+    done = subprocess.run(
+        [sys.executable, "-m", "catto", "measure", str(path), "--compare", str(path), "--resamples", "20"],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert b"\\u2020" in done.stdout
+
+
+def test_numbers_are_whole_in_a_narrow_terminal(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    done = run(capsys, "measure", write_lines(tmp_path / "a.jsonl", plain()), "--resamples", "20")
+    assert done.code == 0
+    assert "Accuracy" in done.out
+    assert "…" not in done.out

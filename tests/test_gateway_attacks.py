@@ -306,7 +306,7 @@ def test_a_threshold_of_another_model_is_warned_of(
     place = tmp_path / "t.json"
     place.write_text(threshold(0.5).model_copy(update={"models": models}).model_dump_json())
     with OpenAIServer(always("B")) as upstream:
-        options = ("--upstream", upstream.url, "--model", "m", "--task", "mmlu", "--threshold", place)
+        options = ("--upstream", upstream.url, "--model", "m", "--port", "0", "--task", "mmlu", "--threshold", place)
         done = run(capsys, "serve", *options)
     assert done.code == 0
     assert ("fitted on answers of other, this is m" in done.err) == warned

@@ -339,7 +339,7 @@ def test_confidences_that_are_not_split_by_the_label_are_read_as_they_are(tmp_pa
         ({"confidence": "p.x", "gold": "truth"}, "no column 'p.x'"),
         ({"confidence": "p", "correct": "p"}, "row 1: p: expected true or false"),
         ({"format": "helm"}, "row 1: stats: missing, expected a record of helm"),
-        ({"format": "inspect", "confidence": "p"}, "row 1: scores: name one of none with --correct"),
+        ({"format": "inspect", "confidence": "p"}, "row 1: scores: none"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, names: dict[str, str], told: str) -> None:
@@ -424,3 +424,101 @@ def test_a_log_is_calibrated_and_compared_like_any_file(tmp_path: Path, capsys: 
     document = done.json
     assert list(document["slices"]["values"]) == ["a", "b"]
     assert document["compare"]["metrics"]["accuracy"]["difference"] == 0.0
+
+
+def test_labels_are_the_same_however_a_table_writes_them(tmp_path: Path) -> None:
+    """A CSV with blanks after its commas, whole numbers that pandas has made floats, padded names of columns."""
+    lines = ["confidence, label, gold", "0.9, A,A", "0.8,B , B", "0.7, 1.0,1", "0.6,2,2.00", "0.5,A,B"]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines) + "\n")
+    assert read(path)[:2] == ([0.9, 0.8, 0.7, 0.6, 0.5], [True, True, True, True, False])
+    path.write_text("\n".join([lines[0], *lines[1:] * 3000]) + "\n")  # large enough for Arrow
+    assert read(path)[1] == [True, True, True, True, False] * 3000
+
+
+@pytest.mark.parametrize(("answers", "golds"), [("abcd", "ABCD"), ("0123", "ABCD"), (["True", "no"], ["true", "yes"])])
+def test_answers_that_are_written_in_another_way_are_refused(tmp_path: Path, answers: Any, golds: Any) -> None:
+    def rows(times: int) -> list[dict[str, Any]]:
+        pairs = list(zip(answers, golds, strict=True)) * times
+        return [{"id": n, "confidence": 0.9, "label": said, "gold": gold} for n, (said, gold) in enumerate(pairs)]
+
+    with pytest.raises(
+        DataError, match=r"no answer occurs among the right ones.*the answers are .*, in 'gold' there is"
+    ):
+        read(write_lines(tmp_path / "a.jsonl", rows(15)))
+    assert not any(read(write_lines(tmp_path / "b.jsonl", rows(2)))[1])  # so few may all be wrong
+
+
+def test_bytes_are_no_label(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"confidence": [0.9], "label": [b"A"], "gold": ["A"]}
+    parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row 1: label: expected a text or a number, got b'A'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array([0.9]), arrow.array([0.1]), arrow.array([True])]
+    table = arrow.Table.from_arrays(columns, names=["confidence", "confidence", "correct"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: column 'confidence' occurs twice"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_log_likelihood_without_a_rival_is_no_confidence(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "lambada.jsonl", [lm_eval(0, [-1.0], 0, 1.0)])
+    with pytest.raises(DataError, match="row 1: filtered_resps: one log-likelihood, expected one for each"):
+        read(path)
+
+
+def test_documents_of_two_tasks_are_different_questions(tmp_path: Path) -> None:
+    rows = [lm_eval(0, [-1.0, -2.0], 0, 1.0, doc_hash=name) for name in ("arc", "hella")]
+    assert read(write_lines(tmp_path / "a.jsonl", rows))[2] == ["0 arc", "0 hella"]
+
+
+def test_a_reply_that_was_cut_is_no_answer_and_tags_are_read(tmp_path: Path) -> None:
+    def reply(*tokens: tuple[str, float], finish: str = "stop") -> dict[str, Any]:
+        made = completion("".join(text for text, _ in tokens), [token(text, p) for text, p in tokens])
+        made["choices"][0]["finish_reason"] = finish
+        return {"gold": "B", "response": made}
+
+    whole = reply(("<answer>", 0.9), ("B", 0.6), ("</answer>", 0.9))
+    thought = reply(("<think>", 0.9), ("A or B?", 0.5), ("</think>", 0.9), ("\n", 0.9), ("B", 0.7))
+    cut = reply(("The answer is ", 0.9), ("B", 0.8), finish="length")
+    answers = read_graded(write_lines(tmp_path / "a.jsonl", [whole, thought, cut]), ColumnNames(gold="gold"))
+    assert answers.read_as is not None
+    assert answers.correct.tolist() == [True, True, False]
+    assert answers.confidence.tolist()[:2] == pytest.approx([0.6, 0.7])
+    assert list(answers.read_as)[2] == "fallback"
+
+
+def test_labels_that_begin_with_the_same_token_are_refused(tmp_path: Path) -> None:
+    def reply(last: str, p: float) -> dict[str, Any]:
+        return completion(f"not {last}", [token("not", 0.99), token(f" {last}", p)])
+
+    rows = [{"gold": f"not {word}", "response": reply(word, 0.5)} for word in ("hate", "sure")]
+    with pytest.raises(DataError, match="row 1: logprobs: labels 'not hate' and 'not sure' begin with the same token"):
+        read(write_lines(tmp_path / "a.jsonl", rows), gold="gold")
+
+
+def test_several_choices_in_one_completion_are_refused(tmp_path: Path) -> None:
+    made = completion("B", [token("B", 0.3)])
+    made["choices"] *= 3
+    with pytest.raises(DataError, match="row 1: choices: expected one, got 3"):
+        read(write_lines(tmp_path / "a.jsonl", [{"gold": "B", "response": made}]), gold="gold")
+
+
+@pytest.mark.parametrize("second", ["prediction", "positive"])
+def test_two_ways_to_say_what_is_right_are_refused(tmp_path: Path, second: str) -> None:
+    rows = [{**row, "graded": True} for row in binary()]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=f"--correct and --{second}: each says which answers are right"):
+        read(path, confidence="p", correct="graded", **{second: "yes"})
+
+
+def test_a_file_in_which_some_rows_do_not_say_how_they_were_read_is_refused(tmp_path: Path) -> None:
+    sources = ["fallback"] * 3 + [None]
+    rows = [{"id": n, "confidence": 0.9, "correct": True, "source": said} for n, said in enumerate(sources)]
+    with pytest.raises(DataError, match="source: expected free, plain or fallback in every row"):
+        read(write_lines(tmp_path / "a.jsonl", rows))

@@ -52,9 +52,9 @@ def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, floa
     for row, fields in read_answers(path, names):
         with locating(path, row):
             logprobs = logprobs_of(fields)
-            answer = answer_of("label", fields)
+            answer = answer_of(names.prediction or "label", fields)
             answer = max(logprobs, key=logprobs.__getitem__) if answer is None else answer
-            gold = text_of("gold", fields) if "gold" in fields else None
+            gold = text_of(names.gold or "gold", fields) if names.gold or "gold" in fields else None
             for name, label in (("label", answer), ("gold", gold)):
                 if label is not None and label not in logprobs:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
@@ -121,6 +121,10 @@ def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
+    if _final_notes(path).get("calibrator"):
+        raise DataError(
+            path, None, "its confidences are calibrated already: fit on answers chosen without a calibrator"
+        )
     answers = read_graded(path, names, unparsed)
     calibrator: Calibrator
     with locating(path):
@@ -179,6 +183,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
                 message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
                 raise DataError(path, row, message) from None
             file.write(line + "\n")
+    manifest_path(out).unlink(missing_ok=True)  # of a file that was here before
     return answers, calibrated
 
 

@@ -18,7 +18,7 @@ import shutil
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import metadata
@@ -433,13 +433,20 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
                 raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
             with opened(path) as file:
                 try:
-                    batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)  # one batch is all that is held
+                    table = parquet.ParquetFile(file)
+                    _refuse_twice(path, table.schema_arrow.names)
+                    batches = table.iter_batches(batch_size=1024)  # one batch is all that is held
                     yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
                 except arrow.ArrowException as error:
                     raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
         case _:
             with opened(path):  # refuses a folder, and what is missing
                 raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
+
+
+def _refuse_twice(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(path, None, f"column {twice[0]!r} occurs twice")
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
@@ -454,9 +461,8 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
     try:
         for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
             if names is None:
-                names = tuple(values)
-                if twice := [name for name, count in Counter(names).items() if count > 1]:
-                    raise DataError(path, None, f"column {twice[0]!r} occurs twice in the header")
+                names = tuple(map(str.strip, values))
+                _refuse_twice(path, names)
             elif values:
                 number += 1
                 if len(values) != len(names):

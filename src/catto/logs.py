@@ -7,6 +7,7 @@ What a log does not hold is left out. The record's own fields stay below them, s
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 import struct
 import zipfile
@@ -19,9 +20,9 @@ from math import exp, inf, isfinite, log, nan
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from catto.answers import find_stated
 from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
 from catto.problems import DataError, listed, locating, nested
+from catto.prompts import parse
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
@@ -83,9 +84,10 @@ def truth_of(name: str, fields: Fields) -> bool:
 def text_of(name: str, fields: Fields) -> str:
     """Return the field as text; ids and labels may be written as numbers, 1 also as 1.0. An empty cell is none."""
     value = nested(fields, name)
-    if value is None or isinstance(value, dict | list) or value != value or not str(value).strip():
+    if value is None or isinstance(value, dict | list | bytes) or value != value or not str(value).strip():
         raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
@@ -186,7 +188,7 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
 
     Length-normalised: each is divided by the characters of its choice first, as for the harness's `acc_norm`.
     """
-    answer: dict[str, Any] = {"question": str(record["doc_id"])}
+    answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in ("doc_id", "doc_hash") if key in record)}
     try:  # pairs of a log-likelihood and whether it is the greedy one
         pairs = [reply if isinstance(reply, list) else [] for reply in record["filtered_resps"]]
         likelihoods = [float(score) for score, _ in pairs]
@@ -206,6 +208,8 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
     scores = [likelihoods[place] for place in asked]
     if names.length_normalised:
         scores = [score / max(len(choice), 1) for score, choice in zip(scores, choices, strict=True)]
+    if len(scores) < 2:
+        raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
     best = max(range(len(scores)), key=scores.__getitem__)
     if not isfinite(scores[best]):
         raise ValueError(f"filtered_resps: expected finite log-likelihoods, got {scores[best]}")
@@ -232,7 +236,7 @@ def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str
     """
     scores = record.get("scores") or {}
     if names.correct not in scores and len(scores) != 1:
-        raise ValueError(f"scores: name one of {listed(list(scores)) or 'none'} with --correct")
+        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else "scores: none")
     score = scores[names.correct if names.correct in scores else next(iter(scores))]
     value, target = score["value"], record.get("target")
     answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
@@ -264,23 +268,25 @@ def helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]
 
 def openai(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
     """A chat completion with `logprobs`, alone or as the response of a batch: the probability of the label's token."""
-    reply = _completion(record)["choices"][0]
+    reply, *others = _completion(record)["choices"]
+    if others:
+        raise ValueError(f"choices: expected one, got {1 + len(others)}: write a record for each")
     name = next((name for name in ("custom_id", "question", "id") if name in record), None)
     answer = {} if name is None else {"question": str(record[name])}
     if not labels:
         raise ValueError("the right answer is not in a completion: name its field with --gold")
+    answer[names.gold or "gold"] = text_of(names.gold or "gold", record)
     tokens = (reply.get("logprobs") or {}).get("content")
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    reading = find_stated(text, (0, len(text)), labels)
-    return answer | _from_tokens(tokens, labels, None if reading is None else reading.label)
+    return answer | _from_tokens(tokens, labels, parse(text, labels, cut=reply.get("finish_reason") == "length").label)
 
 
 def uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
     """A row of `results.to_df()`, with the column `response_correct` that a grader added."""
     answer = {"question": record.get("prompt"), "correct": record.get("response_correct")}
-    answer = {name: value for name, value in answer.items() if value is not None}
+    answer = {**record, **{name: value for name, value in answer.items() if value is not None}}
     if names.confidence == "confidence":
         scores = [name for name in UQLM_SCORES if name in record]
         if len(scores) != 1:
@@ -328,11 +334,14 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     """
     texts = [token["token"] for token in tokens]
     text = "".join(texts)
-    reading = find_stated(text, (0, len(text)), labels)
-    if reading is None or said is None:
+    reading = parse(text, labels)
+    if reading.span is None or said is None:
         whole = sum(token["logprob"] for token in tokens)
         return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
-    token = tokens[bisect_right(list(accumulate(map(len, texts))), reading.span[0])]
+    place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
+    token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])].lower()
+    if alike := [label for label in labels if label != reading.label and label.lower().startswith(own)]:
+        raise ValueError(f"logprobs: labels {reading.label!r} and {alike[0]!r} begin with the same token {own!r}")
     known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
     known[reading.label] = token["logprob"]
     if said not in known:

@@ -37,6 +37,8 @@ QUESTION_COLUMNS = ("question", "id")
 MOST_SLICES = 500
 # A probability of one label of two is recognised where so many lie on either side of a half.
 FEW_LOW = 5
+# So many answers that are all wrong, and none of which is the right answer to another question, are a mistake.
+FEW_ALIKE = 30
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
@@ -185,6 +187,8 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     columns = _columns(path, names)
     read_as = columns.get("source")
     if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
+        if "fallback" in read_as:
+            raise DataError(path, None, "source: expected free, plain or fallback in every row")
         read_as = None  # another kind of file that calls something else `source`
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
@@ -236,6 +240,9 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]
         readers["confidence"] = ANSWER_PROBABILITY, "label"
     else:
         readers["confidence"] = PROBABILITY, there(names.confidence)
+    options = {"correct": names.correct != "correct", "positive": names.positive, "prediction": names.prediction}
+    if len(given := [f"--{option}" for option, value in options.items() if value]) > 1:
+        raise ValueError(f"{' and '.join(given)}: each says which answers are right, give one of them")
     prediction, gold = names.prediction or "label", names.gold or "gold"
     named = (names.prediction, names.gold, names.positive) != (None, None, None)
     if names.correct != "correct" or ("correct" in first and not named):
@@ -273,6 +280,10 @@ def _graded(
         said = confidence >= 0.5
         right = np.array([label == names.positive for label in gold], dtype=np.bool_)
         return np.where(said, confidence, 1.0 - confidence), said == right
+    if len(answer) >= FEW_ALIKE and {*answer} != {None} and not {*answer} & {*gold}:
+        given = listed(sorted({label for label in answer if label is not None}), 4)
+        raise ValueError(f"no answer occurs among the right ones, so they are written differently: the answers are "
+            f"{given}, in {names.gold or 'gold'!r} there is {listed(sorted({*gold}), 4)}")  # fmt: skip
     low = confidence < 0.5
     sides = [{label for label, is_low in zip(answer, low, strict=True) if is_low == side} for side in (False, True)]
     if [len(side) for side in sides] == [1, 1] and sides[0] != sides[1] and min(low.sum(), (~low).sum()) >= FEW_LOW:

@@ -63,7 +63,7 @@ def _csv_table(arrow: Any, data: bytes) -> Any | None:
 
     header = data.partition(b"\n")[0].decode()
     names = header.split(",")
-    if b'"' in data or header.startswith(("{", "[")) or any(sign in header for sign in ";\t|"):
+    if b'"' in data or header.startswith(("{", "[")) or any(sign in header for sign in ";\t|") or ", " in header:
         return None
     texts = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False)
     table = csv.read_csv(arrow.py_buffer(data), csv.ReadOptions(use_threads=False), convert_options=texts)
@@ -89,9 +89,10 @@ def truths(column: Any) -> Bools | None:
 
 
 def texts(column: Any) -> list[str] | None:
-    """Return texts, also from whole numbers; None where one is empty."""
+    """Return texts, also from whole numbers; None where one is empty, padded, or a number such as 1.0."""
     values = list(map(str, column.to_pylist())) if str(column.type) in ("int64", "string") else [""]
-    return values if all(map(str.strip, values)) else None
+    plain = all(value and value == value.strip() and not value.rstrip("0").endswith(".") for value in values)
+    return values if plain else None
 
 
 class Reader(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -93,6 +94,9 @@ def _finish(command: Any) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Bad input gives one line on stderr and exit code 2, anything unexpected a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a character that the terminal lacks is escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         given = None if arguments is None else list(arguments)
         sys.exit(_command()(args=given, prog_name="catto", standalone_mode=False) or 0)

@@ -53,10 +53,10 @@ def warn(message: str) -> None:
     typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
 
 
-def warn_few(rows: int, source: Path, what: str) -> None:
-    """Warn that numbers from so few answers are unreliable."""
-    if rows < FEW:
-        warn(f"{source}: only {'1 answer' if rows == 1 else f'{rows} answers'}; below {FEW} {what}")
+def warn_few(count: int, source: Path, what: str, unit: str = "answer") -> None:
+    """Warn that numbers from so few answers, or questions, are unreliable."""
+    if count < FEW:
+        warn(f"{source}: only {count} {unit}{'s' if count > 1 else ''}; below {FEW} {what}")
 
 
 def print_json(value: object) -> None:
@@ -76,8 +76,10 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout, as wide as the terminal."""
-    Console(highlight=False, markup=False, emoji=False).print(table)
+    """Print a table on stdout, as wide as the terminal, and not so narrow that numbers are cut."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.width = max(console.width, 60)
+    console.print(table)
 
 
 def number(value: float, percent: bool, signed: bool = False) -> str:

@@ -59,7 +59,7 @@ def select(
         if rule is None or len(sizes) > 1 or tau is not None or fit_tau is not None:
             refuse("--out: needs --rule and one --k, and takes a --calibrator in place of a tau")
         console.check_name("--rule", rule, selection.RULES)
-        console.writable_file("--out", out, source=file)
+        console.writable_file("--out", out, ".jsonl", source=file)
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,5 +96,10 @@ def serve(
         warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
     answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
-    say(f"Serving {engine.model} of {engine.base_url} at http://{host}:{port}/v1")
-    run(Gateway(answerer, source.labels, protocol, limits, log), host, port)
+    gateway = Gateway(answerer, source.labels, protocol, limits, log)
+    with refusing(OSError, place=f"--host {host} --port {port}: "):
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    place = f"[{host}]" if ":" in host else host
+    with listening:
+        say(f"Serving {engine.model} of {engine.base_url} at http://{place}:{listening.getsockname()[1]}/v1")
+        run(gateway, listening)

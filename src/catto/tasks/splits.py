@@ -24,6 +24,7 @@ _NAMES_LETTERS = re.compile(
     r"|^\s*[a-h]\s*(?:&|and|or)\s*[a-h]\b(?:\s+only)?\W*$"
     r"|\b(?i:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-H]\b"
     r"|(?:^|\s)\(?[A-H]\)?\s+(?i:only|alone)\b"
+    r"|^\s*(?:\([A-H]\)|[A-H][.):](?=\s))"  # (A) red; A. red: the option carries its letter
 )
 _LONE_LETTER = re.compile(r"\b[A-Ha-h]\b")
 
