@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from itertools import accumulate
 from math import inf, isfinite
 
 from pydantic import AliasPath, BaseModel, Field
@@ -209,13 +210,9 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
     """The text up to and with the first stop text, its tokens' candidates, and their mean log-probability."""
     text = choice.message.text
     text = text[: stop_end(text, stop)]
-    kept: list[Token] = []
-    begin = 0
-    for token in choice.tokens or ():
-        if begin >= len(text):
-            break
-        kept.append(token)
-        begin += len(token.token)
+    tokens = choice.tokens or ()
+    begins = accumulate((len(token.token) for token in tokens), initial=0)
+    kept = [token for token, begin in zip(tokens, begins, strict=False) if begin < len(text)]
     if not kept:
         return text, None, None
     tops = tuple((token.token, token.candidates) for token in kept)

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-import ssl
 import threading
 import time
 import warnings
@@ -27,20 +26,13 @@ from pydantic import ValidationError
 
 from catto import __version__
 from catto.engines import Engine, Generation, Key, Request, model_name, server_address
-from catto.engines.replies import (
-    ENOUGH,
-    ModelList,
-    Reply,
-    ServerError,
-    cut_after_stop,
-    error_message,
-    one_line,
-    wished_wait,
-)
+from catto.engines.replies import ModelList, Reply, ServerError, cut_after_stop, error_message, one_line, wished_wait
 from catto.problems import first_problem, shortened
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
+# So many requests in a row that run out of retries stop a run.
+IN_A_ROW = 20
 # Until the server has replied once, connections are retried for so many seconds: a dead address is reported within 5.
 STARTING, CONNECTING = 1.0, 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
@@ -133,8 +125,7 @@ class ServerEngine(Engine):
         server or of the settings, or 20 requests in a row that run out of retries, stops the run; what is in flight
         is still awaited and yielded, then a `ServerError` is raised.
         """
-        todo = (request for request in requests if request.key not in done)
-        for outcome in in_thread(self._arriving(todo)):
+        for outcome in in_thread(self._arriving(request for request in requests if request.key not in done)):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
@@ -160,7 +151,7 @@ class ServerEngine(Engine):
                     outcome, self._in_a_row = task.result(), 0
                 except FaultError as fault:
                     self._in_a_row = self._in_a_row + 1 if fault.again else 0
-                    if fault.of_all or self._in_a_row >= ENOUGH:
+                    if fault.of_all or self._in_a_row >= IN_A_ROW:
                         failure = failure or ServerError(f"{self.base_url} {request.name}: {fault.reason}")
                         continue
                     outcome = Refusal(refused=fault.reason, question=request.question, sample=request.sample)
@@ -214,8 +205,7 @@ class ServerEngine(Engine):
                 raise ValueError(f"{reply.status_code}: {said}")
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
         except (httpx.HTTPError, ValueError) as error:
-            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-            reason = one_line(problem, self._secrets)
+            reason = one_line(first_problem(error) if isinstance(error, ValidationError) else str(error), self._secrets)
             raise ServerError(f"{self.base_url}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:
             raise ServerError(f"{self.base_url}: serves {', '.join(names[:5]) or 'no model'}; name one")
@@ -256,8 +246,7 @@ class ServerEngine(Engine):
         except TimeoutError:
             if fault is None or not fault.of_all:
                 fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
-        told = [turn.content for turn in request.messages]
-        fault.reason = one_line(fault.reason, self._secrets, told)
+        fault.reason = one_line(fault.reason, self._secrets, (turn.content for turn in request.messages))
         raise fault from None
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
@@ -325,13 +314,9 @@ class ServerEngine(Engine):
             return FaultError(f"401: {key} {'was refused' if self._key else 'is not set'}", again=False, of_all=True)
         wait, header = wished_wait(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
-        of_all = (
-            status in OF_ALL
-            or too_long
-            or (status == 403 and not _FILTERED.search(said))
-            # An unknown model; a 404 of one request does not name it.
-            or (status == 404 and _MODEL.search(said) is not None)
-        )
+        forbidden = status == 403 and not _FILTERED.search(said)
+        unknown = status == 404 and _MODEL.search(said) is not None  # a model; a 404 of one request does not name it
+        of_all = status in OF_ALL or too_long or forbidden or unknown
         again = (status in AGAIN or status >= 500) and not too_long
         reason = f"{status} in try {tries}{f', Retry-After {header}' if header else ''}: {said}"
         code = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}.get(status, 502)
@@ -349,10 +334,8 @@ class ServerEngine(Engine):
         return FaultError(f"the connection broke in try {tries}: {why}", again=True)
 
 
-@cache
-def _certificates() -> ssl.SSLContext:
-    """The trusted certificates, read once for all clients: each would take 0.04 s to read them."""
-    return httpx.create_ssl_context()
+# The trusted certificates, read once for all clients: each would take 0.04 s to read them.
+_certificates = cache(httpx.create_ssl_context)
 
 
 def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
