@@ -75,12 +75,8 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Op
     With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
     """
     job = _Job(engine, questions, **options)
-
-    def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
-        reader = job.reader  # a server whose replies cannot be read is refused before anything is generated
-        return job.each(job.generate(keys), partial(job.predictions, reader))
-
-    return job.collect(Prediction, predict)
+    # The reader comes first: a server whose replies cannot be read is refused before anything is generated.
+    return job.collect(Prediction, lambda keys: job.each(partial(job.predictions, job.reader), job.generate(keys)))
 
 
 def generate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[ScoredGeneration]:
@@ -90,8 +86,7 @@ def generate(engine: Engine, questions: Iterable[Question], **options: Unpack[Op
     cheap.
     """
     job = _Job(engine, questions, **options)
-    scored = partial(score_labels, engine)
-    return job.collect(ScoredGeneration, lambda keys: job.each(job.generate(keys), scored))
+    return job.collect(ScoredGeneration, lambda keys: job.each(partial(score_labels, engine), job.generate(keys)))
 
 
 def read(
@@ -117,7 +112,7 @@ def read(
     def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
         why = "the request was refused when it was generated"
         outcomes = [written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys]
-        return job.each(outcomes, partial(job.predictions, job.reader))
+        return job.each(partial(job.predictions, job.reader), outcomes)
 
     return job.collect(Prediction, predict)
 
@@ -301,7 +296,7 @@ class _Job:
         return [outcomes[key] for key in keys]
 
     def each(
-        self, outcomes: Sequence[Generation | Refusal], make: Callable[[list[Case]], Iterable[R | Refusal]]
+        self, make: Callable[[list[Case]], Iterable[R | Refusal]], outcomes: Sequence[Generation | Refusal]
     ) -> list[R | Refusal]:
         """Each generation as what `make` makes of it; a refusal stays in its place."""
         answered = [outcome for outcome in outcomes if isinstance(outcome, Generation)]
