@@ -65,8 +65,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         warn_of_slow_bf16(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                expected = ", ".join(map(str, choices))
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {expected}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(map(str, choices))}")
         weight = self.calibration_weight
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if weight is not None and not (number and 0 <= weight < math.inf):

@@ -116,12 +116,6 @@ def outcome_term(labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATT
     return Term(loss, {f"calibration/{name}": value for name, value in logs.items()})
 
 
-def replay_term(responses: Sequence[Tensor]) -> Term:
-    """Mean over responses of their cross-entropy, a mean over tokens. responses: log p_t, (T_i,) each."""
-    loss = -torch.stack([logprobs.mean() for logprobs in responses]).mean()
-    return Term(loss, {"calibration/replay": loss})
-
-
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
@@ -273,8 +267,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Take the micro-batches of a step and, where there is a term, count their pairs over all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.weight:
-            pairs = sum(len(batch["input_ids"]) for batch in batches) / 2
-            self._step_pairs = self.mean_over_processes(pairs, device)
+            self._step_pairs = self.mean_over_processes(sum(len(batch["input_ids"]) for batch in batches) / 2, device)
         return batches, items
 
     # ---- the reference
@@ -298,11 +291,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         TRL's head rounds its logits to bf16 in autocast and ours does not: from one through each, the log-ratio of
         equal models would be noise instead of 0.
         """
-        theirs = {name: value for name, value in inputs.items() if name != KEY}
         if KEY in inputs and self._own_head:
             model_forward.install(self.accelerator.unwrap_model(model))
             model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
-        return super().compute_ref_log_probs(model, theirs)
+        return super().compute_ref_log_probs(model, {name: value for name, value in inputs.items() if name != KEY})
 
     # ---- the loss
 
@@ -373,8 +365,9 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     def _term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
         """The calibration term; its parts are logged."""
         known, args = inputs[KEY], self.args
-        if args.calibration == "replay":
-            term = replay_term(policy.replayed)
+        if args.calibration == "replay":  # mean over responses of their cross-entropy, a mean over tokens
+            loss = -torch.stack([logprobs.mean() for logprobs in policy.replayed]).mean()
+            term = Term(loss, {"calibration/replay": loss})
         elif args.calibration == "outcome":
             rates = None if streamed else known["correctness_rate"][: len(known["row"]) // 2]
             term = outcome_term(policy.labels, policy.batch.query_gold, rates, args)
@@ -438,7 +431,8 @@ def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | N
         raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
     if not examples or not args.weight:
         return None
-    return OutcomeStream(fitting(list(examples), args.max_length, lambda example: example.tokens), args)
+    fits = fitting(list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question)
+    return OutcomeStream(fits, args)
 
 
 # ---- the model card --------------------------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example
     made = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
-        label = Label(at, candidates, row.labels.index(row.gold))
-        made.append(Example(row.question, ids, label))
+        made.append(Example(row.question, ids, Label(at, candidates, row.labels.index(row.gold))))
     return made
 
 
@@ -107,10 +106,7 @@ def _prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]
 
 
 def fitting(
-    rows: list[Any],
-    max_length: int | None,
-    length: Callable[[Any], int],
-    name: Callable[[Any], str] = lambda row: str(row.question),
+    rows: list[Any], max_length: int | None, length: Callable[[Any], int], name: Callable[[Any], str]
 ) -> list[Any]:
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
     if max_length is None:
@@ -212,7 +208,6 @@ class Fits:
             if not any(map(self.test, dataset)):
                 _kept([False], self.name, self.limit, what, str)
             return dataset.filter(self)
-        columns = dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
-        fits = list(map(self.test, columns))
+        fits = list(map(self.test, dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])))
         kept = _kept(fits, self.name, self.limit, what, lambda row: f"row {row}")
         return dataset if all(fits) else dataset.select(kept)
