@@ -128,8 +128,7 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
         for kind, shown in kinds.items():
             if contents := by_task((record.task, (record.method, None), record) for record in shown):
                 tasks = tuple(dict.fromkeys(record.task for record in shown))
-                stem = title.lower().replace(" ", "-")
-                yield Picture(kind, setting, stem, title, contents, budget, tasks)
+                yield Picture(kind, setting, title.lower().replace(" ", "-"), title, contents, budget, tasks)
     sampled = [group for group in numbers.block("in", budget) if group.selection]
     for task in tables.tasks_of(sampled):
         by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
@@ -141,8 +140,7 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
     places: dict[tuple[object, ...], list[tuple[CellNumbers, Answered]]] = {}
     for cell, given in zip(numbers.cells, answers, strict=True):
         if cell.budget in (None, budget):
-            place = cell.setting, task_order(cell.task), cell.trained_on
-            places.setdefault(place, []).append((cell, given))
+            places.setdefault((cell.setting, task_order(cell.task), cell.trained_on), []).append((cell, given))
     for _, pairs in sorted(places.items()):
         seed, (first, _) = min(cell.seed for cell, _ in pairs), pairs[0]
         shown = sorted((pair for pair in pairs if pair[0].seed == seed), key=lambda pair: method_order(pair[0].method))
@@ -194,10 +192,9 @@ def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row
     """Sort (task, row, item) into one titled panel per task, each with the same rows in the order of the tables."""
     entries = list(entries)
     rows = sorted({row for _, row, _ in entries}, key=row_order)
-    tasks = sorted({task for task, _, _ in entries}, key=task_order)
     return [
         (task_title(task), {row: [item for *place, item in entries if place == [task, row]] for row in rows})
-        for task in tasks
+        for task in sorted({task for task, _, _ in entries}, key=task_order)
     ]
 
 

@@ -215,10 +215,9 @@ def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval
         scalable = any(prediction.logsumexp is not None for prediction in predictions)
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
         given = candidates(predictions, tau)
-    samples = given.label.shape[1]
     rules = {
         2**power: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in select(given, 2**power)}
-        for power in range(samples.bit_length())
+        for power in range(given.label.shape[1].bit_length())
     }
     within = within_questions(given)
     drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature

@@ -187,8 +187,7 @@ class Browser:
             confidence = round(prediction.confidence, 5)
             self.rows.append((len(self.cells) - 1, (task, name, gold), label, confidence, flags, response[:LONGEST]))
         if self.total > self.most:
-            by_cell = groupby(self.rows, key=lambda row: row[0])
-            self.rows = [row for _, rows in by_cell for row in islice(rows, share)]
+            self.rows = [row for _, rows in groupby(self.rows, key=lambda row: row[0]) for row in islice(rows, share)]
 
     def data(self) -> dict[str, Any]:
         """Columns: cell, question, answer, confidence, flags, response; with what they refer to."""

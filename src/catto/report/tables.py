@@ -71,8 +71,7 @@ def row_order(row: Row) -> tuple[object, ...]:
 
 def setting_title(place: Place) -> str:
     """Name a task, and what the model was trained on where that is another: `SNLI, trained on MMLU`."""
-    trained_on = "" if place.setting == "in" else f", trained on {task_title(place.trained_on)}"
-    return f"{task_title(place.task)}{trained_on}"
+    return task_title(place.task) + ("" if place.setting == "in" else f", trained on {task_title(place.trained_on)}")
 
 
 @cache
@@ -142,9 +141,8 @@ def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: C
     columns, lines = tuple(columns), []
     for method, budget in sorted(set(rows), key=row_order):
         title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
-        entries = tuple(entry((method, budget), column) for column in columns)
         block = methods.method(method).group if methods.known(method) else "Other"
-        lines.append(Line(method, title, block, entries))
+        lines.append(Line(method, title, block, tuple(entry((method, budget), column) for column in columns)))
     return Table(spec.stem, spec.title, spec.caption, columns, tuple(lines), None, spec.kind)
 
 
@@ -344,8 +342,7 @@ def training_tables(results: Results) -> list[Table]:
     def entry(spec: Spec, row: Row, column: Column) -> Entry:
         """Print the mean over the trainings of a row; a column of learning rates takes the training of its seed."""
         quantity, seed = ("rate", column.metric) if spec.kind == "rates" else (column.metric, None)
-        place = (*row, column.task)
-        here = [pair for pair in trained if (pair[0].method, pair[0].budget, pair[0].trained_on) == place]
+        here = [pair for pair in trained if (pair[0].method, pair[0].budget, pair[0].trained_on) == (*row, column.task)]
         trainings = [training for cell, training in here if seed in (None, str(cell.seed))]
         recorded = [(training, value) for training in trainings if (value := EFFORTS[quantity](training)) is not None]
         if not recorded:
