@@ -388,8 +388,7 @@ class Costs:
         layouts = {}
         for name, each in options.items():
             size = max(1, largest.batch_size // each.get("gpus", 1))
-            rows = size * self.rows(largest)
-            tokens, scored = rows * context, size * (2 if paired else 1) * (context - prompt)
+            tokens, scored = size * self.rows(largest) * context, size * (2 if paired else 1) * (context - prompt)
             shared = tokens - size * prompt * paired
             weights = {"width": self.width, **each}
             layouts[name] = memory(net, tokens, scored, **weights), memory(net, shared, scored, **weights)

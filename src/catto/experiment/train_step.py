@@ -93,9 +93,8 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     weights = gathered(trainer)
     if not trainer.is_world_process_zero():
         return
-    if weights is None:
-        model = trainer.model
-    else:
+    model = trainer.model
+    if weights is not None:
         model, _ = _start(job)
         load_trained(model, weights)
     _save(model, tokenizer, job.out / "model")
@@ -250,9 +249,8 @@ def _validation(job: Job, role: str, tokenizer: Any) -> list[Example]:
 
 def _drawn(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
     """Return at most `limit` rows, drawn by seed and left in their order."""
-    numbers = range(len(rows))
     if limit is not None and limit < len(rows):
-        return [rows[number] for number in sorted(random.Random(seed).sample(numbers, limit))]
+        return [rows[number] for number in sorted(random.Random(seed).sample(range(len(rows)), limit))]
     return list(rows)
 
 
