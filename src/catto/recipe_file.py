@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -45,8 +44,7 @@ def shipped() -> dict[str, Path]:
     >>> sorted(shipped())
     ['paper', 'quickstart', 'smollm2']
     """
-    folder = Path(str(resources.files("catto") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -115,9 +115,8 @@ def _show(state: dict[str, Any]) -> None:
     rows: list[list[str]] = []
     for part, packages in state["packages"].items():
         for name, package in packages.items():
-            version = package["version"] or "missing"
             mark = "" if package["ok"] or not package["version"] else " (!)"
-            rows.append([name, part, version + mark, package["needs"]])
+            rows.append([name, part, (package["version"] or "missing") + mark, package["needs"]])
         rows.append([])
     show_table("", ("package", "part", "installed", "needed"), rows)
     say("Devices: " + "; ".join(state["devices"]))

@@ -90,8 +90,7 @@ def evaluate(
         predictor.check_questions(questions, k, temperature)
         counts = {int(count) for path in begun for count in re.findall(r"-of-(\d+)\.", path.name)}
         if len(counts) > 1:
-            several = " and of ".join(map(str, sorted(counts)))
-            refuse(f"--out: {out} has shards of {several}: delete those not meant")
+            refuse(f"--out: {out} has shards of {' and of '.join(map(str, sorted(counts)))}: delete those not meant")
         finished = [predictor.shard_path(whole, (n, count)) for count in counts for n in range(1, count + 1)]
         for path in (predictions, *finished):
             predictor.check_settings(path, expected)

@@ -115,10 +115,8 @@ def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
         names = ("unshared", "shared")
         console.print_json({layout: dict(zip(names, map(vars, both), strict=True)) for layout, both in layouts.items()})
         return
-    rows = []
-    for layout, (plain, shared) in layouts.items():
-        values = (*vars(plain).values(), shared.activations, shared.peak)
-        rows.append([layout, *(f"{value / 1e9:,.1f}" for value in values)])
+    held = {name: [*vars(plain).values(), shared.activations, shared.peak] for name, (plain, shared) in layouts.items()}
+    rows = [[name, *(f"{size / 1e9:,.1f}" for size in sizes)] for name, sizes in held.items()]
     parts = "weights", "gradients", "optimizer", "activations", "peak", "shared", "peak"
     console.show_table("GB on each GPU", ("", *parts), rows)
     unit = "pairs" if largest.method.stage == "preference" else "rows"

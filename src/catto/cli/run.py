@@ -27,11 +27,11 @@ from catto.problems import DataError, listed
 from catto.recipe import Recipe
 
 
-def recipes() -> list[str]:
-    """Return the names that the shell completes a recipe to; where none fits, it offers files."""
+def recipes() -> dict[str, Path]:
+    """Return the shipped recipes. The shell completes a recipe to their names; where none fits, it offers files."""
     from catto.recipe_file import shipped
 
-    return list(shipped())
+    return shipped()
 
 
 RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=recipes)]
@@ -219,7 +219,7 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
     stages = finished(folder)
-    damaged, files, size = [], 0, 0
+    damaged, sizes = list[str](), list[int]()
     with progress("verifying", len(stages)) as step:
         for stage in stages:
             try:
@@ -227,13 +227,12 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
             except DataError as error:
                 damaged.append(str(error))
             else:
-                recorded = account(stage)["files"].values()
-                files, size = files + len(recorded), size + sum(entry[0] for entry in recorded)
+                sizes += [size for size, _ in account(stage)["files"].values()]
             step()
     for line in damaged:
         console.say(line)
     whole = f"{len(stages) - len(damaged)} of {len(stages)} finished stages are whole"
-    console.say(f"{whole}: {files:,} files, {size / 1e6:,.1f} MB.")
+    console.say(f"{whole}: {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB.")
     if damaged:
         sys.exit(1)
 
@@ -246,10 +245,8 @@ NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autoco
 
 
 def _shipped(name: str) -> Path:
-    from catto.recipe_file import shipped
-
-    console.check_name("recipe", name, shipped())
-    return shipped()[name]
+    console.check_name("recipe", name, recipes())
+    return recipes()[name]
 
 
 @app.command("list")
@@ -259,9 +256,7 @@ def names() -> None:
     Examples:
     catto recipe list
     """
-    from catto.recipe_file import shipped
-
-    for name, path in shipped().items():
+    for name, path in recipes().items():
         lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         comment = " ".join(line.removeprefix("#").strip() for line in lines)
         console.say(f"{name:12s} {comment.partition('. ')[0].rstrip('.')}")

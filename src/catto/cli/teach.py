@@ -51,10 +51,8 @@ def teach(
             asked, begun = stage.needs["questions"], folders(root, stage)
             stored = place(root, stage) if done(root, stage) else begun[-1] if begun else None
             with refusing(place=f"{name}: "):
-                if done(root, asked):
-                    questions = read_questions(place(root, asked) / "train.jsonl")
-                else:
-                    questions = questions_of(asked.settings)[0]
+                path = place(root, asked) / "train.jsonl"
+                questions = read_questions(path) if done(root, asked) else questions_of(asked.settings)[0]
                 estimate = teacher.dry_run(questions, None, read.teacher, stored, retry_refused=retry_refused)
             for line in estimate.lines():
                 say(f"{name}: {line}")
