@@ -154,20 +154,20 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, busy: str = BUSY) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path` for this process; the system drops the lock of a killed one."""
     with writing(path, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
     with file:
-        hold(file, path.parent, busy)
+        hold(file, path.parent)
         yield
 
 
-def hold(file: IO[bytes], place: Path, busy: str = BUSY) -> None:
+def hold(file: IO[bytes], place: Path) -> None:
     """Lock an open file for this process until it is closed; `place` is what an error names.
 
-    A lock that another process holds raises `busy`; a file system that cannot lock raises its own reason.
+    A lock that another process holds raises BUSY; a file system that cannot lock raises its own reason.
     """
     import fcntl
 
@@ -175,7 +175,7 @@ def hold(file: IO[bytes], place: Path, busy: str = BUSY) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise DataError(place, None, busy) from None
+            raise DataError(place, None, BUSY) from None
         raise DataError(place, None, f"cannot be locked: {error.strerror}") from None
 
 
@@ -320,12 +320,10 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
             ours = record.model_dump_json() == line
         except ValidationError:
             ours = False
-        if ours:
-            yield record
-            continue
-        value = parse_object(path, row, line)
-        with locating(path, row, value):
-            record = kind.model_validate(value)
+        if not ours:
+            value = parse_object(path, row, line)
+            with locating(path, row, value):
+                record = kind.model_validate(value)
         yield record
 
 
@@ -466,8 +464,7 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
             elif values:
                 number += 1
                 if len(values) != len(names):
-                    expected = f"expected {len(names)} columns ({listed(names)}), got {len(values)}"
-                    raise DataError(path, number, expected)
+                    raise DataError(path, number, f"expected {len(names)} columns ({listed(names)}), got {len(values)}")
                 yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise DataError(path, number + 1, f"not CSV: {error}") from None
