@@ -76,8 +76,7 @@ def ece(bins: Reliability) -> Floats:
     >>> round(ece([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
     0.3333
     """
-    gaps = np.abs(bins.correct_sum - bins.confidence_sum).sum(axis=-1)
-    return np.asarray(gaps / bins.count.sum(axis=-1))
+    return np.asarray(np.abs(bins.correct_sum - bins.confidence_sum).sum(axis=-1) / bins.count.sum(axis=-1))
 
 
 def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
@@ -111,8 +110,7 @@ def debiased_ece(bins: Reliability) -> Floats:
     gap, count = np.abs(bins.gap), np.maximum(bins.count, 1)
     deviation = np.sqrt(bins.correct_sum * (count - bins.correct_sum) / count) / count
     ratio = np.divide(gap, deviation, out=np.full_like(gap, np.inf), where=deviation > 0)
-    inside = _erf(ratio / 2.0**0.5)
-    folded_mean = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2) + gap * inside
+    folded_mean = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2) + gap * _erf(ratio / 2.0**0.5)
     return np.asarray(np.maximum(0.0, (bins.weight * (2.0 * gap - folded_mean)).sum(axis=-1)))
 
 

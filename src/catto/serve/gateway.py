@@ -164,8 +164,7 @@ class Watch:
         self.counts["catto_samples_total"] += about["k"]
         self.counts["catto_abstained_total"] += about["abstained"]
         if about["confidence"] is not None:
-            fields = {"id": name, "time": int(time.time()), **{key: about[key] for key in LOGGED}}
-            row = LogRow.model_validate(fields)
+            row = LogRow.model_validate({"id": name, "time": int(time.time()), **{key: about[key] for key in LOGGED}})
             self._keep(row)
             _append(self.waiting, row)
 

@@ -105,8 +105,7 @@ def _matches(files: Files) -> dict[Split, Sequence[Path]]:
             raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
         for item in [value] if isinstance(value, str | Path) else value:
             path = Path(item)
-            pattern = str(path.relative_to(path.anchor))
-            matches = [path] if path.exists() else sorted(Path(path.anchor).glob(pattern))
+            matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
             if not (matches := [match for match in matches if match.is_file()]):
                 raise DataError(path, None, "expected a file, got a folder" if path.is_dir() else "no such file")
             by_split[split] = [*by_split.get(split, ()), *matches]

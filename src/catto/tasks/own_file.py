@@ -162,9 +162,8 @@ def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[
             choices = [answer, *options] if with_answer else options
             used = {answer, *([choices] if isinstance(choices, str) else choices)}
             texts = [name for name, value in values.items() if isinstance(value, str) and name not in used]
-            questions = [name for name in usual("question") if name in texts] or sorted(
-                texts, key=lambda name: -len(values[name])
-            )
+            longest_first = sorted(texts, key=lambda name: -len(values[name]))
+            questions = [name for name in usual("question") if name in texts] or longest_first
             if not questions:
                 continue
             context = [name for name in usual("context") if name in texts and name != questions[0]]

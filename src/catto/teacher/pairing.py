@@ -181,8 +181,7 @@ def count_yield(
             names[response.model] += settings.source == "server" and response.model != model_name(settings.model or "")
             if response.tokens is not None:
                 tokens.update(counted=1, generated=response.tokens, prompt=response.prompt_tokens or 0)
-    answered = drops.total()
-    kept = drops.pop("", 0)
+    answered, kept = drops.total(), drops.pop("", 0)
     unanswered = {"no responses": len(questions) - answered} if len(questions) > answered else {}
     return Yield(
         questions=len(questions),

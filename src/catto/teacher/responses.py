@@ -149,16 +149,15 @@ def answered_questions(
         for generation in group:
             answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
             temperature, seed = draw(settings, name, generation.sample) if drawn else (None, None)
-            responses.append(
-                Response(
-                    **generation.model_dump(exclude={"reasoning", "tops"}),
-                    reasoning=answer.reasoning or generation.reasoning,
-                    label=answer.label,
-                    correct=answer.label == question.gold,
-                    temperature=temperature,
-                    seed=seed,
-                )
+            response = Response(
+                **generation.model_dump(exclude={"reasoning", "tops"}),
+                reasoning=answer.reasoning or generation.reasoning,
+                label=answer.label,
+                correct=answer.label == question.gold,
+                temperature=temperature,
+                seed=seed,
             )
+            responses.append(response)
         yield AnsweredQuestion(question, messages(question, reasoning=settings.reasoning), tuple(responses))
 
 
@@ -218,10 +217,8 @@ def dry_run(
     refused = set() if retry_refused else refused
     done = stored | refused
     left = Counter(key[0] for key in journal.keys if key not in done)
-    characters = 0
-    for question in training:
-        prompt = messages(question, reasoning=settings.reasoning)
-        characters += left[question.id] * sum(len(message.content) for message in prompt)
+    prompts = ((question.id, messages(question, reasoning=settings.reasoning)) for question in training)
+    characters = sum(left[name] * len(message.content) for name, prompt in prompts for message in prompt)
     return Estimate(
         questions=len(training),
         requests=left.total(),
@@ -279,9 +276,8 @@ def _journal(
     model = settings.model or (source.model if source is not None else settings.source)
     # Stored responses are read with their given labels when they are taken in: that needs no teacher.
     parser = VERSION if settings.source == "responses" else None
-    recipe = content_hash([settings.asked(), model, prompts, parser])
     keys = ((question.id, sample) for question in training for sample in range(settings.n))
-    return _opened(out, recipe, keys)
+    return _opened(out, content_hash([settings.asked(), model, prompts, parser]), keys)
 
 
 def _opened(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> Journal[Generation]:
