@@ -96,8 +96,7 @@ KNOWN = {"Qwen/Qwen3-4B": Network(36, 2560, 9728, 32 * 128, 8 * 128, 151_936, Tr
 
 def network(model: ModelSettings) -> Network | None:
     """Return the shape of a recipe's model: from scratch, from its folder or the hub's cache; None where unknown."""
-    if model.scratch is not None:
-        scratch = model.scratch
+    if (scratch := model.scratch) is not None:
         heads = scratch.width // scratch.heads * scratch.heads
         return Network(scratch.layers, scratch.width, scratch.intermediate, heads, heads, WORDS, True)
     name = model.path or ""

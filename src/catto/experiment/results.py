@@ -38,8 +38,7 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
     write(work.out / TEMPERATURES, temperatures)
     questions = read_questions(work.input("held_out") / f"{settings.split}.jsonl", settings.limit)
     out = work.out / GENERATIONS
-    shards = [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]
-    if shards:
+    if shards := [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]:
         predictor.merge(ScoredGeneration, questions, shards, out)
         return
     predictor.generate(

@@ -122,8 +122,7 @@ def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], 
 
     kind: Prediction or ScoredGeneration. A shard that is not finished is named by a DataError.
     """
-    missing = [f"{n}/{len(shards)}" for n, path in enumerate(shards, 1) if not manifest_path(path).exists()]
-    if missing:
+    if missing := [f"{n}/{len(shards)}" for n, path in enumerate(shards, 1) if not manifest_path(path).exists()]:
         raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(missing)}")
     notes, listed = read_manifest(shards[0]).notes, list(questions)
     settings: Settings = {name: notes[name] for name in ("k", "seed", "max_tokens", "reasoning")}  # type: ignore[assignment]

@@ -338,8 +338,7 @@ def draw_rates(axes: Axes, rows: Trainings) -> None:
 def draw_minutes(axes: Axes, rows: Trainings) -> None:
     """The mean training time over seeds as bars with their numbers."""
     for row, shade, trainings in named_rows(axes, rows):
-        seconds = [training.seconds for training in trainings if training.seconds]
-        if seconds:
+        if seconds := [training.seconds for training in trainings if training.seconds]:
             minutes = float(np.mean(seconds)) / 60
             axes.barh(row, minutes, 0.62, color=shade)
             axes.annotate(f"{minutes:.3g}", (minutes, row), (3, 0), textcoords="offset points", va="center")

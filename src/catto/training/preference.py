@@ -238,8 +238,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         _refuse_empty(dataset)
         columns = dataset.column_names or ()
         if "prompt_ids" not in columns:
-            missing = [column for column in ("chosen", "rejected") if columns and column not in columns]
-            if missing:
+            if missing := [column for column in ("chosen", "rejected") if columns and column not in columns]:
                 raise ValueError(f"the {name} dataset has no column {missing[0]!r}; it has {', '.join(columns)}")
             whole = copy.copy(args)
             whole.max_length = None  # TRL drops long prompts silently; the same rows are dropped below
