@@ -40,18 +40,26 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+class Backbone(torch.nn.Module):
+    """Ids -> hidden states without layers between."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, WIDTH, **options)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=self.table(input_ids))
+
+
 class Network(torch.nn.Module):
-    """Ids -> hidden states without layers between, and an LM head: of the step, only our part is left."""
+    """A backbone without layers and an LM head: of the step, only our part is left."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         options: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
-        self.table = torch.nn.Embedding(VOCABULARY, WIDTH, **options)
+        self.base_model = Backbone(**options)
         self.lm_head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False, **options)
         self.config, self.dtype = config, torch.bfloat16
-
-    def base_model(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=self.table(input_ids))
 
     def get_output_embeddings(self) -> torch.nn.Linear:
         return self.lm_head
@@ -103,7 +111,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
             loss = loss + trainer.calibration_weight * trainer._term(policy, moved, streamed)
             trainer.watch(loss, str)
             loss.backward()
-    assert network.lm_head.weight.grad.device.type == network.table.weight.grad.device.type == DEVICE
+    assert network.lm_head.weight.grad.device.type == network.base_model.table.weight.grad.device.type == DEVICE
     return {"launches": watch.launches, "products": watch.products, "copies": watch.copies}
 
 

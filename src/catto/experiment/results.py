@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import starmap
 from pathlib import Path
 from statistics import fmean
 
@@ -83,9 +82,12 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     """Take the learning rate of the lowest validation ECE (20 bins); a single one is not measured."""
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
-        read = (_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds)
-        pairs = (([row.confidence for row in rows], list(map(predictor.is_correct, rows))) for rows in read)
-        scores.append(fmean(starmap(ece, pairs)))
+        errors = []
+        for seed in work.settings.seeds:
+            predictions = _predictions(work.input(f"validation {number} seed {seed}"))
+            correct = [predictor.is_correct(prediction) for prediction in predictions]
+            errors.append(ece([prediction.confidence for prediction in predictions], correct))
+        scores.append(fmean(errors))
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"
     choice = {
