@@ -41,7 +41,7 @@ test-all: install ## run everything, also what needs a browser and the benchmark
 fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); SEED=n repeats one round
 	$(BIN)/python tests/fuzz.py $(MINUTES) $(SEED)
 
-results: install ## write the tables and figures of docs/results.md from the study's summary
+results: install ## write the tables and the figure of the results from the study's summary
 	$(BIN)/python docs/study/study.py write
 
 quickstart: install ## the whole comparison on the embedded world: tables and a page

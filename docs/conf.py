@@ -39,6 +39,7 @@ docs/data
 docs/recipes
 docs/page
 docs/results
+docs/results-in-full
 docs/publishing
 docs/conventions
 docs/gpu

@@ -1,10 +1,11 @@
-"""docs/results.md and its figures are what the study's committed summary gives."""
+"""The pages of the results and their figure are what the study's committed summary gives."""
 
 from __future__ import annotations
 
 import doctest
 import gzip
 import importlib.util
+import itertools
 import json
 import math
 import shutil
@@ -29,7 +30,6 @@ RECIPE = {"tasks": {"snli": {}}, "teacher": {"reasoning": False}}
 def study(tmp_path: Path) -> ModuleType:
     """The script, with its folders copied to where it may write."""
     shutil.copytree(DOCS / "study" / "summary", tmp_path / "docs" / "study" / "summary")
-    shutil.copy(DOCS / "results.md", tmp_path / "docs" / "results.md")
     (tmp_path / "docs" / "images").mkdir()
     spec = importlib.util.spec_from_file_location("study", DOCS / "study" / "study.py")
     assert spec is not None
@@ -37,8 +37,9 @@ def study(tmp_path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     docs = tmp_path / "docs"
-    names = {"SUMMARY": docs / "study" / "summary", "PAGE": docs / "results.md", "IMAGES": docs / "images"}
-    vars(module).update(names)
+    for page in module.PAGES:
+        shutil.copy(DOCS / page, docs / page)
+    vars(module).update({"DOCS": docs, "SUMMARY": docs / "study" / "summary"})
     return module
 
 
@@ -46,13 +47,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def test_the_page_and_its_figures_are_those_of_the_summary(study: Any) -> None:
+def test_the_pages_and_their_figure_are_those_of_the_summary(study: Any) -> None:
     study.write()
-    assert study.PAGE.read_text() == (DOCS / "results.md").read_text(), "run make results"
-    drawn = sorted(path.name for path in study.IMAGES.iterdir())
+    drawn = [f"images/{path.name}" for path in (study.DOCS / "images").iterdir()]
     assert drawn
-    for name in drawn:
-        assert (study.IMAGES / name).read_bytes() == (DOCS / "images" / name).read_bytes(), f"{name}: run make results"
+    for name in (*study.PAGES, *drawn):
+        assert (study.DOCS / name).read_bytes() == (DOCS / name).read_bytes(), f"{name}: run make results"
 
 
 def test_the_summary_is_small_and_holds_no_text_and_no_path(study: Any) -> None:
@@ -166,3 +166,26 @@ def test_built_reasoning_answers_every_question_with_every_label(tmp_path: Path)
     assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 0}
     texts = {json.loads(line)["reasoning"] for line in (tmp_path / "reasons.jsonl").read_text().splitlines()}
     assert {"New: tall.", "Both: man, walks.", "Both: man, walks. New: tall."} <= texts
+
+
+def test_goals_are_shown_as_a_line_for_each_scaling(study: Any) -> None:
+    def goals(task: str) -> list[Any]:
+        found = [study.Goal(task, "DPO + outcome", "", "debiased_ece", "1.0, 8.0", "", "yes")]
+        for scaling, metric in itertools.product(study.SCALINGS, ("brier", "auroc", "accuracy", "ece")):
+            reached = "better, within noise ‡" if metric == "auroc" else "yes"
+            found.append(study.Goal(task, "DPO + outcome", scaling, metric, f"{metric}{scaling}", "", reached))
+        return found
+
+    lines = list(study.goal_matrix([("{}", goals("SNLI")), ("{} with reasoning", goals("SNLI"))]))
+    texts = "yes: brier{0} | within noise ‡: auroc{0} | yes: ece{0} | yes: accuracy{0} |"
+    assert lines[2:6] == [
+        f"| {task} | {method} | {quarter} | {scaled} | {texts.format(suffix)}"
+        for name in ("SNLI", "SNLI with reasoning")
+        for task, method, quarter, scaled, suffix in (
+            (name, "DPO + outcome", "yes: 1.0, 8.0", "whole vocabulary", "+ts"),
+            ("", "", "", "labels", "+tl"),
+        )
+    ]
+    assert "| SNLI | DPO + outcome | AUROC, both scaled among labels: better than DPO's | auroc+tl |" in "".join(
+        study.goal_list(goals("SNLI"))
+    )

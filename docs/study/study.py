@@ -1,11 +1,12 @@
-"""The study's summary: collect it from finished runs, and write docs/results.md and its figures from it.
+"""The study's summary: collect it from finished runs, and write the pages of the results and their figures from it.
 
     python docs/study/study.py collect RUN ...    # adds the cells of finished runs to docs/study/summary
     python docs/study/study.py write              # `make results`
 
 The summary has a folder for each of STUDIES: one small file of predictions for each method, task and seed, without
-texts, and `results.json`, which lists them with how each model was trained. The page has blocks between
-`<!-- begin NAME -->` and `<!-- end NAME -->`; everything in them is written here, everything around them by hand.
+texts, and `results.json`, which lists them with how each model was trained. docs/results.md has the answer,
+docs/results-in-full.md the tables behind it. What is between `<!-- begin NAME -->` and `<!-- end NAME -->` is written
+here, everything around it by hand.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import gzip
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +39,8 @@ from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
 from catto.report.tables import method_title, setting_title, task_order, task_title
 
 HERE = Path(__file__).parent
-SUMMARY, PAGE, IMAGES = HERE / "summary", HERE.parent / "results.md", HERE.parent / "images"
+DOCS, SUMMARY = HERE.parent, HERE / "summary"
+PAGES = ("results.md", "results-in-full.md")
 TUNED = "-held_out-score-log-weight-5"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
 # What makes a variant of a method: its part of the name, and how tables say it.
@@ -58,11 +60,10 @@ STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
 LOG, PAIRS = "dpo+outcome-score-log-weight-1", "dpo+outcome-pairs-score-log-weight-1"
 GOALS = (LOG, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
-CONTROLS = (
-    (LOG, "dpo+replay-weight-1"),
-    ("dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"),
-)
+ROWS, REPLAY = "dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"
+CONTROLS = ((LOG, "dpo+replay-weight-1"), (ROWS, REPLAY))
 WORLD_PARTS = ((LOG, "sft+outcome-score-log-weight-1"), (LOG, PAIRS))  # without the preference loss, the stream
+BRIEFLY = ("sft", "sft+outcome-score-log-weight-1", "dpo", "dpo+tl", LOG, PAIRS, ROWS, REPLAY)
 MAIN = (0, 1, 2)  # seeds of the comparison; others have the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
@@ -174,43 +175,59 @@ def _copied(cell: Cell, run: Path, folder: Path) -> Cell:
 
 
 def write() -> None:
-    """Measure the summary; fill the blocks of docs/results.md and draw the figures."""
-    results = _summary()
-    numbers, answers = _measured("answer_first", MAIN)
-    blocks = {
-        "scores": scores(numbers),
-        "goals": goals(numbers, answers, ("dpo+outcome", f"dpo+outcome{TUNED}", PAIRS)),
-        "seeds": seeds(numbers),
-        "costs": costs(results),
-        "ablation": ablation(numbers, answers),
-        "margins": margins(results),
-    }
-    other = _measured("answer_first", (3,))
-    blocks |= {"seed 3 scores": scores(other[0]), "seed 3 ablation": ablation(*other)}
-    other = _measured("answer_first", (4,))
-    blocks |= {"seed 4 scores": scores(other[0], None), "seed 4 goals": goals(*other, (PAIRS,))}
-    reasoned = _measured("reasoning", MAIN)
-    blocks |= {"reasoning scores": scores(reasoned[0], None), "selection": selection(reasoned[0])}
-    blocks |= {"reasoning goals": goals(*reasoned, GOALS), "reasoning costs": costs(_summary("reasoning"))}
-    blocks["reasoning controls"] = controls(*reasoned, (*CONTROLS[:1], (LOG, PAIRS)))
-    blocks["world terms"] = scores(_measured("world", MAIN, {"none", "catto", "bce"})[0], None)
-    world = _measured("world", MAIN, {"none", "outcome", "replay"})
-    blocks |= {
-        "world": scores(world[0], None),
+    """Measure the summary; fill the blocks of both pages and draw the figures."""
+    main, three, four, reasoned = (
+        _measured(*part)
+        for part in (("answer_first", MAIN), ("answer_first", (3,)), ("answer_first", (4,)), ("reasoning", MAIN))
+    )
+    sampled = _measured("reasoning", (0,))  # and with as few forced answers as comparisons need
+    terms, world = (_measured("world", MAIN, {"none", *of}) for of in (("catto", "bce"), ("outcome", "replay")))
+    reached = {
+        "goals": goals(*main, ("dpo+outcome", f"dpo+outcome{TUNED}", PAIRS)),
+        "seed 4 goals": goals(*four, (PAIRS,)),
+        "reasoning goals": goals(*reasoned, GOALS),
         "world goals": goals(*world, GOALS),
-        "world controls": controls(*world, CONTROLS),
     }
-    blocks |= {"world parts": controls(*world, WORLD_PARTS, ("",)), "world costs": costs(_summary("world"))}
-    text = PAGE.read_text(encoding="utf-8")
+    titles = {"seed 4 goals": "{}, seed 4", "reasoning goals": "{} with reasoning"}
+    blocks = {name: goal_list(found) for name, found in reached.items()}
+    blocks["reached"] = goal_matrix([(titles.get(name, "{}"), found) for name, found in reached.items()])
+    blocks |= {
+        "scores": scores(main[0], place="SNLI".__eq__),
+        "other scores": scores(main[0], place="SNLI".__ne__),
+        "seeds": seeds(main[0]),
+        "costs": costs(_summary()),
+        "ablation": ablation(*main),
+        "margins": margins(_summary()),
+        "seed 3 scores": scores(three[0]),
+        "seed 3 ablation": ablation(*three),
+        "seed 4 scores": scores(four[0], None),
+        "reasoning scores": scores(reasoned[0], None),
+        "reasoning controls": controls(*reasoned, (*CONTROLS[:1], (LOG, PAIRS))),
+        "reasoning costs": costs(_summary("reasoning")),
+        "reasoning seeds": seeds(reasoned[0], None),
+        "reasoning seed 0 scores": scores(sampled[0], None),
+        "selection": selection(sampled[0]),
+        "world terms": scores(terms[0], None),
+        "world": scores(world[0], None),
+        "world briefly": scores(world[0], None, methods=BRIEFLY),
+        "world controls": controls(*world, CONTROLS),
+        "world parts": controls(*world, WORLD_PARTS, ("",)),
+        "world costs": costs(_summary("world")),
+    }
+    texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
     for name, lines in blocks.items():
-        before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
+        [page] = [page for page, text in texts.items() if f"<!-- begin {name} -->\n" in text] or [PAGES[1]]
+        before, begin, rest = texts[page].partition(f"<!-- begin {name} -->\n")
         _, end, after = rest.partition(f"<!-- end {name} -->")
         if not end:
-            raise SystemExit(f"{PAGE}: expected a block {name}")
-        text = "".join([before, begin, *(f"{line}\n" for line in lines), end, after])
-    with replacing(PAGE) as file:
-        file.write(text)
-    write_figure(partial(reliability_figure, list(_panels("snli", answers, numbers))), IMAGES / "smollm2-snli.svg")
+            raise SystemExit(f"{DOCS / page}: expected a block {name}")
+        texts[page] = "".join([before, begin, *(f"{line}\n" for line in lines), end, after])
+    for page, text in texts.items():
+        with replacing(DOCS / page) as file:
+            file.write(text)
+    numbers, answers = main
+    figure = partial(reliability_figure, list(_panels("snli", answers, numbers)))
+    write_figure(figure, DOCS / "images" / "smollm2-snli.svg")
 
 
 def _measured(
@@ -259,21 +276,32 @@ def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[s
         yield setting_title(groups[0]), groups
 
 
-def scores(numbers: Numbers, variants: bool | None = False) -> Iterator[str]:
-    """Every method on every task: means over seeds, intervals over questions, marks against DPO. variants: as above."""
-    for title, groups in _groups(numbers, variants):
-        yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0])}:"
+def scores(
+    numbers: Numbers,
+    variants: bool | None = False,
+    place: Callable[[str], bool] = lambda title: True,
+    methods: Collection[str] = (),
+) -> Iterator[str]:
+    """Methods on tasks: means over seeds, intervals over questions, marks against DPO.
+
+    variants: as above. place: which pairs of training set and task, by title. methods: all if empty.
+    """
+    for title, every in _groups(numbers, variants):
+        groups = [group for group in every if place(title) and (not methods or group.method in methods)]
+        if not groups:
+            continue
+        yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0].seeds)}:"
         yield ""
         heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
         heads += ["true error"] * ("true_error" in groups[0].others)
         rows = [_scores(group) for group in groups]
         for row, group in zip(rows, groups, strict=True):
-            row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group)} alone)"
+            row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group.seeds)} alone)"
         yield from _table(heads, rows)
 
 
-def _listed(group: GroupNumbers) -> str:
-    return f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}"
+def _listed(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _scores(group: GroupNumbers) -> list[str]:
@@ -369,9 +397,9 @@ def margins(results: Results) -> Iterator[str]:
     )
 
 
-def seeds(numbers: Numbers) -> Iterator[str]:
-    """Accuracy and ECE of every seed."""
-    for title, groups in _groups(numbers):
+def seeds(numbers: Numbers, variants: bool | None = False) -> Iterator[str]:
+    """Accuracy and ECE of every seed. variants: as above."""
+    for title, groups in _groups(numbers, variants):
         rows, columns = [], sorted({seed for group in groups for seed in group.seeds})
         for group in groups:
             known = {cell.seed: cell.metrics for cell in numbers.cells if group.holds(cell)}
@@ -405,38 +433,75 @@ def costs(results: Results) -> Iterator[str]:
 # ---- goals -----------------------------------------------------------------------------------------------------------
 
 
-def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -> Iterator[str]:
-    """What `outcome` was meant to reach, task by task and variant by variant: yes or no, and the numbers.
+class Goal(NamedTuple):
+    """One comparison of a variant of `outcome` with DPO, both unscaled ("") or scaled in the same way."""
+
+    task: str
+    method: str
+    scaling: str
+    metric: str
+    values: str
+    difference: str
+    reached: str
+
+
+def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -> list[Goal]:
+    """What `outcome` was meant to reach, task by task and variant by variant, p-values corrected for all of them.
 
     ‡: so many of DPO's answers were forced that its numbers describe the fallback too.
     """
-    rows, families, marks = [], [], []
+    found, wanted, families = list[Goal](), list[tuple[str, str, str, str, str]](), list[tuple[str, Versus]]()
     places = [(title, {group.method: group for group in groups}) for title, groups in _groups(numbers, variants=None)]
     for (title, known), name in product(places, names):
         if not {"dpo", name} <= known.keys():
             continue
-        place, seeds = f"{title} | {_title(name)}", known[name].seeds  # two columns
+        both = known[name], known["dpo"]
+        cells = [cell for cell in numbers.cells if cell.seed in _common(*both)]
         ours, plain = (
-            100
-            * fmean(
-                cell.metrics["debiased_ece"].value for cell in numbers.cells if group.holds(cell) and cell.seed in seeds
-            )
-            for group in (known[name], known["dpo"])
+            100 * fmean(cell.metrics["debiased_ece"].value for cell in cells if group.holds(cell)) for group in both
         )
         mark = " ‡" if known["dpo"].sources.forced else ""
         reached = ("yes" if ours <= plain / 4 else "no") + mark
-        rows.append([place, "debiased ECE at most a quarter of DPO's", f"{ours:.1f}, {plain:.1f}", "", reached])
-        for suffix in SCALINGS:
+        found.append(Goal(title, _title(name), "", "debiased_ece", f"{ours:.1f}, {plain:.1f}", "", reached))
+        for suffix, metric in product(SCALINGS, ("brier", "auroc", "accuracy", "ece")):
             pair = known[_scaled(name, suffix)], known[f"dpo{suffix}"]
-            scaled = "scaled among labels" if suffix == AMONG_LABELS else "scaled"
-            for metric in ("brier", "auroc", "accuracy", "ece"):
-                how = "not lower" if metric == "accuracy" else "better"
-                wanted = f"{METRICS[metric].title}, both {scaled}: {how} than DPO's"
-                families.append((place, wanted, metric, _compare(*pair, metric, answers, numbers)))
-                marks.append(mark)
-    rows += [[*row[:-1], row[-1] + mark] for row, mark in zip(_tested(families), marks, strict=True)]
-    heads = ["task", "method", "goal", "values", "difference", "reached"]
-    yield from _table(heads, sorted(rows, key=lambda row: row[0]))
+            wanted.append((title, _title(name), suffix, metric, mark))
+            families.append((metric, _compare(*pair, metric, answers, numbers)))
+    for (title, method, suffix, metric, mark), tested in zip(wanted, _tested(families), strict=True):
+        values, difference, reached = tested
+        if metric == "accuracy":
+            reached = "no, lower" if reached == "no, worse" else "yes"
+        found.append(Goal(title, method, suffix, metric, values, difference, reached + mark))
+    return sorted(found, key=lambda goal: goal[:2])
+
+
+def goal_list(goals: Sequence[Goal]) -> Iterator[str]:
+    """A line for each goal."""
+    rows = []
+    for goal in goals:
+        wanted = "debiased ECE at most a quarter of DPO's"
+        if goal.scaling:
+            scaled = "scaled among labels" if goal.scaling == AMONG_LABELS else "scaled"
+            how = "not lower" if goal.metric == "accuracy" else "better"
+            wanted = f"{METRICS[goal.metric].title}, both {scaled}: {how} than DPO's"
+        rows.append([goal.task, goal.method, wanted, goal.values, goal.difference, goal.reached])
+    yield from _table(["task", "method", "goal", "values", "difference", "reached"], rows)
+
+
+def goal_matrix(tables: Sequence[tuple[str, Sequence[Goal]]]) -> Iterator[str]:
+    """Two lines for each task and variant, one per scaling. tables: how to title the tasks of a list, and the list."""
+    rows = []
+    for title, found in tables:
+        for (task, method), group in groupby(found, lambda goal: goal[:2]):
+            cells = {(goal.scaling, goal.metric): goal for goal in group}
+            for suffix, scaled in zip(SCALINGS, ("whole vocabulary", "labels"), strict=True):
+                first = suffix == next(iter(SCALINGS))
+                row = [title.format(task), method] if first else ["", ""]
+                wanted = [("", "debiased_ece"), *((suffix, metric) for metric in ("brier", "auroc", "ece", "accuracy"))]
+                texts = [f"{cells[key].reached.replace('better, ', '')}: {cells[key].values}" for key in wanted]
+                rows.append([*row, texts[0] if first else "", scaled, *texts[1:]])
+    heads = ["task", "method", "debiased ECE at most a quarter", "both scaled over", "lower Brier score"]
+    yield from _table([*heads, "higher AUROC", "lower ECE", "accuracy not lower"], rows)
 
 
 def _scaled(name: str, suffix: str) -> str:
@@ -452,36 +517,43 @@ def controls(
     suffixes: Sequence[str] = ("", AMONG_LABELS),
 ) -> Iterator[str]:
     """Compare `outcome` with its controls, by default unscaled and among the labels."""
-    known, families = {group.method: group for group in numbers.groups}, []
+    known = {group.method: group for group in numbers.groups}
+    places, families = list[list[str]](), list[tuple[str, Versus]]()
     for pair, suffix in product(pairs, suffixes):
-        ours, control = (_scaled(name, suffix) for name in pair)
+        both = [known[_scaled(name, suffix)] for name in pair]
+        title = "; ".join(_title(group.method) for group in both) + f" ({_listed(_common(*both))})"
         for metric in ("ece", "brier", "auroc", "accuracy"):
-            found = _compare(known[ours], known[control], metric, answers, numbers)
-            families.append((f"{_title(ours)}; {_title(control)}", METRICS[metric].title, metric, found))
-    yield from _table(["compared", "metric", "values", "difference", "the first is better"], list(_tested(families)))
+            places.append([title, METRICS[metric].title])
+            families.append((metric, _compare(*both, metric, answers, numbers)))
+    rows = [[*place, *tested] for place, tested in zip(places, _tested(families), strict=True)]
+    yield from _table(["compared", "metric", "values", "difference", "the first is better"], rows)
 
 
-def _tested(families: Sequence[tuple[str, str, str, Versus]]) -> Iterator[list[str]]:
-    """Rows of compared values with differences and verdicts. families: title, what is wanted, metric, comparison."""
-    corrected = holm([found.p_value for *_, found in families])
-    for (title, wanted, metric, found), p in zip(families, corrected, strict=True):
+def _tested(families: Sequence[tuple[str, Versus]]) -> Iterator[tuple[str, str, str]]:
+    """Values, difference and verdict of each comparison, corrected for all of them. families: metric, comparison."""
+    corrected = holm([found.p_value for _, found in families])
+    for (metric, found), p in zip(families, corrected, strict=True):
         scale, decimals = (100, 1) if METRICS[metric].percent else (1, 3)
         better = found.difference < 0 if METRICS[metric].better == "lower" else found.difference > 0
         shown = Versus(**{**vars(found), "p_corrected": p}).mark(metric)
         reached = {"*": "yes", "†": "no, worse"}.get(shown, "better, within noise" if better else "no")
-        if "not lower" in wanted:
-            reached = "no, lower" if shown == "†" else "yes"
         values = f"{scale * found.a:.{decimals}f}, {scale * found.b:.{decimals}f}"
         interval = f"{scale * found.low:+.{decimals}f} to {scale * found.high:+.{decimals}f}, p = {p:.3f}"
-        yield [title, wanted, values, interval, reached]
+        yield values, interval, reached
+
+
+def _common(*groups: GroupNumbers) -> tuple[int, ...]:
+    """The seeds that all groups have."""
+    return tuple(sorted(set.intersection(*(set(group.seeds) for group in groups))))
 
 
 def _compare(
     ours: GroupNumbers, plain: GroupNumbers, metric: str, answers: Sequence[Answered], numbers: Numbers
 ) -> Versus:
-    """Compare two groups over the seeds of the first."""
+    """Compare two groups over the seeds that both have."""
+    seeds = _common(ours, plain)
     runs = [
-        [run.by_question for run in answers if group.holds(run.cell) and run.cell.seed in ours.seeds]
+        [run.by_question for run in answers if group.holds(run.cell) and run.cell.seed in seeds]
         for group in (ours, plain)
     ]
     settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
