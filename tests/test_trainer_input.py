@@ -59,6 +59,14 @@ def test_labels_that_begin_with_one_token_are_refused() -> None:
         made(CATTOTrainer, CATTOConfig, rows=_rows(collide), calibrate_tokens="label")
 
 
+def test_a_row_without_labels_is_named() -> None:
+    def strip(number: int, row: dict[str, Any]) -> None:
+        row["labels"] = None if number == 2 else row["labels"]
+
+    with pytest.raises(ValueError, match="train dataset row 2: labels are None, expected a list"):
+        made(CATTOTrainer, CATTOConfig, rows=_rows(strip), calibration="outcome")
+
+
 def _lengthen(number: int, row: dict[str, Any], where: int, side: str) -> None:
     if number == where:
         row[side][0]["content"] = " ".join(["because"] * 300) + row[side][0]["content"]
