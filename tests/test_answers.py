@@ -132,6 +132,17 @@ def test_labels_that_are_adverbs_or_have_hyphens(text: str, expected: str) -> No
     assert answer(text, labels=("likely", "unlikely", "non-toxic")) == expected
 
 
+@pytest.mark.parametrize("text", ["neutral - neutral", "Neutral, neutral", "neutral: neutral"])
+def test_a_label_that_is_its_own_text_may_be_repeated(text: str) -> None:
+    assert answer(text, labels=NLI, texts=NLI) == "neutral"
+    assert answer(text.lower().replace("neutral", "entailment", 1), labels=NLI, texts=NLI) is None
+
+
+@pytest.mark.parametrize("text", ["Antwort b", "**The answer is most likely** B", "'It is probably' B"])
+def test_leads_with_marks_and_of_other_languages_are_read(text: str) -> None:
+    assert answer(text) == "B"
+
+
 @pytest.mark.parametrize("text", ["It's most likely B.", "It\u2019s definitely B", "**Option B**: the dog"])
 def test_forms_inside_marks_and_contractions_are_read(text: str) -> None:
     assert answer(text, texts=("the cat", "the dog", "a cow", "d")) == "B"
@@ -148,7 +159,7 @@ def test_forms_inside_marks_and_contractions_are_read(text: str) -> None:
 
 def test_forms_inside_forms_have_an_end() -> None:
     texts = ("x" * 200_000, "y", "z", "w")
-    for text in ("(" * 60_000 + "B" + ")" * 60_000, "B" + " is correct" * 10_000, "(B) is correct" * 5_000):
+    for text in ("(" * 5_000 + "B" + ")" * 5_000, "B" + " is correct" * 1_000, "(B) is correct" * 500):
         assert find_label(text, (0, len(text)), LETTERS[:4], texts) is None
 
 
@@ -170,6 +181,10 @@ def test_repeated_option_texts_do_not_contradict() -> None:
         ("<think>so <answer>B</answer></think>", "B"),
         ("<think>so <answer>B</think>\n", "B"),
         ("<think>in <answer>A</answer></think><answer>B</answer>", "B"),
+        ("<think>so <answer>B</answer></think><|im_end|>", "B"),
+        ("<think>so <answer>B</answer>.</think></s>.", "B"),
+        ("<answer>B</answer>\n<think>because</think>\nHope this helps.", "B"),
+        ("<think>so</think><answer>B</answer></think> done", "B"),
     ],
 )
 def test_the_last_answer_tag_counts(text: str, expected: str | None) -> None:
@@ -406,6 +421,8 @@ PLAIN = [
     ("<think>First <answer>A</answer>. But dogs bark.</think>\nThe answer is B.", "B"),
     ("<think>I answer in <answer> tags.</think>\nThe answer is B.", "B"),
     ("<think>So <answer>A</answer>.</think>\nHope that helps.", None),
+    ("B's answer", None),
+    ("Dogs bark.\nA's choice", None),
     ("Dogs bark. The answer is B.", None),
     ("The answer is B.\nOr is it?", None),
     ("The answer is B or C.", None),

@@ -239,10 +239,12 @@ def test_applying_leaves_no_manifest_of_the_file_before(tmp_path: Path, capsys: 
     assert not manifest_path(out).exists()
 
 
-def test_the_next_command_names_the_same_columns(tmp_path: Path, capsys: Capture) -> None:
+def test_a_next_command_is_named_where_it_needs_no_column(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "own.jsonl", rows())
+    run(capsys, "calibrate", "fit", path, "--out", tmp_path / "c.json")
+    done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, "--out", tmp_path / "new.jsonl")
+    assert f"Next: catto measure {tmp_path}/new.jsonl" in done.out
     renamed = [{"id": n, "p": row["confidence"], "right": row["correct"]} for n, row in enumerate(rows())]
     path, names = write_lines(tmp_path / "a.jsonl", renamed), ("--confidence", "p", "--correct", "right")
-    run(capsys, "calibrate", "fit", path, *names, "--out", tmp_path / "c.json")
     done = run(capsys, "calibrate", "apply", tmp_path / "c.json", path, *names, "--out", tmp_path / "new.jsonl")
-    assert f"Next: catto measure {tmp_path}/new.jsonl --confidence p --correct right" in done.out
-    assert run(capsys, "measure", tmp_path / "new.jsonl", *names, "--json").code == 0
+    assert (done.code, "Next" in done.out) == (0, False)

@@ -426,27 +426,57 @@ def test_a_log_is_calibrated_and_compared_like_any_file(tmp_path: Path, capsys: 
     assert document["compare"]["metrics"]["accuracy"]["difference"] == 0.0
 
 
-def test_labels_are_the_same_however_a_table_writes_them(tmp_path: Path) -> None:
+def test_labels_are_the_same_however_a_table_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CSV with blanks after its commas, whole numbers that pandas has made floats, padded names of columns."""
-    lines = ["confidence, label, gold", "0.9, A,A", "0.8,B , B", "0.7, 1.0,1", "0.6,2,2.00", "0.5,A,B"]
+    lines = ["0.9, A,A", "0.8,B , B", "0.7, 1.0,1", "0.6,2,2.00", "0.5,A,B"]
     path = tmp_path / "a.csv"
-    path.write_text("\n".join(lines) + "\n")
-    assert read(path)[:2] == ([0.9, 0.8, 0.7, 0.6, 0.5], [True, True, True, True, False])
-    path.write_text("\n".join([lines[0], *lines[1:] * 3000]) + "\n")  # large enough for Arrow
-    assert read(path)[1] == [True, True, True, True, False] * 3000
+    for header in ("confidence, label, gold", "confidence ,label,gold", "confidence,label,gold"):
+        path.write_text("\n".join([header, *lines]) + "\n")
+        for smallest in (0, 10**9):  # by Arrow, and row by row
+            monkeypatch.setattr("catto.plain_table.SMALLEST", smallest)
+            assert read(path)[:2] == ([0.9, 0.8, 0.7, 0.6, 0.5], [True, True, True, True, False])
 
 
-@pytest.mark.parametrize(("answers", "golds"), [("abcd", "ABCD"), ("0123", "ABCD"), (["True", "no"], ["true", "yes"])])
+def test_padded_names_of_columns_are_the_same_for_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id ,confidence,correct\n" + "q,0.5,1\nr,0.6,0\n")
+    for smallest in (0, 10**9):
+        monkeypatch.setattr("catto.plain_table.SMALLEST", smallest)
+        assert read(path)[2] == ["q", "r"]
+
+
+def test_the_keys_of_label_logprobs_are_labels_too(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": 0, "gold": " A", "label_logprobs": {" A": log(0.6), " B": log(0.3)}}]
+    rows += [{"id": 1, "gold": 1, "label_logprobs": {"1.0": log(0.4), "2.0": log(0.5)}}]
+    assert read(write_lines(tmp_path / "a.jsonl", rows))[1] == [True, False]
+    twice = [{"id": 0, "gold": "A", "label_logprobs": {"A": log(0.6), " A": log(0.3)}}]
+    with pytest.raises(DataError, match="row 1: label_logprobs: a label occurs twice among 'A', ' A'"):
+        read(write_lines(tmp_path / "b.jsonl", twice))
+
+
+def test_the_probability_is_that_of_the_prediction_that_is_named(tmp_path: Path) -> None:
+    rows = [{"id": 0, "said": "B", "gold": "B", "label_logprobs": {"A": log(0.9), "B": log(0.09)}}]
+    confidence, correct, _ = read(write_lines(tmp_path / "a.jsonl", rows), prediction="said")
+    assert (confidence, correct) == (pytest.approx([0.09]), [True])
+
+
+@pytest.mark.parametrize(
+    ("answers", "golds"), [("abcd", "ABCD"), ("0123", "ABCD"), (["True", "no"], ["true", "false"])]
+)
 def test_answers_that_are_written_in_another_way_are_refused(tmp_path: Path, answers: Any, golds: Any) -> None:
     def rows(times: int) -> list[dict[str, Any]]:
         pairs = list(zip(answers, golds, strict=True)) * times
         return [{"id": n, "confidence": 0.9, "label": said, "gold": gold} for n, (said, gold) in enumerate(pairs)]
 
-    with pytest.raises(
-        DataError, match=r"no answer occurs among the right ones.*the answers are .*, in 'gold' there is"
-    ):
+    with pytest.raises(DataError, match=r"no answer is ever a right one.*the answers are .*, the right ones are"):
         read(write_lines(tmp_path / "a.jsonl", rows(15)))
     assert not any(read(write_lines(tmp_path / "b.jsonl", rows(2)))[1])  # so few may all be wrong
+
+
+@pytest.mark.parametrize("golds", [["unsafe"] * 60, [f"{n}" for n in range(60)]], ids=["one label", "free answers"])
+def test_answers_may_all_be_wrong(tmp_path: Path, golds: list[str]) -> None:
+    rows = [{"id": n, "confidence": 0.9, "label": f"no {n % 2}", "gold": gold} for n, gold in enumerate(golds)]
+    assert not any(read(write_lines(tmp_path / "a.jsonl", rows))[1])
 
 
 def test_bytes_are_no_label(tmp_path: Path) -> None:
@@ -486,11 +516,12 @@ def test_a_reply_that_was_cut_is_no_answer_and_tags_are_read(tmp_path: Path) -> 
     whole = reply(("<answer>", 0.9), ("B", 0.6), ("</answer>", 0.9))
     thought = reply(("<think>", 0.9), ("A or B?", 0.5), ("</think>", 0.9), ("\n", 0.9), ("B", 0.7))
     cut = reply(("The answer is ", 0.9), ("B", 0.8), finish="length")
-    answers = read_graded(write_lines(tmp_path / "a.jsonl", [whole, thought, cut]), ColumnNames(gold="gold"))
+    one = reply((" B", 0.5), finish="length")  # max_tokens=1, the usual way to ask for a letter
+    answers = read_graded(write_lines(tmp_path / "a.jsonl", [whole, thought, one, cut]), ColumnNames(gold="gold"))
     assert answers.read_as is not None
-    assert answers.correct.tolist() == [True, True, False]
-    assert answers.confidence.tolist()[:2] == pytest.approx([0.6, 0.7])
-    assert list(answers.read_as)[2] == "fallback"
+    assert answers.correct.tolist() == [True, True, True, False]
+    assert answers.confidence.tolist()[:3] == pytest.approx([0.6, 0.7, 0.5])
+    assert list(answers.read_as)[3] == "fallback"
 
 
 def test_labels_that_begin_with_the_same_token_are_refused(tmp_path: Path) -> None:
@@ -500,6 +531,12 @@ def test_labels_that_begin_with_the_same_token_are_refused(tmp_path: Path) -> No
     rows = [{"gold": f"not {word}", "response": reply(word, 0.5)} for word in ("hate", "sure")]
     with pytest.raises(DataError, match="row 1: logprobs: labels 'not hate' and 'not sure' begin with the same token"):
         read(write_lines(tmp_path / "a.jsonl", rows), gold="gold")
+
+
+def test_a_label_that_is_a_token_of_its_own_is_no_rival(tmp_path: Path) -> None:
+    known = {"gold": "1", "response": completion("1", [token("1", 0.6, **{"10": 0.1})])}
+    other = {"gold": "10", "response": completion("10", [token("10", 0.7, **{"1": 0.1})])}
+    assert read(write_lines(tmp_path / "a.jsonl", [known, other]), gold="gold")[0] == pytest.approx([0.6, 0.7])
 
 
 def test_several_choices_in_one_completion_are_refused(tmp_path: Path) -> None:
@@ -522,3 +559,5 @@ def test_a_file_in_which_some_rows_do_not_say_how_they_were_read_is_refused(tmp_
     rows = [{"id": n, "confidence": 0.9, "correct": True, "source": said} for n, said in enumerate(sources)]
     with pytest.raises(DataError, match="source: expected free, plain or fallback in every row"):
         read(write_lines(tmp_path / "a.jsonl", rows))
+    routed = [{**row, "source": row["source"] or "primary"} for row in rows]  # another kind of source
+    assert read_graded(write_lines(tmp_path / "b.jsonl", routed)).read_as is None

@@ -60,6 +60,14 @@ def test_articles_and_single_letters_name_no_option(option: str) -> None:
     assert not names_letters(("One", option))
 
 
+@pytest.mark.parametrize("form", ["({}) {}", "{}. {}", "{}) {}", "{}: {}", " {}.{}"])
+def test_options_that_carry_their_letter_do_not_move(form: str) -> None:
+    options = tuple(form.format(letter, text) for letter, text in zip("ABC", ("red", "blue", "green"), strict=True))
+    assert names_letters(options)
+    assert not names_letters((options[1], options[0], options[2]))  # not the letters of their places
+    assert not names_letters(("A. Lincoln", "red", "E. coli"))
+
+
 @pytest.mark.parametrize(
     ("left", "right"),
     [

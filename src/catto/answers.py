@@ -43,9 +43,10 @@ _LAST_TOKEN = re.compile(rf"(?:{_TOKEN}|<br ?/?>|</([a-z]\w{{0,20}})>)$")
 # The beginnings of the closing tag, where generation stopped inside it.
 TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
 
-_IS = r"(?: (?:is|would be|should be|must be|will be|has to be)|['\u2019]s)"
-_IS += r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed)"
-_IS += r"(?=[ :]))?"  # at the end it may be the label
+_BE = " (?:is|would be|should be|must be|will be|has to be)"
+_SURELY = r"(?: (?:most likely|likely|probably|clearly|definitely|certainly|obviously|therefore|thus|then|indeed)"
+_SURELY += r"""(?=[ :*_`"']))?"""  # at the end it may be the label
+_IS = rf"(?:{_BE}|['\u2019]s){_SURELY}"
 # "Answer - B" has a dash, "Answer: - 1" may have a minus sign.
 _MARK = r" ?(?:[:=]|(?:->|=>|→|[-\u2013](?! \d)|\u2014)(?= ))"
 _HEADS = rf"""(?=(?:\*\*|__|[*_`"'])?{_MARK})"""
@@ -61,6 +62,7 @@ _CHOOSE += r"|settle on|have chosen)"
 _OPENER = r"(?:so|thus|therefore|hence|then|ok|okay|finally|clearly|overall|in conclusion|in summary|to conclude"
 _OPENER += r"|(?:i|we) (?:think|believe|conclude|would say)(?: that)?|i['\u2019]d say"
 _OPENER += r"|i(?: am|['\u2019]m) (?:sure|confident)(?: that)?),?"
+_FOREIGN = "antwort|réponse|respuesta|risposta|resposta|ответ"
 # Leads that state an answer, also in prose.
 _STATING = [
     rf"{_THE}(?:{_WHICH})*(?:answer|ans|label){_ABOUT}(?:{_IS}|{_HEADS})",
@@ -68,20 +70,21 @@ _STATING = [
     rf"{_THE}(?:{_WHICH})*(?:option|choice|letter|statement|claim|hypothesis|{_MATTER}){_ABOUT}{_IS}",
     rf"{_THE}(?:{_WHICH})*{_MATTER}{_ABOUT}{_HEADS}",
     rf"(?:i|we)(?: (?:would|will|shall|must|should|have to)|['\u2019]d|['\u2019]ll)? {_CHOOSE}",
-    rf"(?:antwort|réponse|respuesta|risposta|resposta|ответ){_HEADS}",
+    rf"(?:{_FOREIGN}){_HEADS}",
 ]
 # Leads that answer only outside prose, where "it is" may speak of anything and "option" or "answer" of every option.
 _NAMING = [r"(?:the )?(?:option|choice|letter|number)", rf"(?:it|this|that){_IS}", "choose|pick|select"]
-_NAMING += [rf"{_THE}(?:answer|ans|label){_ABOUT}|antwort|réponse|respuesta|risposta|resposta|ответ"]
+_NAMING += [rf"{_THE}(?:answer|ans|label){_ABOUT}|{_FOREIGN}"]
 _LEAD = re.compile(
     rf"""(?P<open>\*\*|__|[*_`"'])?"""
     rf"(?:(?:{_OPENER} )?(?:(?P<states>{'|'.join(_STATING)})|{'|'.join(_NAMING)})(?(open)(?![^\W_])|(?!\w))"
     rf"|{_OPENER}(?= )|(?P<chinese>(?:正确)?答案(?:是|为|应该是|{_HEADS})|正确答案|我?选择?(?!项))|答案|选项)"
     rf"(?P<mark>{_MARK})?(?(open)(?P=open))(?P<after>{_MARK})? ?"
 )
-_NAMES_OPTION = re.compile(r"(?:(?:option|choice|letter|number|answer|ans|label) |(?:答案|选项) ?)$")
+_NAMES_OPTION = re.compile(rf"(?:(?:option|choice|letter|number|answer|ans|label|{_FOREIGN}) |(?:答案|选项) ?)$")
 _CORRECT = re.compile(
-    rf"{_IS} (?:(?:the )?(?:{_WHICH})*(?:answer|option|choice|label)|correct|right|the (?:best|correct|right) one)$"
+    rf"{_BE}{_SURELY} (?:(?:the )?(?:{_WHICH})*(?:answer|option|choice|label)|correct|right"
+    "|the (?:best|correct|right) one)$"
 )
 # Between a label and its option's text: ") ", ". ", ": ", " - ", " "; a full stop or a dash needs white space after it.
 _BETWEEN = re.compile(r"[)\]]?(?:[.,;](?= )|:(?!\d))?(?: ?(?:[-\u2013\u2014|=]|->|=>|→)(?= ))? ?")
@@ -140,6 +143,8 @@ def find_stated(
     start = end = zone[0] + len(text[zone[0] : zone[1]].rstrip())
     for _ in range(2):  # the last line, or a heading and the label under it
         start = max(text.rfind("\n", zone[0], zone[0] + len(text[zone[0] : start].rstrip())) + 1, zone[0])
+        if start == zone[0]:
+            break  # the whole zone, which was read above
         last = find_label(text, (start, end), labels, option_texts)
         if last is not None and last.states:
             return None if text[start:end].lstrip("*_`>#\"' \t")[:1].islower() else last
@@ -259,7 +264,9 @@ class _Form:
             return self.read(i, correct.start(), depth)
         # "(B) the dog", "**Option B**: the dog", "B - the dog", and "B)" alone
         if pair := _first_pair(text, i, j):
-            reading, end = self.read(*pair[0], depth), pair[1]
+            states, end = self.states, pair[1]
+            if (reading := self.read(*pair[0], depth)) is None:
+                self.states = states
         else:
             # A word does not end before a letter, a digit or "_"; scripts without spaces have no such words.
             lengths = sorted({len(label) for label in self.known.folded}, reverse=True)
@@ -273,7 +280,8 @@ class _Form:
                 reading = None
             elif not (pair or between[0][0] in ").:]" or text[between.end()] in "(["):
                 # "A, B" may be two labels even where B is the text of A; "A) B", "A: B" and "A (B)" are not.
-                reading = None if self.label(*_peeled(text, between.end(), j)) else reading
+                other = self.label(*_peeled(text, between.end(), j))
+                reading = reading if other is None or other.label == reading.label else None
         # "the dog (B)", where the text of B may itself be a label with that text
         start = max(text.rfind("(", i, j), text.rfind("[", i, j))
         last = self.label(start + 1, j - 1) if start > i and text[j - 1] in ")]" else None

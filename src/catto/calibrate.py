@@ -55,7 +55,7 @@ def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, floa
             answer = answer_of(names.prediction or "label", fields)
             answer = max(logprobs, key=logprobs.__getitem__) if answer is None else answer
             gold = text_of(names.gold or "gold", fields) if names.gold or "gold" in fields else None
-            for name, label in (("label", answer), ("gold", gold)):
+            for name, label in ((names.prediction or "label", answer), (names.gold or "gold", gold)):
                 if label is not None and label not in logprobs:
                     raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
         yield logprobs, answer, gold
@@ -172,6 +172,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
     with files.replacing(out) as file:
+        manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
@@ -183,7 +184,6 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
                 message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
                 raise DataError(path, row, message) from None
             file.write(line + "\n")
-    manifest_path(out).unlink(missing_ok=True)  # of a file that was here before
     return answers, calibrated
 
 

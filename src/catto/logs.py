@@ -86,8 +86,12 @@ def text_of(name: str, fields: Fields) -> str:
     value = nested(fields, name)
     if value is None or isinstance(value, dict | list | bytes) or value != value or not str(value).strip():
         raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
-    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+    return _label(str(int(value) if isinstance(value, float) and value.is_integer() else value))
+
+
+def _label(text: str) -> str:
+    """A label as it is compared: without the white space around it, a whole number without its zeros."""
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text.strip())
 
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
@@ -99,7 +103,10 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and -inf < value <= 1e-6):  # a nan fails both
             raise ValueError(f"label_logprobs.{label}: expected a finite number <= 0, got {reprlib.repr(value)}")
-    return logprobs
+    named = {_label(label): value for label, value in logprobs.items()}
+    if len(named) < len(logprobs):
+        raise ValueError(f"label_logprobs: a label occurs twice among {', '.join(map(repr, logprobs))}")
+    return named
 
 
 def answer_of(name: str, fields: Fields) -> str | None:
@@ -280,7 +287,9 @@ def openai(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[st
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    return answer | _from_tokens(tokens, labels, parse(text, labels, cut=reply.get("finish_reason") == "length").label)
+    # A reply of one token ends at its limit, and is whole if it is a label.
+    cut = reply.get("finish_reason") == "length" and text.strip(" \n().") not in labels
+    return answer | _from_tokens(tokens, labels, parse(text, labels, cut=cut).label)
 
 
 def uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
@@ -340,9 +349,10 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
         return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
     place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
     token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])].lower()
-    if alike := [label for label in labels if label != reading.label and label.lower().startswith(own)]:
-        raise ValueError(f"logprobs: labels {reading.label!r} and {alike[0]!r} begin with the same token {own!r}")
     known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
+    rivals = (label for label in labels if label != reading.label and label not in known)  # 10 may be a token beside 1
+    if alike := next((label for label in rivals if label.lower().startswith(own)), None):
+        raise ValueError(f"logprobs: labels {reading.label!r} and {alike!r} begin with the same token {own!r}")
     known[reading.label] = token["logprob"]
     if said not in known:
         raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")

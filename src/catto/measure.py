@@ -37,8 +37,8 @@ QUESTION_COLUMNS = ("question", "id")
 MOST_SLICES = 500
 # A probability of one label of two is recognised where so many lie on either side of a half.
 FEW_LOW = 5
-# So many answers that are all wrong, and none of which is the right answer to another question, are a mistake.
-FEW_ALIKE = 30
+# With so many answers per label, of which none ever equals a right one, labels are written in two ways.
+MANY_ALIKE = 15
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
@@ -184,10 +184,13 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
     """Read answers; the result is GradedAnswers where the rows say which were right."""
     names = names or ColumnNames()
+    options = {"correct": names.correct != "correct", "positive": names.positive, "prediction": names.prediction}
+    if len(given := [f"--{option}" for option, value in options.items() if value]) > 1:
+        raise DataError(path, None, f"{' and '.join(given)}: each says which answers are right, give one of them")
     columns = _columns(path, names)
     read_as = columns.get("source")
     if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
-        if "fallback" in read_as:
+        if "fallback" in read_as and {*read_as} <= {"free", "plain", "fallback", "None"}:
             raise DataError(path, None, "source: expected free, plain or fallback in every row")
         read_as = None  # another kind of file that calls something else `source`
     confidence = np.array(columns["confidence"], dtype=np.float64)
@@ -237,12 +240,9 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]
 
     readers: dict[str, tuple[Reader, str]] = {}
     if names.confidence == "confidence" and "confidence" not in first and "label_logprobs" in first:
-        readers["confidence"] = ANSWER_PROBABILITY, "label"
+        readers["confidence"] = ANSWER_PROBABILITY, names.prediction or "label"
     else:
         readers["confidence"] = PROBABILITY, there(names.confidence)
-    options = {"correct": names.correct != "correct", "positive": names.positive, "prediction": names.prediction}
-    if len(given := [f"--{option}" for option, value in options.items() if value]) > 1:
-        raise ValueError(f"{' and '.join(given)}: each says which answers are right, give one of them")
     prediction, gold = names.prediction or "label", names.gold or "gold"
     named = (names.prediction, names.gold, names.positive) != (None, None, None)
     if names.correct != "correct" or ("correct" in first and not named):
@@ -280,10 +280,12 @@ def _graded(
         said = confidence >= 0.5
         right = np.array([label == names.positive for label in gold], dtype=np.bool_)
         return np.where(said, confidence, 1.0 - confidence), said == right
-    if len(answer) >= FEW_ALIKE and {*answer} != {None} and not {*answer} & {*gold}:
-        given = listed(sorted({label for label in answer if label is not None}), 4)
-        raise ValueError(f"no answer occurs among the right ones, so they are written differently: the answers are "
-            f"{given}, in {names.gold or 'gold'!r} there is {listed(sorted({*gold}), 4)}")  # fmt: skip
+    given, wanted = {*answer} - {None}, {*gold}
+    if len(given) > 1 and 1 < len(wanted) <= len(gold) / MANY_ALIKE and not given & wanted:
+        told = ", the right ones are ".join(listed(sorted(map(str, labels)), 4) for labels in (given, wanted))
+        raise ValueError(
+            f"no answer is ever a right one, so labels seem to be written in two ways: the answers are {told}"
+        )
     low = confidence < 0.5
     sides = [{label for label, is_low in zip(answer, low, strict=True) if is_low == side} for side in (False, True)]
     if [len(side) for side in sides] == [1, 1] and sides[0] != sides[1] and min(low.sum(), (~low).sum()) >= FEW_LOW:

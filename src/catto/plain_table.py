@@ -63,7 +63,8 @@ def _csv_table(arrow: Any, data: bytes) -> Any | None:
 
     header = data.partition(b"\n")[0].decode()
     names = header.split(",")
-    if b'"' in data or header.startswith(("{", "[")) or any(sign in header for sign in ";\t|") or ", " in header:
+    padded = names != [name.strip() for name in names]
+    if b'"' in data or header.startswith(("{", "[")) or any(sign in header for sign in ";\t|") or padded:
         return None
     texts = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False)
     table = csv.read_csv(arrow.py_buffer(data), csv.ReadOptions(use_threads=False), convert_options=texts)

@@ -131,13 +131,19 @@ def find_tags(text: str) -> list[Tag]:
 
 
 def answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
-    """The tag that opens the answer: the last `<answer>`, and where text follows the reasoning, the last one after it.
+    """The tag that opens the answer: the last `<answer>`, unless the reasoning quotes it and words follow.
 
     >>> text = "<think>in <answer> tags</think>So B."
     >>> answer_tag(text, find_tags(text))
     """
-    late = takewhile(lambda tag: tag.name != "/think" or not text[tag.end :].strip(), reversed(tags))
-    return next((tag for tag in late if tag.name == "answer"), None)
+    last = next((tag for tag in reversed(tags) if tag.name == "answer"), None)
+    if last is not None:
+        thinks = [tag for tag in tags if tag.name.endswith("think")]
+        before = [tag.name for tag in thinks if tag.start < last.start]
+        after = next((tag for tag in thinks if tag.start > last.start), None)
+        if after is not None and after.name == "/think" and before[-1:] != ["/think"]:  # inside the reasoning
+            return None if re.search(r"\w", re.sub("<[^<>]*>", "", text[after.end :])) else last
+    return last
 
 
 def completion(reasoning: str | None, label: str | None) -> str:
@@ -158,7 +164,7 @@ Source = Literal["free", "plain"]
 class Parsed(NamedTuple):
     """What a response says. `span`: the label's characters in the text; None where there is no answer.
 
-    `source`: `free` after `<answer>`, `plain` in a response without that tag. `opened`: where the answer's text begins,
+    `source`: `free` after `<answer>`, `plain` without a tag that counts. `opened`: where the answer's text begins,
     its tag included.
     """
 
@@ -173,10 +179,10 @@ def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None =
     """Read reasoning and label of a response. `option_texts` in the order of `labels`.
 
     The answer is what follows `answer_tag`, up to `</answer>` or the end; `catto.answers` lists its forms. Without
-    that tag, the text after the reasoning is read: the whole of it, or a last line that states the
-    answer. A think block that was never closed holds no answer. `cut`: the response ran into its token limit, so an
-    unfinished last line is not read. The reasoning is the text between the think tags; either tag may be missing, and
-    where the block is empty the text between it and the answer is used.
+    that tag, the text after the reasoning is read: the whole of it, or last lines that state the answer. A think block
+    that was never closed holds no answer. `cut`: the response ran into its token limit, so it is not read if its last
+    line is unfinished. The reasoning is the text between the think tags; either tag may be missing, and where the
+    block is empty the text between it and the answer is used.
 
     >>> parse("<think>so</think><answer>(B)</answer>", ("A", "B")).label
     'B'
@@ -232,7 +238,7 @@ def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
     `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
     there is removed, since responses write their own.
     """
-    turns = chat if _has_system_role(tokenizer, _template_of(tokenizer)) else fold_system(chat)
+    turns = chat if _has_system_role(tokenizer, str(getattr(tokenizer, "chat_template", None))) else fold_system(chat)
     return _THINK_START.sub("", _rendered(turns, tokenizer))
 
 
@@ -265,10 +271,6 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
         return tuple(chat)
     system, user, *rest = chat
     return (Message(role="user", content=f"{system.content}\n\n{user.content}"), *rest)
-
-
-def _template_of(tokenizer: Any) -> str:
-    return str(getattr(tokenizer, "chat_template", None))
 
 
 @lru_cache(maxsize=16)

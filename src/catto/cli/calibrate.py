@@ -97,9 +97,8 @@ def apply(
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
-    named = {"confidence": confidence, "correct": correct, "prediction": prediction, "gold": gold}
-    options = [f" --{name} {quote(value)}" for name, value in named.items() if value not in (None, name)]
-    say(f"Next: catto measure {quote(str(out))}{''.join(options)}")
+    if (confidence, correct, prediction, gold) == ("confidence", "correct", None, None):
+        say(f"Next: catto measure {quote(str(out))}")
 
 
 @app.command()

@@ -61,7 +61,8 @@ def warn_few(count: int, source: Path, what: str, unit: str = "answer") -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    # What the stream itself escapes would not be JSON.
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=str(sys.stdout.encoding).lower() != "utf-8", allow_nan=False))
 
 
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:

@@ -119,8 +119,7 @@ def measure(
         sentences.append(told_threshold(limit, whole.rows))
     if figure is not None:
         _draw(figure, [file.name, *slices], parts, [whole, *summaries])
-    units = (len(answers), "answer") if answers.questions is None else (answers.questions, "question")
-    console.warn_few(units[0], file, "intervals are too narrow", units[1])
+    console.warn_few(answers.questions or len(answers), file, "intervals are too narrow", "question")
     if as_json:
         console.print_json(document)
         return

@@ -98,8 +98,8 @@ def serve(
     answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
     gateway = Gateway(answerer, source.labels, protocol, limits, log)
     with refusing(OSError, place=f"--host {host} --port {port}: "):
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    place = f"[{host}]" if ":" in host else host
-    with listening:
-        say(f"Serving {engine.model} of {engine.base_url} at http://{place}:{listening.getsockname()[1]}/v1")
-        run(gateway, listening)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family) as free:  # it is not, or no such host: said at once
+            port = free.getsockname()[1]
+    say(f"Serving {engine.model} of {engine.base_url} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    run(gateway, host, port)

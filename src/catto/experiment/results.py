@@ -82,11 +82,8 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     """Take the learning rate of the lowest validation ECE (20 bins); a single one is not measured."""
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
-        errors = []
-        for seed in work.settings.seeds:
-            predictions = _predictions(work.input(f"validation {number} seed {seed}"))
-            correct = [predictor.is_correct(prediction) for prediction in predictions]
-            errors.append(ece([prediction.confidence for prediction in predictions], correct))
+        runs = [_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds]
+        errors = [ece([row.confidence for row in rows], [predictor.is_correct(row) for row in rows]) for rows in runs]
         scores.append(fmean(errors))
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"

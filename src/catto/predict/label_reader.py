@@ -60,7 +60,7 @@ def _answer(
 
 
 def close(text: str) -> tuple[int, str]:
-    r"""Keep a response up to its last `<answer>`, close an open think block, open the answer in the canonical form.
+    r"""Keep a response up to its `answer_tag`, close an open think block, open the answer in the canonical form.
 
     A tag that was cut off at the end is dropped, and so is the white space before the cut.
 
@@ -283,10 +283,7 @@ def label_logprobs(
     {'a': -1.0, 'b': -1.5}
     """
     rests = {token: token[len(lead) :] for token in tops if token.startswith(lead) and len(token) > len(lead)}
-    begins = {
-        label: [token for token, rest in rests.items() if (form + after).startswith(rest)]
-        for label, form in forms.items()
-    }
+    begins = {name: [t for t, rest in rests.items() if (form + after).startswith(rest)] for name, form in forms.items()}
     best = {label: max((tops[token], token) for token in tokens) for label, tokens in begins.items() if tokens}
     shared = [token for _, token in best.values()]
     return {label: logprob for label, (logprob, token) in best.items() if shared.count(token) == 1}

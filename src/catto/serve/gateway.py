@@ -13,7 +13,6 @@ import json
 import logging
 import re
 import secrets
-import socket
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -431,13 +430,13 @@ class Gateway:
         return prometheus({**self.watch.counts, **self.watch.rolling(), **now, **retries})
 
 
-def run(gateway: Gateway, listening: socket.socket) -> None:
-    """Serve at a socket until a signal comes, then finish what is in flight."""
+def run(gateway: Gateway, host: str, port: int) -> None:
+    """Serve until a signal comes, then finish what is in flight."""
     logging.basicConfig(level=logging.WARNING)
     LOG.setLevel(logging.INFO)
     ending = int(gateway.limits.deadline)
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": ending}
-    uvicorn.Server(uvicorn.Config(gateway.app(), http=PatientProtocol, **options)).run(sockets=[listening])
+    uvicorn.run(gateway.app(), host=host, port=port, http=PatientProtocol, **options)
 
 
 def _completion(head: dict[str, Any], answered: Answered) -> dict[str, Any]:

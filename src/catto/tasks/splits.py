@@ -24,7 +24,6 @@ _NAMES_LETTERS = re.compile(
     r"|^\s*[a-h]\s*(?:&|and|or)\s*[a-h]\b(?:\s+only)?\W*$"
     r"|\b(?i:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-H]\b"
     r"|(?:^|\s)\(?[A-H]\)?\s+(?i:only|alone)\b"
-    r"|^\s*(?:\([A-H]\)|[A-H][.):](?=\s))"  # (A) red; A. red: the option carries its letter
 )
 _LONE_LETTER = re.compile(r"\b[A-Ha-h]\b")
 
@@ -83,7 +82,9 @@ def permutation(key: str, count: int) -> list[int]:
 
 
 def names_letters(options: tuple[str, ...]) -> bool:
-    """Whether an option refers to others by letter ("Both A and C"), so that moving it would change its meaning."""
+    """Whether options refer to others by letter ("Both A and C"), or all carry theirs ("A. red"): they cannot move."""
+    if all(re.match(rf"\s*\(?{letter}[.):]", option) for letter, option in zip("ABCDEFGH", options, strict=False)):
+        return True
     return any(_LONE_LETTER.search(option) and _NAMES_LETTERS.search(option) for option in options)
 
 

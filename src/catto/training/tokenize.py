@@ -160,7 +160,7 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
     where, rate = f"{name} dataset row {example['row']}", example.get("correctness_rate")
     if rated and not (isinstance(rate, int | float) and 0 <= rate <= 1):
         raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
-    if not isinstance(example["labels"], list):
+    if not isinstance(example["labels"], list | tuple):
         raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
     if example["gold"] not in example["labels"]:
         raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
