@@ -230,6 +230,7 @@ def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
 
 # Qwen3 with enable_thinking=False ends the prompt with an empty think block, its successors with an open `<think>`.
 _THINK_START = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_TEMPLATE = "chat_template"  # apart from what is rendered, each text of which is part of the fingerprint
 
 
 def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
@@ -238,7 +239,7 @@ def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
     `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
     there is removed, since responses write their own.
     """
-    turns = chat if _has_system_role(tokenizer, str(getattr(tokenizer, "chat_template", None))) else fold_system(chat)
+    turns = chat if _has_system_role(tokenizer, str(getattr(tokenizer, _TEMPLATE, None))) else fold_system(chat)
     return _THINK_START.sub("", _rendered(turns, tokenizer))
 
 

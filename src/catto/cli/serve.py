@@ -96,10 +96,9 @@ def serve(
         warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
     answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
-    gateway = Gateway(answerer, source.labels, protocol, limits, log)
     with refusing(OSError, place=f"--host {host} --port {port}: "):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as free:  # it is not, or no such host: said at once
             port = free.getsockname()[1]
     say(f"Serving {engine.model} of {engine.base_url} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-    run(gateway, host, port)
+    run(Gateway(answerer, source.labels, protocol, limits, log), host, port)
