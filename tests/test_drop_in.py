@@ -95,25 +95,22 @@ def test_a_prompt_needs_room_for_one_token_of_a_response_as_with_trl() -> None:
             assert len(made(kind, config, rows=rows, max_length=limit).train_dataset) == kept
 
 
-def test_another_limit_does_not_read_the_reference_cached_under_the_first(tmp_path: Path) -> None:
-    """TRL caches reference log-probabilities by the dataset's fingerprint, and the collator cuts afterwards."""
-    rows = lengthened(chosen=(0, 3)).add_column("here", [str(tmp_path)] * 8)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"max_length": LIMIT}, {"max_length": LIMIT + 9}), ({"ld_alpha": None}, {"ld_alpha": 0.3})],
+    ids=["limit", "discount"],
+)
+def test_a_reference_that_was_cached_under_another_option_is_not_read(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    """TRL caches reference log-probabilities by the dataset's fingerprint, where the rows come from a disk."""
+    lengthened(chosen=(0, 3)).save_to_disk(tmp_path / "rows")
     found = []
-    for limit in (LIMIT, LIMIT + 9):
-        options = {"rows": rows, "max_length": limit, "precompute_ref_log_probs": True}
-        found.append(pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, **options).train_dataset["ref_chosen_logps"])
+    for options in (first, second):
+        given = {"rows": Dataset.load_from_disk(tmp_path / "rows"), "precompute_ref_log_probs": True, **options}
+        found.append(pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, **given).train_dataset["ref_chosen_logps"])
     differ = [row for row, (one, other) in enumerate(zip(*found, strict=True)) if abs(one - other) > 1e-3]
-    assert differ == [0, 3]
-
-
-def test_another_discount_does_not_read_the_reference_cached_under_the_first(tmp_path: Path) -> None:
-    rows = lengthened(chosen=(0, 3)).add_column("here", [str(tmp_path)] * 8)
-    found = []
-    for alpha in (None, 0.3):
-        options = {"rows": rows, "ld_alpha": alpha, "precompute_ref_log_probs": True}
-        found.append(pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, **options).train_dataset["ref_chosen_logps"])
-    differ = [row for row, (one, other) in enumerate(zip(*found, strict=True)) if abs(one - other) > 1e-3]
-    assert {0, 3} <= {*differ}  # those whose chosen response is longer than the rejected one
+    assert {0, 3} <= {*differ}
 
 
 LABELLED: dict[str, dict[str, Any]] = {

@@ -362,7 +362,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_announced(capsys: py
     with OpenAIServer(always("B")) as upstream, socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run(capsys, "serve", "--upstream", upstream.url, "--model", "m", "--task", "mmlu", "--port", str(port))
-    assert (done.code, "Serving" in done.err) == (2, False)
+    assert (done.code, "Serving" in done.out + done.err) == (2, False)
     assert f"catto: --host 127.0.0.1 --port {port}: " in done.err
     assert "in use" in done.err
 

@@ -339,7 +339,7 @@ def test_confidences_that_are_not_split_by_the_label_are_read_as_they_are(tmp_pa
         ({"confidence": "p.x", "gold": "truth"}, "no column 'p.x'"),
         ({"confidence": "p", "correct": "p"}, "row 1: p: expected true or false"),
         ({"format": "helm"}, "row 1: stats: missing, expected a record of helm"),
-        ({"format": "inspect", "confidence": "p"}, "row 1: scores: none"),
+        ({"format": "inspect", "confidence": "p"}, "row 1: scores: empty"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, names: dict[str, str], told: str) -> None:
@@ -468,7 +468,7 @@ def test_answers_that_are_written_in_another_way_are_refused(tmp_path: Path, ans
         pairs = list(zip(answers, golds, strict=True)) * times
         return [{"id": n, "confidence": 0.9, "label": said, "gold": gold} for n, (said, gold) in enumerate(pairs)]
 
-    with pytest.raises(DataError, match=r"no answer is ever a right one.*the answers are .*, the right ones are"):
+    with pytest.raises(DataError, match=r"no answer ever equals a right one.*the answers are .*, the right ones are"):
         read(write_lines(tmp_path / "a.jsonl", rows(15)))
     assert not any(read(write_lines(tmp_path / "b.jsonl", rows(2)))[1])  # so few may all be wrong
 

@@ -243,7 +243,7 @@ def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str
     """
     scores = record.get("scores") or {}
     if names.correct not in scores and len(scores) != 1:
-        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else "scores: none")
+        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else "scores: empty")
     score = scores[names.correct if names.correct in scores else next(iter(scores))]
     value, target = score["value"], record.get("target")
     answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}

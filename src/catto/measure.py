@@ -284,7 +284,7 @@ def _graded(
     if len(given) > 1 and 1 < len(wanted) <= len(gold) / MANY_ALIKE and not given & wanted:
         told = ", the right ones are ".join(listed(sorted(map(str, labels)), 4) for labels in (given, wanted))
         raise ValueError(
-            f"no answer is ever a right one, so labels seem to be written in two ways: the answers are {told}"
+            f"no answer ever equals a right one, so labels seem to be written in two ways: the answers are {told}"
         )
     low = confidence < 0.5
     sides = [{label for label, is_low in zip(answer, low, strict=True) if is_low == side} for side in (False, True)]

@@ -190,7 +190,10 @@ def skips_blocks(model: Any, device: torch.device) -> bool:
 
 
 def sharing_obstacle(model: Any, args: Any = None) -> str | None:
-    """Why this model cannot compute a prompt once for several responses, or packed rows; None where it can."""
+    """Why this model cannot compute a prompt once for several responses, or packed rows; None where it can.
+
+    args: the training's arguments, where there is a training.
+    """
     config = model.config.get_text_config()
     if model.config._attn_implementation not in DENSE + SPARSE:
         return f"attention implementation {model.config._attn_implementation!r} takes no block mask"
