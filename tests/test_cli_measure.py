@@ -307,6 +307,14 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, encoding: str)
     assert b"\\u2020" in done.stdout
 
 
+def test_json_is_json_where_the_terminal_lacks_a_character(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "\U0001f600.jsonl", plain())
+    command = [sys.executable, "-m", "catto", "measure", str(path), *FAST]
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert json.loads(done.stdout)["file"] == str(path)
+
+
 def test_numbers_are_whole_in_a_narrow_terminal(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

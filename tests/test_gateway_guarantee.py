@@ -59,6 +59,8 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
         tau, final, found = (tmp_path / name for name in ("tau.json", "final.jsonl", "threshold.json"))
         run(capsys, "calibrate", "fit", tmp_path / "fit.jsonl", "--on", "labels", "--out", tau)
         rule = ("--k", "1", "--rule", "most confident", "--calibrator", tau)
+        refused = run(capsys, "select", tmp_path / "held.jsonl", *rule, "--out", tau)  # the calibrator itself
+        assert (refused.code, ".jsonl" in refused.err) == (2, True)
         run(capsys, "select", tmp_path / "held.jsonl", *rule, "--out", final)
         again = run(capsys, "calibrate", "fit", final, "--out", tmp_path / "twice.json")
         assert (again.code, "its confidences are calibrated already" in again.err) == (2, True)
