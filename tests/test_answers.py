@@ -194,6 +194,31 @@ def test_the_last_answer_tag_counts(text: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("<answer>B</answer>\n\nQuestion: Which?\n<answer>A</answer>", "B"),
+        ("<think>r</think>\n<answer>B</answer>\nQ: Which?\n<think>s</think>\n<answer>A</answer>", "B"),
+        ("B\n\nQuestion 2: Which?\nAnswer: A", "B"),
+        ("Dogs bark.\nThe answer is B.\n\n**Question:** Which?\nAnswer: A", "B"),
+        ("The answer is B.\n\nPremise: dogs\nHypothesis: cats\nThe answer is A.", "B"),
+        ("Premise: dogs\nThe answer is B.\n\nPremise: cats\nThe answer is A.", "B"),
+        ("The answer is B.\nuser\nSure?\nassistant\nThe answer is A.", "B"),
+        ("The answer is B.<|im_end|>\n<|im_start|>user\nSure?\nThe answer is A.", "B"),
+        ("The answer is B.</s> Sure?\nThe answer is A.", "B"),
+        # a question that the response restates, or asks while it reasons, has no answer before it
+        ("Question: Which?\nThe answer is A.", "A"),
+        ("Let me see.\nQuestion: Which?\nThe answer is A.", "A"),
+        ("<think>The answer is B.\nQuestion: sure?</think>\nThe answer is A.", "A"),
+        ("The answer is B.\nWait.\nThe answer is A.", "A"),
+        # and a label is no speaker
+        ("<answer>A: the cat\nQ: the dog</answer>", None),
+    ],
+)
+def test_a_text_that_runs_on_to_the_next_turn_is_read_up_to_there(text: str, expected: str | None) -> None:
+    assert parse(text, ("A", "B", "Q") if "\nQ: the" in text else LETTERS).label == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
         ("<think>\nr\n</think>\n<answer>B</answer>", "r"),
         ("r\n</think>\n<answer>B</answer>", "r"),
         ("<think>r <answer>B</answer>", "r"),
@@ -279,6 +304,8 @@ LONG = [
     "The answer is ",
     "A\x00",
     "<answer>",
+    "Question: A\n",
+    "> " * 4,
 ]
 
 

@@ -115,6 +115,10 @@ def test_a_variant_of_a_term_is_a_row_of_its_own(study: Any) -> None:
     assert study._variant("dpo+catto", given) == "dpo+catto-detached-weight-1"
     assert study._title("dpo+catto-detached-weight-1") == "DPO + CATTO, surrogate detached, weight 1"
     assert study._title("dpo+replay-rows-4") == "DPO + replay, 4 rows per pair"
+    mixed = {**RECIPE, "preference": {"trl": {"loss_type": ["sigmoid", "sft"]}}, "outcome": {**OUTCOME, "score": "log"}}
+    names = [study._variant(name, mixed) for name in ("sft", "sft+outcome", "dpo+tl", "dpo+outcome")]
+    assert names == ["sft", "sft+outcome-score-log", "dpo+tl-sft_loss", "dpo+outcome-score-log-sft_loss"]
+    assert study._title(names[-1]) == "DPO + outcome, log score, with sft loss"
 
 
 def test_a_run_belongs_to_the_study_of_its_recipe(study: Any) -> None:

@@ -50,6 +50,7 @@ OPTIONS |= {
     "reduce": "{} over tokens",
     "detached": "surrogate detached",
     "epochs": "{} epochs",
+    "sft_loss": "with sft loss",
 }
 # Options of a term -> their part of the name; of the stream and the budget there are more.
 NAMES = {"calibration_weight": "weight", "outcome_score": "score", "calibrate_tokens": "tokens", "reduce": "reduce"}
@@ -140,6 +141,8 @@ def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None)
     if calibration in ("outcome", "replay"):
         rows = outcome["rows_per_pair"]
         options += ["held_out"] * outcome["held_out"] + [f"rows-{rows}"] * (rows != STUDIES[_study(recipe)])
+    if "sft" in settings.get("loss_type", ()) and METHODS[unscaled(name)].group == "DPO":
+        options.append("sft_loss")
     if budget == "paper":
         options.append(f"epochs-{METHODS[unscaled(name)].effort[budget].epochs}")
     return "-".join([name, *sorted(options)])
@@ -253,10 +256,11 @@ def _parts(name: str) -> list[str]:
     return re.split("-(?=" + "|".join(OPTIONS) + ")", name)
 
 
-def _ablated(name: str) -> bool:
-    """Whether a method is a row of the ablation alone."""
-    start, *options = _parts(name)
-    return bool(options) and not name.endswith(TUNED) and unscaled(start) != "dpo+outcome-pairs"
+def _ablated(group: GroupNumbers) -> bool:
+    """Whether a method is a row of the ablation alone: a variant that was run with one seed."""
+    start, *options = _parts(group.method)
+    compared = group.method.endswith(TUNED) or unscaled(start) == "dpo+outcome-pairs" or len(group.seeds) > 1
+    return bool(options) and not compared
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -269,7 +273,7 @@ def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[s
     """The methods of each pair of training set and task, in distribution first. variants: the ablation's; None: all."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
     for group in sorted(numbers.groups, key=lambda group: (_parts(group.method)[1:], order(_parts(group.method)[0]))):
-        if variants is not None and _ablated(group.method) != variants:
+        if variants is not None and _ablated(group) != variants:
             continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
     for _, groups in sorted(places.items(), key=lambda place: place[0]):

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 # The version of the reading: raise it with every change after which some text is read differently.
-VERSION = 4
+VERSION = 5
 
 Span = tuple[int, int]
 

@@ -323,12 +323,10 @@ class MeasureSettings:
 
     def functions(self) -> dict[str, MetricFunction]:
         """The metrics with the bins filled in."""
-        functions: dict[str, MetricFunction] = {}
-        for name in self.metrics:
-            function: Callable[..., float] = confidence_gap if name == GAP else METRICS[name].function
-            binned = "bins" in signature(function).parameters
-            functions[name] = partial(function, bins=self.bins) if binned else function
-        return functions
+        known: dict[str, MetricFunction] = {name: metric.function for name, metric in METRICS.items()}
+        known[GAP] = confidence_gap
+        binned = {name for name in self.metrics if "bins" in signature(known[name]).parameters}
+        return {name: partial(known[name], bins=self.bins) if name in binned else known[name] for name in self.metrics}
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,11 @@ def completion(reasoning: str | None, label: str | None) -> str:
 
 
 Source = Literal["free", "plain"]
+# What follows a response in a text that runs on: the end of the turn, or the next question. Bounded, so time is linear.
+_NEXT_TURN = re.compile(
+    r"(?im)<\|(?:im_end|endoftext|eot_id|end_of_text)\|>|</s>|<(?:end_of_turn|eos)>"
+    r"|^[#*_> ]{0,8}(?:(?P<who>question|q|premise|user|human)(?: \d{1,4})?[*_ ]{0,4}:|(?:question|user)[*_ ]{0,4}$)"
+)
 
 
 class Parsed(NamedTuple):
@@ -182,11 +187,15 @@ def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None =
     that tag, the text after the reasoning is read: the whole of it, or last lines that state the answer. A think block
     that was never closed holds no answer. `cut`: the response ran into its token limit, so it is not read if its last
     line is unfinished. The reasoning is the text between the think tags; either tag may be missing, and where the
-    block is empty the text between it and the answer is used.
+    block is empty the text between it and the answer is used. Where a text runs on to a next turn after its answer,
+    that turn is not read.
 
     >>> parse("<think>so</think><answer>(B)</answer>", ("A", "B")).label
     'B'
     """
+    turn = _NEXT_TURN.search(text, 1)
+    if turn and turn["who"] not in labels and (first := parse(text[: turn.start()], labels, option_texts)).label:
+        return first
     tags = find_tags(text)
     opening = answer_tag(text, tags)
     if opening is not None:

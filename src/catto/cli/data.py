@@ -87,10 +87,8 @@ def data(
             leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
             splits[name] |= {"questions": loaded.report.kept, "gold": gold, "dropped": dropped, "leaks": leaks}
     if as_json:
-        asked = []
-        for question in questions:
-            put = [message.model_dump() for message in messages(question)]
-            asked.append({**question.model_dump(mode="json"), "messages": put})
+        put = [[message.model_dump() for message in messages(question)] for question in questions]
+        asked = [{**one.model_dump(mode="json"), "messages": chat} for one, chat in zip(questions, put, strict=True)]
         named = {"task": report.task, "licence": report.licence, "source": report.source}
         print_json({**named, **({"fields": proposed} if proposed else {}), "splits": splits, "questions": asked})
         return

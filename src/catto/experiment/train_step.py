@@ -334,9 +334,8 @@ def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:
 
     A question with reasoning that the teacher never got right has none.
     """
-    traces: dict[str, SftRow] = {}
-    for row in read_records(job.inputs["teacher"] / "sft.jsonl", SftRow):
-        traces.setdefault(row.question, row)
+    # of several traces the first
+    traces = {row.question: row for row in [*read_records(job.inputs["teacher"] / "sft.jsonl", SftRow)][::-1]}
     responses = []
     for row in sampled:
         if row.completion[-1].content == completion(None, row.label):

@@ -116,8 +116,7 @@ def specs() -> dict[str, Spec]:
     single = {}
     for spec in TypeAdapter(tuple[Spec, ...]).validate_python(tomllib.loads(text)["table"]):
         for setting in spec.settings:
-            place = SETTING_TITLES.get(setting, "")
-            where = place.lower()
+            where = (place := SETTING_TITLES.get(setting, "")).lower()
             texts = {"setting": setting, "stem": where.replace(" ", "-"), "place": place, "where": where}
             named = {key: getattr(spec, key).format(**texts) for key in ("kind", "stem", "title")}
             single[named["stem"]] = replace(spec, settings=(setting,), **named)
