@@ -15,6 +15,8 @@ copyright = author  # noqa: A001
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"catto {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 # The sources are read from the repository's root, so that their links are the same in a checkout and on the site.
 root_doc = "README"
