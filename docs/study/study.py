@@ -60,7 +60,8 @@ NAMES |= {"detach_surrogate": "detached"}
 STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
 LOG, PAIRS = "dpo+outcome-score-log-weight-1", "dpo+outcome-pairs-score-log-weight-1"
-GOALS = (LOG, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
+WHOLE = "dpo+outcome-score-log-sft_loss-weight-1"  # the score on labels, supervision on whole responses
+GOALS = (LOG, WHOLE, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
 ROWS, REPLAY = "dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"
 CONTROLS = ((LOG, "dpo+replay-weight-1"), (ROWS, REPLAY))
 WORLD_PARTS = ((LOG, "sft+outcome-score-log-weight-1"), (LOG, PAIRS))  # without the preference loss, the stream
@@ -205,7 +206,7 @@ def write() -> None:
         "seed 3 ablation": ablation(*three),
         "seed 4 scores": scores(four[0], None),
         "reasoning scores": scores(reasoned[0], None),
-        "reasoning controls": controls(*reasoned, (*CONTROLS[:1], (LOG, PAIRS))),
+        "reasoning controls": controls(*reasoned, (CONTROLS[0], (LOG, PAIRS), (WHOLE, "dpo-sft_loss"), (WHOLE, LOG))),
         "reasoning costs": costs(_summary("reasoning")),
         "reasoning seeds": seeds(reasoned[0], None),
         "reasoning seed 0 scores": scores(sampled[0], None),
@@ -452,7 +453,7 @@ class Goal(NamedTuple):
 def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -> list[Goal]:
     """What `outcome` was meant to reach, task by task and variant by variant, p-values corrected for all of them.
 
-    ‡: so many of DPO's answers were forced that its numbers describe the fallback too.
+    ‡: so many answers of one of the two were forced that its numbers describe the fallback too.
     """
     found, wanted, families = list[Goal](), list[tuple[str, str, str, str, str]](), list[tuple[str, Versus]]()
     places = [(title, {group.method: group for group in groups}) for title, groups in _groups(numbers, variants=None)]
@@ -464,7 +465,7 @@ def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -
         ours, plain = (
             100 * fmean(cell.metrics["debiased_ece"].value for cell in cells if group.holds(cell)) for group in both
         )
-        mark = " ‡" if known["dpo"].sources.forced else ""
+        mark = " ‡" if any(group.sources.forced for group in both) else ""
         reached = ("yes" if ours <= plain / 4 else "no") + mark
         found.append(Goal(title, _title(name), "", "debiased_ece", f"{ours:.1f}, {plain:.1f}", "", reached))
         for suffix, metric in product(SCALINGS, ("brier", "auroc", "accuracy", "ece")):
@@ -520,12 +521,13 @@ def controls(
     pairs: Sequence[tuple[str, str]],
     suffixes: Sequence[str] = ("", AMONG_LABELS),
 ) -> Iterator[str]:
-    """Compare `outcome` with its controls, by default unscaled and among the labels."""
+    """Compare `outcome` with its controls, by default unscaled and among the labels. ‡: as above."""
     known = {group.method: group for group in numbers.groups}
     places, families = list[list[str]](), list[tuple[str, Versus]]()
     for pair, suffix in product(pairs, suffixes):
         both = [known[_scaled(name, suffix)] for name in pair]
         title = "; ".join(_title(group.method) for group in both) + f" ({_listed(_common(*both))})"
+        title += " ‡" if any(group.sources.forced for group in both) else ""
         for metric in ("ece", "brier", "auroc", "accuracy"):
             places.append([title, METRICS[metric].title])
             families.append((metric, _compare(*both, metric, answers, numbers)))
