@@ -198,6 +198,34 @@ def chain(tmp_path: Path, capsys: Capture, *more: str) -> Path:
     return final
 
 
+def test_where_no_response_needed_a_fallback_any_calibrator_of_the_protocol_fits(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Two of the validation responses had no answer, of the held-out ones none, or the other way round."""
+    whole = samples(600, seed=1)
+    lost = [one.model_copy(update={"label": None, "source": "fallback", "confidence": 0.0}) for one in whole[:8]]
+    for names in (("fit", "held"), ("held", "fit")):
+        write_records(tmp_path / f"{names[0]}.jsonl", [*lost, *whole[8:]])
+        write_records(tmp_path / f"{names[1]}.jsonl", samples(600, seed=2))
+        rule = ("--k", "4", "--rule", "most confident")
+        final, tau = tmp_path / "final.jsonl", tmp_path / "tau.json"
+        run(capsys, "select", tmp_path / "fit.jsonl", *rule, "--out", final)
+        run(capsys, "calibrate", "fit", final, "--out", tau)
+        done = run(capsys, "select", tmp_path / "held.jsonl", *rule, "--calibrator", tau, "--out", final)
+        assert (done.code, done.err) == (0, "")
+        assert read_manifest(final).notes["protocol"]["fallback"] == ("none" if names[0] == "fit" else None)
+
+
+def test_final_answers_that_no_calibrator_made_can_be_calibrated_once(tmp_path: Path, capsys: Capture) -> None:
+    write_records(tmp_path / "rows.jsonl", samples(600, seed=1))
+    final, tau, out = tmp_path / "final.jsonl", tmp_path / "tau.json", tmp_path / "out.jsonl"
+    run(capsys, "select", tmp_path / "rows.jsonl", "--k", "4", "--rule", "most confident", "--out", final)
+    run(capsys, "calibrate", "fit", final, "--out", tau)
+    assert run(capsys, "calibrate", "apply", tau, final, "--out", out).code == 0
+    again = run(capsys, "calibrate", "apply", tau, out, "--out", tmp_path / "twice.jsonl")
+    assert (again.code, "calibrated before" in again.err) == (2, True)
+
+
 @pytest.mark.parametrize("more", [(), ("--adaptive",)])
 def test_the_chain_of_files_up_to_a_threshold(tmp_path: Path, capsys: Capture, more: tuple[str, ...]) -> None:
     final = chain(tmp_path, capsys, *more)
@@ -209,7 +237,7 @@ def test_the_chain_of_files_up_to_a_threshold(tmp_path: Path, capsys: Capture, m
     assert (found.threshold, found.bound, found.rows) == (expected.threshold, expected.bound, 600)
     assert found.calibrator == open_fitted(tmp_path / "tau.json").digest
     protocol = found.protocol
-    assert (protocol.rule, protocol.k, protocol.temperature, protocol.fallback) == ("most confident", 4, 1.0, "answer")
+    assert (protocol.rule, protocol.k, protocol.temperature, protocol.fallback) == ("most confident", 4, 1.0, None)
     assert (protocol.stop is not None) == bool(more)
     assert f"confidence >= {found.threshold:.8g}" in done.out
     assert f"coverage {100 * found.coverage:.1f} %" in done.out

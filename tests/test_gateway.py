@@ -143,6 +143,42 @@ def test_a_request_that_changes_how_answers_are_made_has_no_guarantee(
     assert found["threshold"] == 0.5
 
 
+def test_answers_of_another_protocol_than_the_calibrators_abstain() -> None:
+    """Their confidence is not calibrated, so it cannot be compared with a threshold of calibrated ones."""
+    fitted = Fitted(Temperature(tau=4.0), "confidence", protocol=ONE)
+    limit = threshold(0.5, fitted=fitted)
+    with OpenAIServer(always("B", -0.02)) as upstream, gateway(upstream, fitted=fitted, limit=limit) as url:
+        assert not ask(url).catto["abstained"]
+        other = ask(url, temperature=0.2).catto
+    assert (other["confidence"], other["abstained"], other["guarantee"]) == (None, True, None)
+
+
+def test_a_response_that_was_cut_has_no_guarantee() -> None:
+    reply = stating("B")
+    reply["choices"][0]["finish_reason"] = "length"
+    with OpenAIServer(lambda _: ok(reply)) as upstream, gateway(upstream, limit=threshold(0.5)) as url:
+        found = ask(url).catto
+    assert (found["label"], found["guarantee"], found["reason"]) == ("B", None, "a response was cut at max_tokens")
+
+
+def test_a_second_turn_takes_back_what_the_gateway_sent() -> None:
+    with OpenAIServer(always("B")) as upstream, gateway(upstream) as url:
+        first = ask(url).choices[0].message
+        user = {"role": "user", "content": "Sure?"}
+        again = ask(url, messages=[user, first.model_dump(), {**user, "name": None}])
+    assert again.catto["label"] == "B"
+
+
+@pytest.mark.parametrize("rule", ["mean log-probability", "self-certainty", "lowest-group confidence"])
+def test_a_rule_that_reads_tokens_is_refused_where_no_sample_has_any(rule: str) -> None:
+    cut = chat(None, reasoning_content="So")
+    cut["choices"][0]["finish_reason"] = "length"
+    with OpenAIServer(lambda _: ok(cut)) as upstream, gateway(upstream, continues=False) as url:
+        status, reply, _ = post(url, body(catto={"rule": rule, "k": 2}, temperature=1.0))
+    assert status == 400
+    assert reply["error"]["message"].startswith(f"{rule} needs ")
+
+
 def test_what_clients_send_without_asking_for_anything_is_accepted() -> None:
     parts = [{"type": "text", "text": "Which "}, {"type": "text", "text": "one?"}]
     neutral = {"top_p": 1.0, "presence_penalty": 0, "stop": None, "tools": None, "temperature": None, "catto": None}
@@ -216,7 +252,7 @@ def test_calibrators_of_samples_of_labels_and_of_final_answers() -> None:
         with gateway(upstream, fitted=Fitted(tau, "confidence", protocol=ONE)) as url:
             assert ask(url).catto["confidence"] == pytest.approx(sigmoid, abs=1e-12)
             other = ask(url, wishes={"k": 2}, temperature=1.0).catto
-        assert (other["calibrator"], other["confidence"]) == (None, pytest.approx(P))
+        assert (other["calibrator"], other["confidence"], other["confidence_raw"]) == (None, None, pytest.approx(P))
         assert "another rule, k, temperature" in other["reason"]
 
 
@@ -448,7 +484,7 @@ def test_the_command_serves_until_it_is_asked_to_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("respond", "arguments", "said"),
     [
-        (lambda _: ok(chat("B")), (), "no log-probabilities: the confidence cannot be read"),
+        (lambda _: ok(chat("B")), (), "no log-probabilities: none came"),
         (lambda _: error(401), (), "OPENAI_API_KEY is not set"),
         (always("B"), ("--rule", "best"), "--rule: best is not one of most confident"),
         (always("B"), ("--k", "4"), "--k 4 at temperature 0"),

@@ -16,7 +16,7 @@ from catto.measure import HEADLINE, MeasureSettings, Sources
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import THRESHOLDS
-from catto.metrics.statistics import bootstrap, null_band, null_table
+from catto.metrics.statistics import Answers, bootstrap, null_band, null_table
 from catto.problems import DataError
 from catto.records import Prediction, Question
 from catto.report import numbers as store
@@ -76,7 +76,8 @@ def test_the_null_band_of_a_group_is_that_of_the_mean_over_its_seeds(world: Meas
         ]
         confidence = [file_of(world, cell)[0] for cell in sorted(cells, key=lambda cell: cell.seed)]
         assert len(confidence) == 2
-        wanted = null_table({"ece": METRICS["ece"]}, confidence, resamples=50)["ece"]
+        runs = [Answers(None, c, ()) for c in confidence]
+        wanted = null_table({"ece": METRICS["ece"]}, runs, resamples=50)["ece"]
         assert (group.null.mean, group.null.low, group.null.high) == (wanted.mean, wanted.low, wanted.high)
 
 

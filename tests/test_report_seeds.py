@@ -133,9 +133,9 @@ def test_the_comparison_of_one_run_is_its_plain_definition(name: str) -> None:
 
 
 def test_the_null_band_of_a_mean_over_runs_is_narrower_and_has_the_mean_of_the_means() -> None:
-    confidences = [rows(seed).confidence for seed in range(4)]
-    single = [null_band(ece, c, resamples=400) for c in confidences]
-    together = null_table({"ece": ece}, confidences, resamples=400)["ece"]
+    runs = [rows(seed) for seed in range(4)]
+    single = [null_band(ece, run.confidence, resamples=400) for run in runs]
+    together = null_table({"ece": ece}, runs, resamples=400)["ece"]
     assert together.mean == pytest.approx(np.mean([band.mean for band in single]), abs=0.003)
     assert together.high - together.low < 0.7 * np.mean([band.high - band.low for band in single])
 

@@ -309,6 +309,8 @@ def test_the_command_ranks_at_a_tau_that_is_given_or_fitted(tmp_path: Path) -> N
 
     assert "Sampled at temperature 0.3, ranked by the stated confidence." in told()
     assert "ranked by the confidence at tau 2." in told("--tau", "2")
+    assert "the best tau lies beyond" not in told("--tau", "2")
+    assert "the best tau lies beyond" in told("--fit-tau", str(tmp_path / "validation.jsonl"))
     assert f"ranked by the confidence at tau {fit_tau(fit).tau:.3g}." in told(
         "--fit-tau", str(tmp_path / "validation.jsonl")
     )

@@ -16,6 +16,7 @@ import torch
 
 from catto.engines import Generation, Request
 from catto.engines.decoding import evaluating, last_logits
+from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
 from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
 from catto.predict.predictor import evaluate
@@ -277,6 +278,44 @@ def test_rivals_are_read_in_the_case_in_which_the_label_was_written() -> None:
     assert answer.label_logprobs == {"entailment": -0.1, "neutral": -2.5, "contradiction": -4.0}
     answer = _served(("A", "B"), ("b", {"b": -0.2, "a": -1.8, "A": -6.0}))
     assert (answer.label, answer.label_logprobs) == ("B", {"A": -1.8, "B": -0.2})
+
+
+def test_a_label_that_begins_another_is_read_where_that_one_is_a_token() -> None:
+    labels = tuple(map(str, range(1, 11)))
+    shown = {"1": -0.1, "10": -2.6, "7": -4.0}
+    answer = _served(labels, ("1", shown))
+    assert (answer.label, answer.confidence) == ("1", pytest.approx(math.exp(-0.1)))
+    assert "'1' and '10' begin with the same token" in _served(labels, ("1", {"1": -0.1})).refused
+
+
+def test_of_candidates_with_one_text_the_likeliest_counts_and_the_drawn_one_stays() -> None:
+    tops = [{"token": text, "logprob": value} for text, value in (("A", -0.1), ("B", -2.6), ("A", -6.0), ("B", -7.0))]
+    assert Token.model_validate({"token": "A", "logprob": -0.1, "top_logprobs": tops}).candidates == {
+        "A": -0.1,
+        "B": -2.6,
+    }
+    assert Token.model_validate({"token": "A", "logprob": -6.0, "top_logprobs": tops}).candidates["A"] == -6.0
+
+
+def test_tokens_of_a_reasoning_that_is_reported_apart_are_left_out() -> None:
+    tokens = [{"token": text, "logprob": value} for text, value in (("A", -5.0), (" cat", -1.0), ("A", -0.05))]
+    message = {"role": "assistant", "content": "A", "reasoning_content": "A cat"}
+    choice = Choice.model_validate({"message": message, "logprobs": {"content": tokens}})
+    assert cut_after_stop(choice, ()) == ("A", (("A", {"A": -0.05}),), -0.05)
+
+
+def test_a_server_that_allows_fewer_candidates_is_asked_for_fewer() -> None:
+    def respond(seen: Seen) -> Reply:
+        few = seen.body.get("top_logprobs", 0) <= 5
+        return served(seen) if few else error(400, "top_logprobs must be between 0 and 5")
+
+    with serving(respond) as remote:
+        remote.probe(lambda _: None)
+        assert (remote.top_logprobs, remote.more_tops) == (5, 5)
+        assert {one.source for one in evaluate(remote, questions(2), max_tokens=24)} <= {"free", "plain", "fallback"}
+    refusing = serving(lambda seen: error(400, "logprobs: no") if "logprobs" in seen.body else served(seen))
+    with refusing as remote, pytest.raises(ServerError, match="no log-probabilities: 400 in try 1: logprobs: no"):
+        remote.probe()
 
 
 def test_labels_that_share_a_token_as_written_are_refused() -> None:

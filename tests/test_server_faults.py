@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from catto.engines import server_address
 from catto.engines.replies import wished_wait
-from catto.engines.server import ServerEngine, ServerError, back_off
+from catto.engines.server import FaultError, ServerEngine, ServerError, back_off
 from catto.records import Message, Refusal
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from server_cases import by_seed, engine, refused, request
@@ -45,6 +46,36 @@ FAULTS = {
     "content null": ok(chat(None)),
     "message missing": ok({"model": "m", "choices": [{"finish_reason": "stop"}]}),
 }
+
+
+def test_a_caller_that_stops_leaves_no_task_behind_that_shows_the_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several requests fail at once with a reply that throws the key back; the caller takes one outcome."""
+    monkeypatch.setenv("OPENAI_API_KEY", SENTINEL)
+    together = threading.Barrier(4)
+
+    def respond(seen: Seen) -> Reply:
+        together.wait(30)
+        return error(400, f"invalid: {seen.headers['authorization']}")
+
+    with OpenAIServer(respond) as server:
+        outcomes = engine(server, concurrency=4).generate([request(i) for i in range(4)])
+        first = next(iter(outcomes))
+        time.sleep(0.3)  # the others arrive
+        outcomes.close()  # type: ignore[attr-defined]
+    gc.collect()
+    assert isinstance(first, Refusal)
+    assert caplog.text == ""
+    assert str(FaultError(SENTINEL, again=False)) == ""
+
+
+def test_user_and_password_of_an_address_are_not_shown() -> None:
+    with OpenAIServer(lambda _: error(400, "no access for bobuser with hunter2secret")) as server:
+        address = server.url.replace("://", "://bobuser:hunter2secret@")
+        (found,) = ServerEngine(address, "m").generate([request()])
+    assert isinstance(found, Refusal)
+    assert found.refused.endswith("no access for [key] with [key]")
 
 
 def test_every_passing_fault_is_retried_and_counted() -> None:

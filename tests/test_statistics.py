@@ -21,6 +21,7 @@ from catto.metrics.statistics import (
     compare,
     compare_table,
     null_band,
+    null_table,
     over_seeds,
     question_counts,
 )
@@ -171,6 +172,18 @@ def test_null_band_of_accuracy_is_binomial() -> None:
     band = null_band(accuracy, np.full(50, 0.8), resamples=20_000)
     assert band.mean == pytest.approx(0.8, abs=0.002)
     assert (band.low, band.high) == (34 / 50, 45 / 50)
+
+
+def test_answers_to_one_question_are_right_together_in_the_null_band() -> None:
+    """Four samples that always agree tell as much as one."""
+    c, _ = data(60)
+    four = Answers([row for row in range(60) for _ in range(4)], np.repeat(c, 4), ())
+    one = null_band(ece, c, resamples=200)
+    assert null_table({"ece": ece}, [four], resamples=200)["ece"] == one
+    apart = null_band(ece, np.repeat(c, 4), resamples=200)
+    assert apart.high < one.low
+    many = Answers([row for row in range(2000) for _ in range(4)], np.repeat(data(2000)[0], 4), ())
+    assert null_table({"accuracy": accuracy}, [many], resamples=50)["accuracy"].high > 0.5
 
 
 def test_null_band_of_certain_rows_is_zero() -> None:

@@ -170,13 +170,14 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
-    raw = f"{names.confidence}_raw"
+    raw, final = f"{names.confidence}_raw", _final_notes(path)
+    untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
     with files.replacing(out) as file:
         manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
-            if fields.get(raw) is not None:  # catto's own predictions have it, as null
+            if fields.get(raw) is not None and not untouched:  # catto's own predictions have it, as null
                 raise DataError(path, row, f"{raw}: there already, so the row was calibrated before")
             try:
                 line = json.dumps({**fields, names.confidence: new, raw: stated}, ensure_ascii=False, allow_nan=False)

@@ -351,7 +351,7 @@ def measure_runs(
     functions, options = settings.functions(), settings.options(runs, tick)
     intervals = statistics.bootstrap_table(functions, runs, method=settings.method, **options)
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
-    bands = statistics.null_table(calibration, [run.confidence for run in runs], **options) if calibration else {}
+    bands = statistics.null_table(calibration, runs, **options) if calibration else {}
     return {
         name: MetricResult(interval if name == GAP else held(interval), bands.get(name))
         for name, interval in intervals.items()

@@ -181,13 +181,13 @@ class Protocol(Record):
     """How one answer is made of k samples: what a threshold's guarantee depends on besides model and questions.
 
     `stop`: adaptive k, which ends votes when they are settled and the most confident at this confidence. `fallback`:
-    a response without an answer is continued to one (`answer`), or has none (`none`).
+    a response without an answer is continued to one (`answer`), or has none (`none`); None: all had one.
     """
 
     rule: str
     k: int = Field(ge=1)
     temperature: float = Field(ge=0)
-    fallback: Literal["answer", "none"]
+    fallback: Literal["answer", "none"] | None
     stop: float | None = None
 
 

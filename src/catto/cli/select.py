@@ -69,7 +69,9 @@ def select(
     written = ""
     with console.refusing(place=f"{file}: "):
         if fit_tau is not None:
-            tau = temperature.fit_tau(list(read_records(fit_tau, Prediction))).tau
+            tau = (scaling := temperature.fit_tau(list(read_records(fit_tau, Prediction)))).tau
+            if scaling.at_edge:
+                console.warn(f"{fit_tau}: the best tau lies beyond {tau:g}, the end of its range")
         samples = selection.candidates(predictions, tau)
         rows = [row for size in sizes for row in selection.select(samples, size, seed=seed)]
         rescaled = predictions if tau is None else temperature.rescaled(predictions, tau)
@@ -77,7 +79,7 @@ def select(
         if out is not None and rule is not None:
             applied = None if calibrator is None else open_fitted(calibrator)
             ranked_by = predictions if applied is None else applied.ranked(predictions)
-            protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop)
+            protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop, applied.protocol if applied else None)
             mean = _means(write_final(out, predictions, protocol, applied))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
             written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
@@ -108,17 +110,25 @@ def select(
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
-def _protocol(predictions: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None) -> Protocol:
-    """Describe how the first k samples of a file become one answer; choose where to stop if that is not given."""
+def _protocol(
+    rows: list[Prediction], rule: str, k: int, adaptive: bool, stop: float | None = None, like: Protocol | None = None
+) -> Protocol:
+    """Describe how the first k samples of a file become one answer; choose where to stop if that is not given.
+
+    like: the calibrator's. Where no response of one of the two needed a fallback, both are alike.
+    """
     from catto.metrics.selection import candidates, choose_stop, samples_by_question
 
-    temperatures = {row.temperature for row in predictions}
+    temperatures = {row.temperature for row in rows}
     if len(temperatures) > 1:
         raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
     if adaptive and stop is None:
-        first = [sample for row in samples_by_question(predictions) for sample in row[:k]]
+        first = [sample for row in samples_by_question(rows) for sample in row[:k]]
         stop = choose_stop(candidates(first)) if rule == MOST else 1.0
-    fallback: Literal["answer", "none"] = "none" if any(row.label is None for row in predictions) else "answer"
+    forced = [row.label for row in rows if row.source == "fallback"]
+    fallback: Literal["answer", "none", None] = None if not forced else "none" if None in forced else "answer"
+    if like is not None and None in (fallback, like.fallback):
+        fallback = like.fallback
     return Protocol(rule=rule, k=k, temperature=temperatures.pop(), fallback=fallback, stop=stop)
 
 

@@ -76,9 +76,9 @@ def serve(
     if key is None and host not in LOCAL:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
     given = {"k": k, "rule": rule, "temperature": temperature, "stop": stop}
-    base = {"rule": MOST, "k": 1, "temperature": 0.0} if limit is None else limit.protocol.model_dump()
-    wanted = {name: value for name, value in given.items() if value is not None}
-    protocol = Protocol.model_validate({**base, "fallback": "answer", **wanted})
+    plain = Protocol(rule=MOST, k=1, temperature=0.0, fallback="answer")
+    base = limit.protocol if limit else (fitted.protocol if fitted else None) or plain
+    protocol = base.model_copy(update={name: value for name, value in given.items() if value is not None})
     check_name("--rule", protocol.rule, RULES)
     if protocol.k > 1 and protocol.temperature == 0:
         refuse(f"--k {protocol.k} at temperature 0: all samples would be the same, give a --temperature")
@@ -88,10 +88,12 @@ def serve(
         if model is None:
             engine.find_model()
         engine.probe(warn)
-    if not engine.continues:
+    if not engine.continues and protocol.fallback is not None:
         protocol = protocol.model_copy(update={"fallback": "none"})
     if limit is not None and limit.protocol != protocol:
         warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
+    elif fitted is not None and fitted.protocol not in (None, protocol):
+        warn(f"{calibrator}: fitted on answers of {fitted.protocol!r}, this is {protocol!r}: no answer is calibrated")
     if limit is not None and limit.models and engine.model not in limit.models:
         warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)

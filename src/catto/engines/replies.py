@@ -67,7 +67,7 @@ class RefusalCap:
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
         """Raise ServerError where everything was refused, however few requests there were."""
         if not answered and (last := next(iter(refusals), None)) is not None:
-            raise RefusalCap._error("every request was refused", last)
+            raise RefusalCap._error("every request was refused (--retry-refused asks again)", last)
 
     @staticmethod
     def _error(what: str, last: Refusal) -> ServerError:
@@ -150,9 +150,10 @@ class Token(BaseModel):
     @property
     def candidates(self) -> dict[str, float]:
         """Text -> log-probability; the token that was drawn need not be among the best."""
-        tops = {top.token: top.logprob for top in self.top_logprobs or ()}
+        # Two tokens may have one text: the likeliest, which comes first, counts.
+        tops = {top.token: top.logprob for top in reversed(self.top_logprobs or ())}
         possible = {token: logprob for token, logprob in tops.items() if logprob is not None and isfinite(logprob)}
-        return {self.token: self.logprob, **possible}
+        return {**possible, self.token: self.logprob}
 
 
 class Choice(BaseModel):
@@ -211,8 +212,11 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
     text = choice.message.text
     text = text[: stop_end(text, stop)]
     tokens = choice.tokens or ()
-    begins = accumulate((len(token.token) for token in tokens), initial=0)
-    kept = [token for token, begin in zip(tokens, begins, strict=False) if begin < len(text)]
+    written = "".join(token.token for token in tokens)
+    # Some servers log the tokens of a reasoning that they report apart.
+    before = len(written) - len(choice.message.text) if written.endswith(choice.message.text) else 0
+    begins = accumulate((len(token.token) for token in tokens), initial=-before)
+    kept = [token for token, begin in zip(tokens, begins, strict=False) if 0 <= begin < len(text)]
     if not kept:
         return text, None, None
     tops = tuple((token.token, token.candidates) for token in kept)

@@ -39,7 +39,7 @@ STARTING, CONNECTING = 1.0, 4.0
 MOST_BYTES = 256 * 2**20
 # What every server gives. Of one token llama.cpp gives as many candidates as are asked for (its n_probs), and vLLM as
 # many as its --max-logprobs allows.
-MOST_TOPS, MORE_TOPS = 20, 1000
+MOST_TOPS, MORE_TOPS, FEWER_TOPS = 20, 1000, 5
 PROBE_RETRIES = 2
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
@@ -64,7 +64,7 @@ class FaultError(Exception):
     def __init__(
         self, reason: str, *, again: bool, of_all: bool = False, wait: float | None = None, code: int = 502
     ) -> None:
-        super().__init__(reason)
+        super().__init__()  # a traceback of it shows no reason, which `ask` has yet to clean
         self.reason, self.again, self.of_all, self.wait, self.code = reason, again, of_all, wait, code
 
 
@@ -108,7 +108,7 @@ class ServerEngine(Engine):
         if self._key and not (self._key.isascii() and self._key.isprintable()):
             raise ServerError(f"environment variable {api_key_env}: not a key that an HTTP header can carry")
         basic = base64.b64encode(":".join(login).encode()).decode() if login else ""
-        self._secrets = (self._key, basic, *((login[1] or login[0],) if login else ()))  # no message may show them
+        self._secrets = (self._key, basic, *(login or ()))  # no message may show them
         self._headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
         if basic or self._key:
             self._headers["Authorization"] = f"Basic {basic}" if basic else f"Bearer {self._key}"
@@ -140,7 +140,8 @@ class ServerEngine(Engine):
         async with self.client() as client:
             while True:
                 while failure is None and len(flying) < self.batch_size and (request := next(todo, None)) is not None:
-                    flying[asyncio.create_task(self.ask(client, request))] = request
+                    flying[task := asyncio.create_task(self.ask(client, request))] = request
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody asks
                 if not flying:
                     break
                 arrived, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
@@ -179,14 +180,15 @@ class ServerEngine(Engine):
         plain = ask("", 0)
         if isinstance(plain, Refusal):
             raise ServerError(f"{self.base_url}: a first request was refused: {plain.refused}")
-        asked, known = MORE_TOPS, ask("", MORE_TOPS)
-        if isinstance(known, Refusal):
-            known = ask("", asked := self.top_logprobs or MOST_TOPS)
+        for asked in (MORE_TOPS, self.top_logprobs or MOST_TOPS, FEWER_TOPS):
+            if isinstance(known := ask("", asked), Generation):
+                break
         tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
         if not tops:
-            raise ServerError(f"{self.base_url}: no log-probabilities: the confidence cannot be read")
+            raise ServerError(f"{self.base_url}: no log-probabilities: {getattr(known, 'refused', 'none came')}")
         tops = min(tops, asked)  # a drawn token outside the best is counted too
         self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
+        self.top_logprobs = min(self.top_logprobs, asked)
         if tops < 2:
             warn(f"{self.model}: top_logprobs gives {tops} candidates: other labels may be unknown")
         replies = [plain, *(ask(" ".join(["one"] * words), 0) for words in (4, 8))]
@@ -204,7 +206,7 @@ class ServerEngine(Engine):
                 said = error_message(reply.content) or reply.reason_phrase or "no message"
                 raise ValueError(f"{reply.status_code}: {said}")
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
             reason = one_line(first_problem(error) if isinstance(error, ValidationError) else str(error), self._secrets)
             raise ServerError(f"{self.base_url}: it does not list its models: {reason}; name one") from None
         if len(names) != 1:

@@ -319,35 +319,39 @@ def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[B
     >>> null_band(ece, [0.0, 1.0], resamples=10).high
     0.0
     """
-    return null_table({"metric": metric}, [confidence], **options)["metric"]
+    return null_table({"metric": metric}, [Answers(None, confidence, ())], **options)["metric"]
 
 
 def null_table(
-    metrics: Mapping[str, MetricFunction], confidences: Sequence[ArrayLike], **options: Unpack[BootstrapOptions]
+    metrics: Mapping[str, MetricFunction], runs: Sequence[Answers], **options: Unpack[BootstrapOptions]
 ) -> dict[str, NullBand]:
     """Return the null band of each metric, of its mean over runs where there are several; runs are independent.
 
-    Of one run, each equals `null_band` of that metric alone.
+    Of one run, each equals `null_band` of that metric alone. Several answers to a question agree as far as their
+    confidences allow: one number is drawn for all of them. Where they agree less, the band is too wide.
     """
     simulations, level, seed, tick = _filled(options)
     draws = np.zeros((len(metrics), simulations))
-    for place, confidence in enumerate(confidences):
-        c, rng = checked_confidence(confidence), default_rng(seed + place)
-        c = np.sort(c) if len(c) > BLOCK else c  # drawn in the order in which they are counted
+    for place, run in enumerate(runs):
+        c, rng = checked_confidence(run.confidence), default_rng(seed + place)
+        (code,), units = _numbered([run.question], [c])
+        rising = np.argsort(c, kind="stable") if len(c) > BLOCK else np.arange(len(c))
+        c, code = c[rising], code[rising]  # many are drawn in the order in which they are counted
         order, starts, value = by_confidence(c)
         count = np.diff(starts, append=len(c)).astype(np.float64)
         confidence_sum = count * value
         prepared = [on_counts(metric)(value) for metric in metrics.values()]
         values = []
         for size in _parts(simulations, len(c), tick if place == 0 else lambda: None):
-            drawn = rng.random((size, len(c))) < c
+            uniform = rng.random((size, units))
+            drawn = (uniform.take(code, axis=1) if units < len(c) else uniform) < c
             right = (drawn if len(c) > BLOCK else drawn.take(order, axis=1)).astype(np.float64)
             if len(starts) < len(c):
                 right = np.add.reduceat(right, starts, axis=1)
             rows = Groups(value, np.broadcast_to(count, right.shape), right)
             vars(rows)["confidence_sum"] = np.broadcast_to(confidence_sum, right.shape)  # of every simulation the same
             values.append(np.array([metric(rows) for metric in prepared]))
-        draws += np.hstack(values) / len(confidences)
+        draws += np.hstack(values) / len(runs)
     return {name: _band(row, level) for name, row in zip(metrics, draws, strict=True)}
 
 

@@ -261,10 +261,12 @@ def _written(case: Case) -> _Written | Refusal | None:
         if begin <= start < end:
             own = token[start - begin : stop - begin]
             forms = restyle(question.labels, parsed.label, generation.text[start:stop])
-            other = next((name for name, form in forms.items() if name != parsed.label and form.startswith(own)), None)
+            lead = token[: start - begin]
+            rivals = {name: form for name, form in forms.items() if lead + form not in tops}  # 10 may be one beside 1
+            other = next((x for x, form in rivals.items() if x != parsed.label and form.startswith(own)), None)
             if other is None:
                 after = token[stop - begin :] if end > stop else ""
-                return _Written(parsed.label, parsed.source, begin, token, token[: start - begin], after, tops, forms)
+                return _Written(parsed.label, parsed.source, begin, token, lead, after, tops, forms)
             why = f"labels {parsed.label!r} and {other!r} begin with the same token {own!r}"
             break
         begin = end

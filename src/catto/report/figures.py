@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from catto.methods import AMONG_LABELS, Budget, unscaled
 from catto.metrics.binning import reliability
@@ -164,28 +164,20 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
 
 
 def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
-    """Yield every figure of the report; at the end validation over training, learning rates and training time.
+    """Yield every figure of the report; at the end validation over training.
 
     answers: those of `numbers.cells`, in the same order.
     """
     for budget in numbers.budgets:
         yield from score_pictures(numbers, budget)
         yield from answer_pictures(numbers, answers, budget)
-    trained = tables.trained_cells(results)
-    tasks = tuple(sorted({cell.trained_on for cell, _ in trained}, key=task_order))
-    for task in tasks:
-        mine = [pair for pair in trained if pair[0].trained_on == task]
-        for budget in numbers.budgets:
-            followed = [pair for pair in mine if pair[0].budget in (None, budget) and pair[1].history]
-            for _, rows in by_task((task, (cell.method, None), training) for cell, training in followed):
-                metrics = [("Validation ECE", ("val_ece", rows)), ("Validation accuracy", ("val_accuracy", rows))]
-                yield Picture("history", "", task, task_title(task), metrics, budget, (task,))
-        rated = [pair for pair in mine if tables.by_preferences(pair[0].method)]
-        for _, rows in by_task((task, (cell.method, cell.budget), training) for cell, training in rated):
-            yield Picture("learning-rates", "", task, task_title(task), [("", rows)], None, (task,))
-    if any(training.seconds for _, training in trained):
-        contents = by_task((cell.trained_on, (cell.method, cell.budget), training) for cell, training in trained)
-        yield Picture("training", "", "", ", ".join(title for title, _ in contents), contents, None, tasks)
+    trained = [pair for pair in tables.trained_cells(results) if pair[1].history]
+    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+    for task, budget in product(tasks, numbers.budgets):
+        followed = [pair for pair in trained if pair[0].trained_on == task and pair[0].budget in (None, budget)]
+        for _, rows in by_task((task, (cell.method, None), training) for cell, training in followed):
+            metrics = [("Validation ECE", ("val_ece", rows)), ("Validation accuracy", ("val_accuracy", rows))]
+            yield Picture("history", "", task, task_title(task), metrics, budget, (task,))
 
 
 def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row, list[Any]]]]:
@@ -323,28 +315,6 @@ def draw_history(axes: Axes, content: tuple[str, Trainings]) -> None:
         axes.plot(steps, means, f"{mark}-", color=shade, markersize=4, linewidth=1.3, label=method_title(method))
 
 
-def draw_rates(axes: Axes, rows: Trainings) -> None:
-    """The chosen learning rates, one disc a seed."""
-    for row, shade, trainings in named_rows(axes, rows):
-        for training in trainings:
-            if training.learning_rate:
-                axes.plot(training.learning_rate, row, "o", color=shade, alpha=0.4, markersize=9)
-    rates = sorted({t.learning_rate for trainings in rows.values() for t in trainings if t.learning_rate})
-    axes.set_xscale("log")
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.xaxis.set_minor_formatter(NullFormatter())  # the default writes TeX, which SVG text does not render
-
-
-def draw_minutes(axes: Axes, rows: Trainings) -> None:
-    """The mean training time over seeds as bars with their numbers."""
-    for row, shade, trainings in named_rows(axes, rows):
-        if seconds := [training.seconds for training in trainings if training.seconds]:
-            minutes = float(np.mean(seconds)) / 60
-            axes.barh(row, minutes, 0.62, color=shade)
-            axes.annotate(f"{minutes:.3g}", (minutes, row), (3, 0), textcoords="offset points", va="center")
-    axes.margins(x=0.15)  # room for the numbers
-
-
 class Kind(NamedTuple):
     """How a kind of figure is drawn: the content of a panel, the labels of its axes, and its height in inches."""
 
@@ -366,6 +336,4 @@ KINDS = {
     "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3, shares=True),
     "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 5.0, shares=True),
     "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
-    "learning-rates": Kind(draw_rates, "Learning rate (one disc a seed)"),
-    "training": Kind(draw_minutes, "Minutes"),
 }

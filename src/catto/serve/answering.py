@@ -22,6 +22,7 @@ from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
+CUT = "a response was cut at max_tokens"
 _NONE = np.zeros((1, 0))
 NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
 
@@ -125,14 +126,19 @@ class Answerer:
         reason = next((sample.unreadable for sample in samples if sample.unreadable is not None), None)
         if all(sample.unreadable is not None for sample in samples):
             raise FaultError(f"no confidence can be read: {reason}", again=False, code=400)
+        reason = reason or (CUT if any(sample.replies[0].finish_reason == "length" for sample in samples) else None)
         guaranteed = threshold is not None and threshold.protocol == protocol and reason is None
         if fitted is not None and fitted.protocol not in (None, protocol):
             fitted, reason = None, OTHER_PROTOCOL
         predictions = [sample.prediction for sample in samples]
         calibrated, uncalibrated = self._calibrated(predictions)
+        uncalibrated = OTHER_PROTOCOL if reason == OTHER_PROTOCOL else uncalibrated
         # All samples that were taken count, so the choice is that of a fixed k.
         taken = protocol.model_copy(update={"k": len(samples), "stop": None})
-        (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
+        try:
+            (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
+        except ValueError as error:  # a rule that reads what no sample has
+            raise FaultError(str(error), again=False, code=400) from None
         confidence = None if uncalibrated or final.label is None else final.confidence
         abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)
         about = {

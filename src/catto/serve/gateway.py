@@ -102,17 +102,18 @@ class ChatRequest(Record, strict=True):
             return body
         fields = {name: value for name, value in body.items() if value is not None and value != _NEUTRAL.get(name)}
         if isinstance(messages := fields.get("messages"), list):
-            fields["messages"] = [_joined(message) for message in messages]
+            fields["messages"] = [_joined(one) if isinstance(one, dict) else one for one in messages]
         return fields
 
 
-def _joined(message: Any) -> Any:
-    """The message with its content as one text, where it is a list of texts.
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without nulls, and with its content as one text, where it is a list of texts.
 
     >>> _joined({"role": "user", "content": [{"type": "text", "text": "Is it "}, {"type": "text", "text": "so?"}]})
     {'role': 'user', 'content': 'Is it so?'}
     """
-    parts = message.get("content") if isinstance(message, dict) else None
+    message = {name: value for name, value in message.items() if value is not None}
+    parts = message.get("content")
     if not isinstance(parts, list) or not parts:
         return message
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
