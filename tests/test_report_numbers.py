@@ -288,12 +288,25 @@ def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_th
         task="snli", trained_on="snli", method="dpo", budget="paper", seed=0, predictions="", candidates="c.jsonl"
     )
     for tau, accuracy in ((2.0, 1.0), (0.7, 0.0)):
-        rules, sampled = selection_of(cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7}), tmp_path)
+        scaled = cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7})
+        rules, sampled = selection_of(scaled, tmp_path, "fallback")
         assert rules[2]["most confident"].value == accuracy
         assert sampled["tau"] == tau
         assert sampled["sampling_temperature"] == 0.7
         assert (sampled["auroc_within"], sampled["questions_with_both"]) == (accuracy, 1.0)
         assert sampled["sample_fallback_rate"] == 0.0
+
+
+def test_k_is_measured_as_it_was_asked_for_and_forced_samples_may_count_as_wrong(tmp_path: Path) -> None:
+    rows = [crossing(True, 0.7, sample) for sample in range(3)]
+    rows[0] = rows[0].model_copy(update={"source": "fallback", "confidence": 0.9})
+    write_records(tmp_path / "c.jsonl", rows)
+    place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "", "method": "dpo"}
+    cell = Cell(candidates="c.jsonl", **place)
+    for unparsed, right in (("fallback", 1.0), ("wrong", 2 / 3)):
+        rules, _ = selection_of(cell, tmp_path, unparsed)  # type: ignore[arg-type]
+        assert list(rules) == [1, 2, 3]
+        assert rules[3]["one random sample"].value == pytest.approx(right)
 
 
 def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> None:

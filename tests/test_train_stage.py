@@ -229,13 +229,6 @@ def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
     }
 
 
-@pytest.mark.parametrize(("name", "value"), [("calibration", "bce"), ("max_length", 30)])
-def test_what_the_recipe_itself_gives_is_refused_in_the_trl_block(name: str, value: Any, tmp_path: Path) -> None:
-    block = {"preference": {"checkpoint_steps": 2, "trl": {name: value}}}
-    with pytest.raises(ValueError, match=f"trl: {name} is not set here"):
-        run_train(made_work(tmp_path, "dpo", **block))
-
-
 # ---- RCFT's own answers ---------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def expand(path: str) -> str:
 Place = Annotated[str, AfterValidator(expand)]
 
 Rate = Annotated[float, Field(gt=0)]
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 # How the teacher is reached and how fast it is asked: no response depends on it.
 REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"})

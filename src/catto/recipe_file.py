@@ -186,14 +186,19 @@ def keywords(config: str) -> dict[str, str]:
 _KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str}, "bool": {bool}, "None": {type(None)}}
 
 
+# Keywords that the recipe fills itself.
+_GIVEN = {"calibration": "the method gives it", "max_length": "context gives it", "output_dir": "the run has its own"}
+_GIVEN |= {"task_type": "it is always CAUSAL_LM"}
+
+
 def _refused(config: str, name: str, value: Any) -> str | None:
     """Return what is wrong with a keyword, as far as that can be seen without the library."""
     known = keywords(config)
     kinds = known.get(name, "").split(" | ")
     if known and name not in known:
         return f"not a keyword of {config}{did_you_mean(name, known)}"
-    if (config, name) == ("LoraConfig", "task_type"):
-        return "is always CAUSAL_LM: leave it out"
+    if name in _GIVEN:
+        return f"is not set here: {_GIVEN[name]}"
     if isinstance(value, str) and not any("str" in kind for kind in kinds):
         with suppress(ValueError, OverflowError):
             meant = int(float(value)) if kinds[0] == "int" else f"{float(value):.1e}"

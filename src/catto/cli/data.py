@@ -157,7 +157,10 @@ def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> t
     overrides = list(sets or ())
     if (own := own_questions(task, *options)) is not None:
         task, block = own
-        overrides += [f"tasks={json.dumps({task: block.model_dump(exclude_none=True)})}", "train_on=null"]
+        overrides += [
+            f"tasks={json.dumps({task: block.model_dump(exclude_none=True)}, ensure_ascii=False)}",
+            "train_on=null",
+        ]
     return task, overrides
 
 

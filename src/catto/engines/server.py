@@ -253,13 +253,9 @@ class ServerEngine(Engine):
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
         """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
-        body: dict[str, Any] = {
-            "model": self.served,
-            "messages": [message.model_dump() for message in request.messages],
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "max_tokens": request.max_tokens,
-        }
+        messages = [message.model_dump() for message in request.messages]
+        body: dict[str, Any] = {name: getattr(request, name) for name in ("temperature", "seed", "max_tokens")}
+        body |= {"model": self.served, "messages": messages}
         if wanted := self.more_tops if request.begun else self.top_logprobs:
             body |= {"logprobs": True, "top_logprobs": wanted}
         body |= self.extra_body | (CONTINUE if request.begun else {})

@@ -17,6 +17,7 @@ from catto.recipe import EvaluationSettings, TaskSettings
 from catto.records import Manifest, Question, Refusal
 from catto.tasks import TASKS, Task, load
 from catto.tasks.own_file import own_task
+from catto.tasks.splits import digest
 from catto.tasks.witnesses import generate as witness_questions
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
@@ -141,4 +142,7 @@ def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
         if len(questions) < (limit or 0):
             left = f"{len(questions)} questions are left beyond the {len(seen)} of train"
             raise ValueError(f"outcome.held_out: {left}, expected {limit}")
+    if limit is not None and questions[0].posterior is None:  # a file may be sorted; generated questions are not
+        place = questions[0].task, "train", work.stage.needs["questions"].settings.seed
+        questions = sorted(questions, key=lambda question: digest(*place, question.id))
     return [question.model_copy(update={"split": "train"}) for question in questions[:limit]]

@@ -104,7 +104,7 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     rewards = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
     rewards = rewards[-max(len(rewards) // 4, 1) :]
     training = {
-        "learning_rate": job.settings.learning_rate,
+        "learning_rate": trainer.args.learning_rate,
         "seconds": round(clock.seconds(), 1),
         "tokens": round(tokens * epochs),
         "rows": rows,
@@ -196,9 +196,6 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
     block = settings.block
     if not monitored and settings.keep != LAST:
         logger.warning("keep is %s, but nothing is held out to measure it on: the last step is kept", settings.keep)
-    for name, instead in {"calibration": "the method", "max_length": "context"}.items():
-        if name in block.trl:
-            raise ValueError(f"trl: {name} is not set here: {instead} gives it")
     arguments = {
         "output_dir": str(job.out / "checkpoints"),
         "seed": settings.seed,

@@ -178,7 +178,7 @@ def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unpars
     values = {name: metric(mine.confidence, mine.correct) for name, metric in others.items()}
     values |= {f"brier_{part}": getattr(split, part) for part in ("reliability", "resolution", "uncertainty")}
     metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
-    selection, sampled = selection_of(mine.cell, folder)
+    selection, sampled = selection_of(mine.cell, folder, unparsed)
     return CellNumbers(
         **mine.cell.model_dump(include={*Place.model_fields, "seed"}),
         input=key,
@@ -200,8 +200,10 @@ def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unpars
     )
 
 
-def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval]], dict[str, float]]:
-    """Measure every rule at k = 1, 2, 4, ... up to the number of candidates: k -> rule -> accuracy.
+def selection_of(
+    cell: Cell, folder: Path, unparsed: Unparsed
+) -> tuple[dict[int, dict[str, Interval]], dict[str, float]]:
+    """Measure every rule at k = 1, 2, 4, ... and at the number of candidates: k -> rule -> accuracy.
 
     With it: AUROC within questions, the number of questions that have a right and a wrong sample, the fallback rate,
     and the temperatures at which the samples were drawn and are compared.
@@ -214,11 +216,11 @@ def selection_of(cell: Cell, folder: Path) -> tuple[dict[int, dict[str, Interval
         # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
         scalable = any(prediction.logsumexp is not None for prediction in predictions)
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
-        given = candidates(predictions, tau)
-    rules = {
-        2**power: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in select(given, 2**power)}
-        for power in range(given.label.shape[1].bit_length())
-    }
+        wrong = [row.model_copy(update={"label": None}) if row.source == "fallback" else row for row in predictions]
+        given = candidates(wrong if unparsed == "wrong" else predictions, tau)
+    sizes = sorted({*(2**power for power in range(given.label.shape[1].bit_length())), given.label.shape[1]})
+    chosen = {k: select(given, k) for k in sizes}
+    rules = {k: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in chosen[k]} for k in chosen}
     within = within_questions(given)
     drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
     sampled = {

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -63,7 +63,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
     # The first screen has the reliability diagrams of DPO and of the best of the others, on the first task.
     groups, verdict = numbers.first_screen, numbers.verdict
     place = min(groups, key=lambda group: task_order(group.task))
-    ranked = [*verdict.losses] if verdict else [group.method for group in groups]
+    ranked = [*(verdict.losses if verdict else dict.fromkeys(group.method for group in groups))]
     tags = [f"{place.stem}-{name}" for name in sorted(ranked, key=lambda name: name != BASELINE)[:2]]
     single = [pair for pair in drawn if pair[0].section == "one" and pair[0].budget in (None, place.budget)]
     data = {
@@ -233,8 +233,8 @@ def headline(numbers: Numbers) -> Headline:
     compared = defaultdict(list)  # budgets with the same differences share a sentence
     for budget in numbers.budgets:
         groups = numbers.block(first[0].setting, budget)
-        if any(group.versus for group in groups):
-            compared[_against_dpo(groups)].append(names.BUDGET_TITLES[budget])
+        if judged := [one for one in groups if one.versus and not isnan(one.versus["ece"].p_corrected)]:
+            compared[_against_dpo(judged, len({one.task for one in groups}))].append(names.BUDGET_TITLES[budget])
     points = (
         f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
         for text, titles in compared.items()
@@ -289,9 +289,9 @@ def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
     return f"{who} calibrated to within sampling noise{where}{of_budget}{rest}."
 
 
-def _against_dpo(groups: Sequence[GroupNumbers]) -> str:
-    """Say which methods differ from DPO in ECE and in accuracy."""
-    tasks, clauses, judged = len({group.task for group in groups}), [], [group for group in groups if group.versus]
+def _against_dpo(judged: Sequence[GroupNumbers], tasks: int) -> str:
+    """Say which methods differ from DPO in ECE and in accuracy; those with forced answers were not compared."""
+    clauses = []
     for metric, title, words in (("ece", "ECE", ("lower", "higher")), ("accuracy", "accuracy", ("higher", "lower"))):
         parts = []
         for word, mark in zip(words, ("*", "†"), strict=True):

@@ -189,9 +189,9 @@ def summary(numbers: Numbers) -> Table:
 
 
 def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
-    """Return the numbers of candidates to show: the paper's where they were measured, else the largest."""
-    measured = {k for group in groups for k in group.selection}
-    return [k for k in PAPERS_K if k in measured] or sorted(measured)[-1:]
+    """Return the numbers of candidates to show: the paper's where they were measured, and the largest."""
+    measured = sorted({k for group in groups for k in group.selection})
+    return [k for k in measured if k in (*PAPERS_K, measured[-1])]
 
 
 def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:

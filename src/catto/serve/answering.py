@@ -98,21 +98,15 @@ class Answerer:
 
     async def _sample(self, asked: Asked, number: int) -> Sample:
         question, chat = asked.question, asked.messages
-        request = Request(
-            question=question.id,
-            sample=number,
-            messages=chat,
-            temperature=asked.protocol.temperature,
-            seed=request_seed(asked.seed, "", number),
-            max_tokens=asked.max_tokens,
-            stop=STOP,
-        )
+        how: Any = {"temperature": asked.protocol.temperature, "seed": request_seed(asked.seed, "", number)}
+        how |= {"max_tokens": asked.max_tokens, "stop": STOP}
+        request = Request(question=question.id, sample=number, messages=chat, **how)
         replies = [await self.engine.ask(self.client, request)]
         case = Case(question, chat, replies[0])
         answer = read_reply(case)
         # Only a calibrator of labels reads the other labels.
-        wanted = answer is NO_ANSWER or (self.fitted is not None and self.fitted.on == "labels")
-        if wanted and (more := left_open(self.engine, case, answer)):
+        unknown = answer is NO_ANSWER or (self.fitted is not None and self.fitted.on == "labels")
+        if unknown and (more := left_open(self.engine, case, answer)):
             replies.append(await self.engine.ask(self.client, more))
             answer = read_reply(case, replies[1])
         unreadable = answer.refused if isinstance(answer, Refusal) else None

@@ -288,8 +288,7 @@ class _Loading:
             clean = [entry for entry in members if entry.content not in test]
             dropped["content_in_test"] += len(members) - len(clean)
             members = clean
-        count = min((count for count in (self.task.sample, self.limit) if count is not None), default=None)
-        chosen = splits.draw(members, self.task.name, self.split, self.seed, count)
+        chosen = splits.draw(members, self.task.name, self.split, self.seed, self.limit or self.task.sample)
         dropped["not_drawn"] += len(members) - len(chosen)
         self.report.dropped = +dropped
         wanted = {entry.place: entry.id for entry in chosen}
