@@ -141,7 +141,7 @@ class ServerEngine(Engine):
             while True:
                 while failure is None and len(flying) < self.batch_size and (request := next(todo, None)) is not None:
                     flying[task := asyncio.create_task(self.ask(client, request))] = request
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody asks
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as seen
                 if not flying:
                     break
                 arrived, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
