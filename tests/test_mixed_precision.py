@@ -260,16 +260,16 @@ def test_small_updates_survive_in_fp32_weights_computed_in_bf16(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("config", [CATTOConfig, SupervisedConfig])
-@pytest.mark.parametrize(("instructions", "bf16", "warned"), [(False, True, 1), (False, False, 0), (True, True, 0)])
-def test_bf16_on_a_processor_without_its_instructions_is_warned_of(
+@pytest.mark.parametrize(("slowdown", "bf16", "warned"), [(1.8, True, 1), (1.8, False, 0), (0.5, True, 0)])
+def test_bf16_on_a_processor_that_is_slower_in_it_is_warned_of(
     config: Any,
-    instructions: bool,
+    slowdown: float,
     bf16: bool,
     warned: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("catto.training.config.cpu_multiplies_bf16", lambda: instructions)
+    monkeypatch.setattr("catto.training.config.cpu_bf16_slowdown", lambda: slowdown)
     config(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
     assert [record.name for record in caplog.records] == ["catto.training.config"] * warned

@@ -98,9 +98,9 @@ def _devices() -> list[str]:
         import torch
     except (ImportError, OSError) as error:  # a missing system library is an OSError
         return [*devices, f"torch is installed but does not load: {str(error).splitlines()[0]}"]
-    from catto.objectives.tiles import cpu_multiplies_bf16
+    from catto.objectives.tiles import cpu_bf16_slowdown
 
-    devices[0] += ", with bf16 instructions" if cpu_multiplies_bf16() else ", fast in fp32 only (no bf16 instructions)"
+    devices[0] += f", a product in bf16 takes {cpu_bf16_slowdown():.1f} times as long as in fp32"
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GB")
