@@ -82,6 +82,25 @@ def test_questions_of_a_held_out_stream_are_in_no_row_that_a_model_was_trained_o
     assert not asked & trained_on
 
 
+def test_the_stream_draws_from_the_whole_of_a_sorted_file(tmp_path: Path) -> None:
+    subjects = ("birds", "cats", "dogs")
+    rows = [
+        {"question": f"{subject} {n}?", "options": ["one", str(n)], "answer": "AB"[n % 2]}
+        for subject in subjects
+        for n in range(2, 42)
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"path": "own.jsonl", "fields": {"question": "question", "options": "options", "answer": "answer"}}
+    teacher = {"source": "labels", "reasoning": False, "n": 10}
+    blocks = {"tasks": {"own": own}, "outcome": {"questions": 24}, "methods": ["sft", "dpo+outcome"]}
+    done = catto("run", write_recipe(tmp_path, teacher=teacher, **blocks), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "runs" / "tiny" / "stages").glob("stream-*/outcome.jsonl")
+    asked = {row.prompt[-1].content for row in read_records(path, SftRow)}
+    assert len(asked) == 24
+    assert {subject for subject in subjects for text in asked if subject in text} == set(subjects)
+
+
 def test_a_stream_is_refused_where_too_few_questions_are_left_beyond_train(tmp_path: Path) -> None:
     rows = [{"question": f"How many are {n}?", "options": ["one", str(n)], "answer": "B"} for n in range(2, 52)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -142,7 +142,8 @@ def _asked(work: Work[Any], settings: ResponseSettings) -> list[Question]:
         if len(questions) < (limit or 0):
             left = f"{len(questions)} questions are left beyond the {len(seen)} of train"
             raise ValueError(f"outcome.held_out: {left}, expected {limit}")
-    if limit is not None and questions[0].posterior is None:  # a file may be sorted; generated questions are not
-        place = questions[0].task, "train", work.stage.needs["questions"].settings.seed
-        questions = sorted(questions, key=lambda question: digest(*place, question.id))
+    if limit is not None and all(question.posterior is None for question in questions):
+        # A file may be sorted, generated questions are not. The order is that in which `load` draws with a limit.
+        order = "train", work.stage.needs["questions"].settings.seed
+        questions = sorted(questions, key=lambda question: digest(question.task, *order, question.id))
     return [question.model_copy(update={"split": "train"}) for question in questions[:limit]]

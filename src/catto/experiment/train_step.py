@@ -161,8 +161,10 @@ def _start(job: Job) -> tuple[Any, Any]:
     """Return the model that this training starts from, with new adapters if there are to be, and its tokenizer."""
     settings, started = job.settings.model, "start" in job.inputs
     if settings.scratch is not None and not started:
-        rows = read_records(job.inputs["teacher"] / "outcome.jsonl", SftRow)
-        tokenizer = word_tokenizer([text.content for row in rows for text in (*row.prompt, *row.completion)])
+        rows = list(read_records(job.inputs["teacher"] / "outcome.jsonl", SftRow))
+        texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
+        answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
+        tokenizer = word_tokenizer([*texts, *answers])
         model: Any = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
         path = str(job.inputs["start"]) if started else settings.path
