@@ -219,6 +219,10 @@ def test_a_file_of_ones_own_from_data_to_teach(tmp_path: Path) -> None:
     assert (
         f"requests for {len(asked)} questions" in succeeded("teach", recipe, "--out", tmp_path / "r", "--dry-run").out
     )
+    named = write_lines(tmp_path / "😀.jsonl", rows)  # a name beyond the basic plane
+    fields = ("--fields", "question=stem,options=choices,answer=key")
+    told = succeeded("teach", recipe, "--file", named, *fields, "--out", tmp_path / "named", "--dry-run").out
+    assert f"requests for {len(asked)} questions" in told
     taught = succeeded("teach", recipe, "--out", tmp_path / "r")
     folder = Path(taught.out.splitlines()[0].partition(": ")[2])
     assert {row["question"] for row in lines(folder / "preferences.jsonl")} == set(asked)

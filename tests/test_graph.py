@@ -222,6 +222,18 @@ def test_an_added_seed_costs_its_own_stages(tmp_path: Path) -> None:
     assert all("seed 2" in stage.name for stage in found if stage.kind != "report")
 
 
+def test_a_changed_teacher_is_noticed_beside_responses_that_are_not_read(tmp_path: Path) -> None:
+    model = tmp_path / "teacher"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    teacher = {"source": "transformers", "model": str(model), "responses": "unread.jsonl"}
+    recipe = recipe_of(tmp_path, teacher=teacher)
+    before = {stage.folder for stage in stages(recipe)}
+    (model / "config.json").write_text('{"a": 1}')
+    changed = {short(stage) for stage in stages(recipe) if stage.folder not in before}
+    assert changed >= ASKED
+
+
 def test_seeds_share_questions_and_teacher_and_nothing_else(tmp_path: Path) -> None:
     first, second = ({s.key: s for s in stages(recipe_of(tmp_path, f"seeds=[{seed}]"))} for seed in (0, 1))
     shared = {first[key].name for key in first.keys() & second.keys()}

@@ -27,6 +27,7 @@ from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
 from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
+    _sizes,
     all_tables,
     budget_note,
     group_tables,
@@ -329,6 +330,15 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     )
     assert points("paper", "matched") == (f"Both budgets, {lower}",)
     assert points("paper") == (f"Paper's budget, {lower}", f"Matched budget, {nothing}")
+    near = versus(-0.1, -0.2, -0.01, float("nan"))  # an answer too many was forced: not compared
+    far = near
+    assert points() == ()
+
+
+def test_the_ks_of_a_table_are_the_papers_and_the_largest() -> None:
+    (group, *_) = measured(SMALL).numbers.groups
+    for measured_at, shown in (((1, 2, 3), [3]), ((1, 2, 4, 8), [4, 8]), ((1, 2, 4, 8, 16), [4, 8, 16]), ((), [])):
+        assert _sizes([group.model_copy(update={"selection": {k: {} for k in measured_at}})]) == shown
 
 
 def regrouped(*changes: tuple[str, str, dict[str, Any]]) -> Numbers:

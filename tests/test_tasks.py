@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,13 @@ def test_limit_draws_a_subset_and_counts_the_rest() -> None:
     assert len(some) == 2
     assert report.dropped == {"content_in_test": 1, "not_drawn": 2}
     assert {one.id for one in some} < {one.id for one in every}
+
+
+def test_a_limit_comes_in_place_of_the_tasks_own_number() -> None:
+    few = replace(TASKS["mmlu"], sample=1)
+    folder = FIXTURES / "mmlu_hub"
+    sizes = [len(list(load(few, "validation", data_dir=folder, **more))) for more in ({}, {"limit": 2})]
+    assert sizes == [1, 2]
 
 
 def test_option_order_depends_on_the_id_only() -> None:

@@ -229,6 +229,14 @@ def test_the_weight_of_a_recipe_acts_on_the_methods_that_have_a_term(
     }
 
 
+def test_the_learning_rate_that_is_reported_is_the_one_that_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = {"preference": {"checkpoint_steps": 2, "trl": {"learning_rate": 1e-3, "max_steps": 1}}}
+    trainer, story = _trained(made_work(tmp_path, "dpo", **block), monkeypatch)
+    assert (trainer.args.learning_rate, story["learning_rate"]) == (1e-3, 1e-3)
+
+
 # ---- RCFT's own answers ---------------------------------------------------------------------------------------------
 
 

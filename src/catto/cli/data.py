@@ -87,8 +87,7 @@ def data(
             leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
             splits[name] |= {"questions": loaded.report.kept, "gold": gold, "dropped": dropped, "leaks": leaks}
     if as_json:
-        put = [[message.model_dump() for message in messages(question)] for question in questions]
-        asked = [{**one.model_dump(mode="json"), "messages": chat} for one, chat in zip(questions, put, strict=True)]
+        asked = [{**one.model_dump(mode="json"), "messages": [*map(dict, messages(one))]} for one in questions]
         named = {"task": report.task, "licence": report.licence, "source": report.source}
         print_json({**named, **({"fields": proposed} if proposed else {}), "splits": splits, "questions": asked})
         return
@@ -157,10 +156,8 @@ def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> t
     overrides = list(sets or ())
     if (own := own_questions(task, *options)) is not None:
         task, block = own
-        overrides += [
-            f"tasks={json.dumps({task: block.model_dump(exclude_none=True)}, ensure_ascii=False)}",
-            "train_on=null",
-        ]
+        given = json.dumps({task: block.model_dump(exclude_none=True)}, ensure_ascii=False)
+        overrides += [f"tasks={given}", "train_on=null"]
     return task, overrides
 
 

@@ -86,9 +86,8 @@ class Graph:
                 files = find(task_of(name, block), block.files, block.data_dir).files
             self._tasks[name] = _hash(files)
         self._model = contents(recipe.model.path)
-        self._teacher = contents(
-            getattr(recipe.teacher, "responses" if recipe.teacher.source == "responses" else "model")
-        )
+        teacher = recipe.teacher
+        self._teacher = contents(teacher.responses if teacher.source == "responses" else teacher.model)
         self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
         self._chosen: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
 

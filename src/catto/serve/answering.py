@@ -122,11 +122,10 @@ class Answerer:
             raise FaultError(f"no confidence can be read: {reason}", again=False, code=400)
         reason = reason or (CUT if any(sample.replies[0].finish_reason == "length" for sample in samples) else None)
         guaranteed = threshold is not None and threshold.protocol == protocol and reason is None
-        if fitted is not None and fitted.protocol not in (None, protocol):
-            fitted, reason = None, OTHER_PROTOCOL
         predictions = [sample.prediction for sample in samples]
         calibrated, uncalibrated = self._calibrated(predictions)
-        uncalibrated = OTHER_PROTOCOL if reason == OTHER_PROTOCOL else uncalibrated
+        if fitted is not None and fitted.protocol not in (None, protocol):
+            fitted, uncalibrated = None, OTHER_PROTOCOL
         # All samples that were taken count, so the choice is that of a fixed k.
         taken = protocol.model_copy(update={"k": len(samples), "stop": None})
         try:
@@ -149,12 +148,9 @@ class Answerer:
         if asked.return_candidates:
             known = [None if uncalibrated else sample.confidence for sample in calibrated]
             about["candidates"] = [
-                {
-                    **prediction.model_dump(include={"text", "label", "source"}),
-                    "confidence": confidence,
-                    "confidence_raw": prediction.confidence,
-                }
-                for prediction, confidence in zip(predictions, known, strict=True)
+                sample.model_dump(include={"text", "label", "source"})
+                | {"confidence": confidence, "confidence_raw": sample.confidence}
+                for sample, confidence in zip(predictions, known, strict=True)
             ]
         replies, chosen = [reply for sample in samples for reply in sample.replies], samples[final.sample].replies[0]
         read, written = sum(reply.prompt_tokens or 0 for reply in replies), sum(reply.tokens or 0 for reply in replies)
