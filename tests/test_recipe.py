@@ -175,6 +175,8 @@ def test_a_file_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
         ("=5", "--set =5: expected place=value"),
         ("evaluation.bin=5", "evaluation.bin: unknown key; did you mean bins?"),
         ("evaluation.bins=x", "--set evaluation.bins=x: evaluation.bins: expected a whole number, got 'x'"),
+        ("evaluation.bins = x", "--set evaluation.bins = x: evaluation.bins: expected a whole number, got 'x'"),
+        (" = 5", "= 5: expected place=value"),
         ("evaluation.bins=[", "--set evaluation.bins=[: "),
         ("sft={rows: 1, rows: 2}", "key 'rows' occurs twice"),
         ("name.x=5", "name: "),
@@ -185,10 +187,17 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, expected: str
 
 
 def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path), ["evaluation.k=[2, 8]", "evaluation.k=[3]", "seeds=[4]", "tasks.witnesses.test=7"])
+    recipe = load(write(tmp_path), ["evaluation.k=[2, 8]", "evaluation.k=[3]", "seeds = [4]", "tasks.witnesses.test=7"])
     assert recipe.evaluation.k == (3,)
     assert recipe.seeds == (4,)
     assert recipe.tasks["witnesses"].test == 7
+
+
+def test_a_block_can_be_merged_into_another_and_changed_there(tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text() + "\nrcft: &block {rows: 5, batch_size: 3}\nsft: {<<: *block, rows: 7}\n")
+    recipe = load(str(path))
+    assert [(block.rows, block.batch_size) for block in (recipe.rcft, recipe.sft)] == [(5, 3), (7, 3)]
 
 
 def test_a_rate_without_a_point_is_a_number(tmp_path: Path) -> None:

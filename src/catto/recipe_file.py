@@ -117,7 +117,7 @@ def blamed(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
     """
     at = tuple(place)
     for override in reversed(overrides):
-        named = tuple(override.partition("=")[0].split("."))
+        named = tuple(override.partition("=")[0].strip().split("."))
         if at and at[: len(named)] == named[: len(at)]:
             return f"--set {override}"
     return source
@@ -133,9 +133,9 @@ def _overridden(value: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
 
     for override in overrides:
         place, equals, text = override.partition("=")
-        if not equals or not place:
+        if not equals or not place.strip():
             raise DataError(f"--set {override}", None, "expected place=value, such as evaluation.bins=15")
-        value = placed(value, place.split("."), _parsed(text, f"--set {override}"))
+        value = placed(value, place.strip().split("."), _parsed(text, f"--set {override}"))
     return value
 
 
@@ -289,7 +289,7 @@ class _Strict(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; refuse a key that is a list or a mapping, and one that occurs twice."""
         seen: set[Any] = set()
-        for key_node, _ in node.value:
+        for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):  # `<<` may repeat keys
             if not isinstance(key_node, yaml.ScalarNode):
                 kind = "a list" if isinstance(key_node, yaml.SequenceNode) else "a mapping"
                 problem = f"expected a text as key, got {kind}"
