@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
-from catto.calibrate import read_labels
+from catto.calibrate import Fitted, read_labels
 from catto.files import manifest_path, write_record
 from catto.logs import ColumnNames
-from catto.measure import read_graded
+from catto.measure import read_confidences, read_graded
 from catto.metrics.calibrators import CALIBRATORS, Temperature, load
 from catto.metrics.errors import brier, ece, nll
 from command import run, write_lines
@@ -113,14 +114,18 @@ def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Captu
     assert read_graded(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
 
 
-def test_an_answer_that_was_not_parsed_is_the_likeliest_label(tmp_path: Path) -> None:
+def test_an_answer_that_was_not_parsed_has_no_confidence(tmp_path: Path) -> None:
     data = [
         {"label_logprobs": {"B": -2.0, "A": -0.2}, "label": "B", "gold": "A"},
         {"label_logprobs": {"A": -0.3, "B": -2.0, "C": -3.0}, "label": None, "gold": "C"},
     ]
     labels = list(read_labels(write_lines(tmp_path / "a.jsonl", data), ColumnNames()))
-    assert [(answer, gold) for _, answer, gold in labels] == [("B", "A"), ("A", "C")]
+    assert [(answer, gold) for _, answer, gold in labels] == [("B", "A"), (None, "C")]
     assert [logprobs for logprobs, _, _ in labels] == [row["label_logprobs"] for row in data]
+    rows = [{**row, "confidence": 0.1 if row["label"] else 0.0, "correct": False} for row in data]
+    answers = read_confidences(write_lines(tmp_path / "b.jsonl", rows), ColumnNames())
+    calibrated = Fitted(Temperature(tau=2.0), "labels").confidences(answers, ColumnNames())
+    assert calibrated.tolist() == [pytest.approx(1 / (1 + exp(0.9)), abs=1e-12), 0.0]
 
 
 def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:

@@ -160,6 +160,7 @@ def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> 
     assert "ECE 20.0 lies above what a perfectly calibrated model would score by chance" in done.out
     assert "over-confident by 20.0 points on average." in done.out
     assert "N = 100 answers, 20 bins, 1000 resamples." in done.out
+    assert "would score by chance in 50 % of cases (" in run(capsys, "measure", path, "--level", "0.5").out
 
 
 def sentence(tmp_path: Path, confidence: list[float], correct: list[bool]) -> str:
@@ -287,6 +288,12 @@ def test_few_answers_are_warned_about(tmp_path: Path, capsys: Capture, count: in
     assert done.code == 0
     assert told in done.err
     assert bool(done.err) == bool(told)
+
+
+def test_a_small_slice_is_warned_about_by_its_name(tmp_path: Path, capsys: Capture) -> None:
+    rows = [{**row, "task": "rare" if n < 2 else "usual"} for n, row in enumerate(plain([0.9] * 100, [True] * 100))]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    assert f"{path} rare: only 2 questions; below 30" in run(capsys, "measure", path, "--by", "task", *FAST).err
 
 
 def test_few_questions_with_many_answers_are_warned_about(tmp_path: Path, capsys: Capture) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from catto.calibrate import Fitted, RiskThreshold, final_answers, open_fitted, write_final
-from catto.files import manifest_path, read_manifest, read_record, write_records
+from catto.files import manifest_path, read_manifest, read_record, write_manifest, write_records
 from catto.metrics import selection
 from catto.metrics.calibrators import Temperature
 from catto.metrics.ranking import threshold_for_risk
@@ -226,6 +226,37 @@ def test_final_answers_that_no_calibrator_made_can_be_calibrated_once(tmp_path: 
     assert (again.code, "calibrated before" in again.err) == (2, True)
 
 
+def test_a_promise_cannot_be_had_from_the_answers_that_a_calibrator_was_fitted_on(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Neither by way of calibrated samples; where the fit questions are not known, that is said."""
+    write_records(tmp_path / "rows.jsonl", samples(600, seed=1))
+    tau, calibrated, final = (tmp_path / name for name in ("tau.json", "calibrated.jsonl", "final.jsonl"))
+    run(capsys, "calibrate", "fit", tmp_path / "rows.jsonl", "--out", tau)
+    run(capsys, "calibrate", "apply", tau, tmp_path / "rows.jsonl", "--out", calibrated)
+    rule = ("--k", "4", "--rule", "most confident", "--out", final)
+    refused = run(capsys, "select", calibrated, *rule)
+    assert (refused.code, "the samples are calibrated already" in refused.err) == (2, True)
+    again = run(capsys, "calibrate", "fit", calibrated, "--out", tmp_path / "twice.json")
+    assert (again.code, "calibrated before" in again.err) == (2, True)
+    unknown = read_manifest(tau)
+    write_manifest(tau, unknown.model_copy(update={"notes": {**unknown.notes, "questions": None}}))
+    run(capsys, "select", tmp_path / "rows.jsonl", *rule, "--calibrator", tau)
+    done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.3", "--out", tmp_path / "t.json")
+    assert done.code == 0
+    assert f"{final}: which questions its calibrator was fitted on is not known" in done.err
+
+
+def test_a_calibrator_of_final_answers_is_not_applied_to_others(tmp_path: Path, capsys: Capture) -> None:
+    chain(tmp_path, capsys)
+    for rule in ("majority vote", "most confident"):
+        other = tmp_path / f"{rule}.jsonl"
+        run(capsys, "select", tmp_path / "held.jsonl", "--k", "2", "--rule", rule, "--out", other)
+        done = run(capsys, "calibrate", "apply", tmp_path / "tau.json", other, "--out", tmp_path / "o.jsonl")
+        assert (done.code, "another rule, k, temperature" in done.err) == (2, True)
+        assert not (tmp_path / "o.jsonl").exists()
+
+
 @pytest.mark.parametrize("more", [(), ("--adaptive",)])
 def test_the_chain_of_files_up_to_a_threshold(tmp_path: Path, capsys: Capture, more: tuple[str, ...]) -> None:
     final = chain(tmp_path, capsys, *more)
@@ -239,7 +270,7 @@ def test_the_chain_of_files_up_to_a_threshold(tmp_path: Path, capsys: Capture, m
     protocol = found.protocol
     assert (protocol.rule, protocol.k, protocol.temperature, protocol.fallback) == ("most confident", 4, 1.0, None)
     assert (protocol.stop is not None) == bool(more)
-    assert f"confidence >= {found.threshold:.8g}" in done.out
+    assert f"confidence >= {found.threshold!r} has" in done.out
     assert f"coverage {100 * found.coverage:.1f} %" in done.out
 
 

@@ -172,6 +172,21 @@ def test_inspect_logs_give_the_probability_of_the_answers_token(tmp_path: Path, 
     assert (correct, question) == ([True, False], ["s0", "s1"])
 
 
+def test_an_answer_that_has_no_token_of_its_own_is_refused(tmp_path: Path) -> None:
+    """What a grader read elsewhere than in a stated form, and an open answer of several tokens."""
+    unread = sample(0, 0.6, "C", "B")
+    tokens = [token("Surely", 0.9), token(" B", 0.6)]
+    unread["output"]["choices"][0]["logprobs"]["content"] = tokens
+    with pytest.raises(DataError, match="row 1: logprobs: the graded answer 'B' is not found in the reply"):
+        read(write_lines(tmp_path / "log.jsonl", [unread]))
+    scores = {"graded": {"value": "C", "answer": "Paris it is"}}
+    reply = {"message": {"role": "assistant", "content": "Paris it is"}}
+    reply["logprobs"] = {"content": [token("Paris", 0.9), token(" it", 0.5), token(" is", 0.5)]}
+    row = sample(0, 0.6, "C", "B", scores=scores, choices=None, output={"model": "m", "choices": [reply]})
+    with pytest.raises(DataError, match="row 1: logprobs: an open answer of several tokens"):
+        read(write_lines(tmp_path / "log.jsonl", [row]))
+
+
 def test_a_confidence_in_the_scores_metadata_comes_first(tmp_path: Path) -> None:
     score = {"value": 1, "answer": "B", "metadata": {"confidence": 0.25}}
     path = write_lines(tmp_path / "log.jsonl", [sample(0, 0.6, "C", "B", scores={"own": score})])
@@ -322,6 +337,9 @@ def test_a_probability_of_one_label_is_refused_until_it_is_named(tmp_path: Path,
     confidence, correct, _ = read(path, confidence="p", gold="truth", positive="yes")
     assert confidence == pytest.approx([max(row["p"], 1 - row["p"]) for row in rows], abs=1e-15)
     assert correct == [row["answer"] == row["truth"] for row in rows]
+    one_class = [row for row in rows if row["truth"] == "no"]  # as a slice of a file may be
+    _, correct, _ = read(write_lines(tmp_path / "b.jsonl", one_class), confidence="p", gold="truth", positive="yes")
+    assert correct == [row["answer"] == "no" for row in one_class]
 
 
 def test_confidences_that_are_not_split_by_the_label_are_read_as_they_are(tmp_path: Path) -> None:

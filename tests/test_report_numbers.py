@@ -297,6 +297,15 @@ def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_th
         assert sampled["sample_fallback_rate"] == 0.0
 
 
+def test_forced_samples_that_count_as_wrong_are_ranked_at_the_same_tau(tmp_path: Path) -> None:
+    """At tau 2 the readable answer has 0.622 and the forced one 0.475; at tau 1 the forced one would have 0.711."""
+    forced = crossing(False, 0.7, 1).model_copy(update={"source": "fallback"})
+    write_records(tmp_path / "c.jsonl", [crossing(True, 0.7, 0), forced])
+    place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "", "method": "dpo"}
+    rules, _ = selection_of(Cell(candidates="c.jsonl", tau=2.0, **place), tmp_path, "wrong")
+    assert rules[2]["most confident"].value == 1.0
+
+
 def test_k_is_measured_as_it_was_asked_for_and_forced_samples_may_count_as_wrong(tmp_path: Path) -> None:
     rows = [crossing(True, 0.7, sample) for sample in range(3)]
     rows[0] = rows[0].model_copy(update={"source": "fallback", "confidence": 0.9})

@@ -18,7 +18,16 @@ from catto.cli.select import select as command
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
 from catto.metrics.errors import ece
-from catto.metrics.selection import MOST_SUBSETS, Candidates, Selected, candidates, choose_sampling, select, subsets
+from catto.metrics.selection import (
+    MOST_SUBSETS,
+    RULES,
+    Candidates,
+    Selected,
+    candidates,
+    choose_sampling,
+    select,
+    subsets,
+)
 from catto.metrics.temperature import fit_tau
 from catto.problems import DataError
 from catto.records import Prediction, Protocol
@@ -73,6 +82,11 @@ def test_four_answers_by_hand() -> None:
     assert found["confidence-weighted vote"].ece == pytest.approx(1 - 0.7 / 1.8)
     assert found["mean log-probability"].ece == pytest.approx(0.5)
     assert np.isnan(found["oracle"].ece)
+
+
+def test_a_sample_without_a_label_never_wins_a_vote() -> None:
+    for rule in ("majority vote", "confidence-weighted vote"):
+        assert RULES[rule](one_question((None, 0.5), ("A", 0.0))).place.tolist() == [1]
 
 
 def test_pairs_of_three_by_hand() -> None:

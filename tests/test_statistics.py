@@ -186,6 +186,19 @@ def test_answers_to_one_question_are_right_together_in_the_null_band() -> None:
     assert null_table({"accuracy": accuracy}, [many], resamples=50)["accuracy"].high > 0.5
 
 
+def test_runs_on_the_same_questions_are_right_together_in_the_null_band() -> None:
+    """Three runs that agree tell as much as one, in any order of rows; on questions of their own they tell more."""
+    c, _ = data(60)
+    turned = Answers(list(range(60))[::-1], c[::-1], ())
+    runs = [Answers(list(range(60)), c, ()), turned, Answers(list(range(60)), c, ())]
+    one = null_band(ece, c, resamples=200)
+    same = null_table({"ece": ece}, runs, resamples=200)["ece"]
+    assert (same.mean, same.low, same.high) == pytest.approx((one.mean, one.low, one.high), abs=1e-12)
+    own = [Answers([f"{run} {row}" for row in range(60)], c, ()) for run in range(3)]
+    apart = null_table({"ece": ece}, own, resamples=200)["ece"]
+    assert apart.high - apart.low < 0.75 * (one.high - one.low)
+
+
 def test_null_band_of_certain_rows_is_zero() -> None:
     band = null_band(ece, [0.0, 1.0, 1.0], resamples=20)
     assert (band.mean, band.low, band.high) == (0.0, 0.0, 0.0)

@@ -44,16 +44,12 @@ FINAL = "final answers"
 OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
-def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, float], str, str | None]]:
-    """Yield the label log-probabilities of each row, its answer and its gold label; None: the row has none.
-
-    Where no answer could be parsed, it is the likeliest label.
-    """
+def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, float], str | None, str | None]]:
+    """Yield the label log-probabilities of each row, its answer and its gold label; None: the row has none."""
     for row, fields in read_answers(path, names):
         with locating(path, row):
             logprobs = logprobs_of(fields)
             answer = answer_of(names.prediction or "label", fields)
-            answer = max(logprobs, key=logprobs.__getitem__) if answer is None else answer
             gold = text_of(names.gold or "gold", fields) if names.gold or "gold" in fields else None
             for name, label in ((names.prediction or "label", answer), (names.gold or "gold", gold)):
                 if label is not None and label not in logprobs:
@@ -112,9 +108,9 @@ class Fitted:
             rows = read_labels(answers.source, names)
             return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
 
-    def shared(self, questions: Iterable[str]) -> int:
-        """Count the fit questions, as far as they were kept, that are among these too."""
-        return len({*(self.questions or ())} & {*_digests(questions)})
+    def shared(self, questions: Iterable[str]) -> int | None:
+        """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
+        return None if self.questions is None else len({*self.questions} & {*_digests(questions)})
 
 
 def fit_file(
@@ -125,6 +121,8 @@ def fit_file(
         raise DataError(
             path, None, "its confidences are calibrated already: fit on answers chosen without a calibrator"
         )
+    if not _final_notes(path) and next(iter(read_answers(path, names)))[1].get(f"{names.confidence}_raw") is not None:
+        raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
     answers = read_graded(path, names, unparsed)
     calibrator: Calibrator
     with locating(path):
@@ -171,6 +169,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
     raw, final = f"{names.confidence}_raw", _final_notes(path)
+    foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
     with files.replacing(out) as file:
         manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
@@ -179,6 +178,8 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
             if fields.get(raw) is not None and not untouched:  # catto's own predictions have it, as null
                 raise DataError(path, row, f"{raw}: there already, so the row was calibrated before")
+            if foreign:
+                raise DataError(path, None, OTHER_PROTOCOL)
             try:
                 line = json.dumps({**fields, names.confidence: new, raw: stated}, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
@@ -228,11 +229,12 @@ def write_final(
     """Write the final answers with a manifest of how they were made; see `final_answers`."""
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
+    if any(row.confidence_raw is not None for row in predictions):
+        raise ValueError("the samples are calibrated already: give them as predicted, and the --calibrator")
     answers = final_answers(predictions, protocol, fitted)
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
-        # How many of the questions the calibrator was fitted on.
         "fitted_on": fitted.shared(answer.question for answer in answers) if fitted else 0,
         "models": sorted({prediction.model for prediction in predictions}),
     }

@@ -344,11 +344,15 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     texts = [token["token"] for token in tokens]
     text = "".join(texts)
     reading = parse(text, labels)
+    if reading.span is None and said is not None:
+        raise ValueError(f"logprobs: the graded answer {said!r} is not found in the reply: name a --confidence")
     if reading.span is None or said is None:
         whole = sum(token["logprob"] for token in tokens)
         return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
     place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
     token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])].lower()
+    if len(labels) == 1 and reading.span[1] > ends[place]:
+        raise ValueError("logprobs: an open answer of several tokens has no token of its own: name a --confidence")
     known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
     rivals = (label for label in labels if label != reading.label and label not in known)  # 10 may be a token beside 1
     if alike := next((label for label in rivals if label.lower().startswith(own)), None):

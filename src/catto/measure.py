@@ -274,7 +274,7 @@ def _graded(
     """
     if answer is None:
         labels = sorted(set(gold))
-        if names.positive not in labels or len(labels) > 2:
+        if len({*labels, names.positive}) > 2:
             expected = f"expected one of two labels in {names.gold or 'gold'!r}, there is {listed(labels)}"
             raise ValueError(f"--positive {names.positive}: {expected}")
         said = confidence >= 0.5
@@ -418,7 +418,10 @@ def verdict(summary: Summary) -> str | None:
     if ece is None or ece.null is None or summary.warning is not None:
         return None
     value, low, high = (100 * number for number in (ece.interval.value, ece.null.low, ece.null.high))
-    chance = f"what a perfectly calibrated model would score by chance ({low:.1f} to {high:.1f})"
+    level = (
+        "" if summary.settings.level == MeasureSettings.level else f" in {100 * summary.settings.level:g} % of cases"
+    )
+    chance = f"what a perfectly calibrated model would score by chance{level} ({low:.1f} to {high:.1f})"
     if value < low:
         return f"ECE {value:.1f} lies below {chance}, as after fitting a calibrator to these very rows."
     if value <= high:

@@ -13,6 +13,7 @@ from typer import Argument, Option
 from catto.cli import console, measure
 from catto.cli.console import Real, SeedOption, number, say, span, warn, writable_file
 from catto.cli.display import progress
+from catto.files import read_manifest
 from catto.logs import ColumnNames
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def threshold(
 
     writable_file("--out", out, ".json", source=file)
     limit = fit_threshold(file, target_risk, round(1.0 - confidence_level, 9), out)
+    if limit.calibrator is not None and read_manifest(file).notes.get("fitted_on") is None:
+        warn(f"{file}: which questions its calibrator was fitted on is not known; the promise needs others")
     say(measure.told_threshold(limit, limit.rows))
     protocol = limit.protocol
     say(f"For the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")

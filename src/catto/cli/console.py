@@ -53,7 +53,7 @@ def warn(message: str) -> None:
     typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
 
 
-def warn_few(count: int, source: Path, what: str, unit: str = "answer") -> None:
+def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") -> None:
     """Warn that numbers from so few answers, or questions, are unreliable."""
     if count < FEW:
         warn(f"{source}: only {count} {unit}{'s' if count > 1 else ''}; below {FEW} {what}")

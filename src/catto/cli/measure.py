@@ -119,7 +119,8 @@ def measure(
         sentences.append(told_threshold(limit, whole.rows))
     if figure is not None:
         _draw(figure, [file.name, *slices], parts, [whole, *summaries])
-    console.warn_few(answers.questions or len(answers), file, "intervals are too narrow", "question")
+    few, *_ = sorted((part.questions or len(part), title) for title, part in zip(["", *slices], parts, strict=True))
+    console.warn_few(few[0], f"{file} {few[1]}".rstrip(), "intervals are too narrow", "question")
     if as_json:
         console.print_json(document)
         return
@@ -207,7 +208,7 @@ def told_threshold(limit: Any, rows: int) -> str:
     if limit.threshold is None:
         return f"No threshold can promise {promise} from these {rows:,} answers."
     return (
-        f"Answering at confidence >= {limit.threshold:.8g} has {promise}: coverage {100 * limit.coverage:.1f} %, "
+        f"Answering at confidence >= {float(limit.threshold)!r} has {promise}: coverage {100 * limit.coverage:.1f} %, "
         f"{limit.errors:,} of {limit.answered:,} wrong, error rate at most {100 * limit.bound:.1f} %. "
         "This holds for new answers like these, unless the confidence was fitted on them."
     )

@@ -198,7 +198,7 @@ def _support(given: Candidates, weight: Floats) -> tuple[Floats, Ints]:
 
     Sums within 1e-12 tie, so that equal sums in another order stay equal.
     """
-    support = (_same(given) * weight[:, None, :]).sum(axis=2)
+    support = np.where(given.label >= 0, (_same(given) * weight[:, None, :]).sum(axis=2), -1.0)  # no label: never first
     return support, (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
 
 
@@ -242,7 +242,7 @@ def further(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
     winner = np.take_along_axis(given.label, place[:, None], axis=1)
     rival = (given.label != winner) & (given.label >= 0)
     # The winner's own samples are compared with 0: a rival that is to come.
-    lead = support.max(axis=1, keepdims=True) - np.where(rival, support, 0.0)
+    lead = support.max(axis=1, keepdims=True).clip(min=0.0) - np.where(rival, support, 0.0)
     earlier = rival & (_same(given).argmax(axis=2) < place[:, None])
     # With b more votes for the winner it leads by lead + b, and left - b are to come.
     behind = np.where(lead > left + ROUNDING, 0.0, np.floor((left - lead + ROUNDING) / 2) + 1)

@@ -325,16 +325,18 @@ def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[B
 def null_table(
     metrics: Mapping[str, MetricFunction], runs: Sequence[Answers], **options: Unpack[BootstrapOptions]
 ) -> dict[str, NullBand]:
-    """Return the null band of each metric, of its mean over runs where there are several; runs are independent.
+    """Return the null band of each metric, of its mean over runs where there are several.
 
-    Of one run, each equals `null_band` of that metric alone. Several answers to a question agree as far as their
-    confidences allow: one number is drawn for all of them. Where they agree less, the band is too wide.
+    Of one run, each equals `null_band` of that metric alone. Several answers to a question, in one run or in several,
+    agree as far as their confidences allow: one number is drawn for all of them. Where they agree less, the band is
+    too wide.
     """
     simulations, level, seed, tick = _filled(options)
     draws = np.zeros((len(metrics), simulations))
-    for place, run in enumerate(runs):
-        c, rng = checked_confidence(run.confidence), default_rng(seed + place)
-        (code,), units = _numbered([run.question], [c])
+    columns = [checked_confidence(run.confidence) for run in runs]
+    codes, units = _numbered([run.question for run in runs], columns)
+    for place, (c, code) in enumerate(zip(columns, codes, strict=True)):
+        rng = default_rng(seed)  # the same numbers for every run
         rising = np.argsort(c, kind="stable") if len(c) > BLOCK else np.arange(len(c))
         c, code = c[rising], code[rising]  # many are drawn in the order in which they are counted
         order, starts, value = by_confidence(c)
@@ -342,9 +344,9 @@ def null_table(
         confidence_sum = count * value
         prepared = [on_counts(metric)(value) for metric in metrics.values()]
         values = []
-        for size in _parts(simulations, len(c), tick if place == 0 else lambda: None):
+        for size in _parts(simulations, max(units, len(c)), tick if place == 0 else lambda: None):
             uniform = rng.random((size, units))
-            drawn = (uniform.take(code, axis=1) if units < len(c) else uniform) < c
+            drawn = (uniform.take(code, axis=1) if units < len(c) or len(runs) > 1 else uniform) < c
             right = (drawn if len(c) > BLOCK else drawn.take(order, axis=1)).astype(np.float64)
             if len(starts) < len(c):
                 right = np.add.reduceat(right, starts, axis=1)

@@ -216,8 +216,9 @@ def selection_of(
         # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
         scalable = any(prediction.logsumexp is not None for prediction in predictions)
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
-        wrong = [row.model_copy(update={"label": None}) if row.source == "fallback" else row for row in predictions]
-        given = candidates(wrong if unparsed == "wrong" else predictions, tau)
+        scaled = rescaled(predictions, tau)  # while forced answers have a label, without which none is rescaled
+        wrong = [row.model_copy(update={"label": None}) if row.source == "fallback" else row for row in scaled]
+        given = candidates(wrong if unparsed == "wrong" else scaled)
     sizes = sorted({*(2**power for power in range(given.label.shape[1].bit_length())), given.label.shape[1]})
     chosen = {k: select(given, k) for k in sizes}
     rules = {k: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in chosen[k]} for k in chosen}
