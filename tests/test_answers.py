@@ -439,6 +439,8 @@ PLAIN = [
     ("Dogs bark.\nThe answer is:\nB", "B"),  # under a heading
     ("Dogs bark.\n### Final Answer\n\n**B**", "B"),
     ("Dogs bark.\nThe answer is\n\n\\boxed{B}", "B"),
+    ("Dogs bark.\n\n**Final Answer:**\n\n\\[\n\\boxed{B}\n\\]", "B"),
+    ("Dogs bark.\n\nFinal answer:\n$$\n\\boxed{B}\n$$", "B"),
     ("It would be wrong to say that\nthe answer is\nB", None),
     ("The answer is:\nA) the cat\nB) the dog", None),
     ("The answer is not:\nB", None),

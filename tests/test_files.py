@@ -188,6 +188,16 @@ def test_a_folder_is_built_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["model"]
 
 
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "large")
+    with building(tmp_path / "model") as beside:
+        beside.mkdir(exist_ok=True)
+        (beside / "a").write_text("new")
+    assert (tmp_path / "model").is_symlink()
+    assert (tmp_path / "large" / "a").read_text() == "new"
+
+
 def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -181,11 +181,16 @@ def test_a_rule_that_reads_tokens_is_refused_where_no_sample_has_any(rule: str) 
 
 def test_what_clients_send_without_asking_for_anything_is_accepted() -> None:
     parts = [{"type": "text", "text": "Which "}, {"type": "text", "text": "one?"}]
-    neutral = {"top_p": 1.0, "presence_penalty": 0, "stop": None, "tools": None, "temperature": None, "catto": None}
+    neutral: dict[str, Any] = {"top_p": 1.0, "presence_penalty": 0, "temperature": None, "catto": None, "tools": []}
+    neutral |= {"tool_choice": "none", "stop": [], "logit_bias": {}, "metadata": {}, "top_logprobs": 0}
+    neutral |= {"response_format": {"type": "text"}}
     with OpenAIServer(always("B")) as upstream, gateway(upstream) as url:
-        status, reply, _ = post(url, body(messages=[{"role": "user", "content": parts}], **neutral))
+        messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+        status, reply, _ = post(url, body(messages=messages, **neutral))
     assert (status, reply["catto"]["label"]) == (200, "B")
-    assert upstream.seen[-1].body["messages"][-1]["content"] == "Which one?"
+    asked = upstream.seen[-1].body["messages"]
+    assert asked[-1]["content"] == "Which one?"
+    assert [one["role"] for one in asked if "Be brief." in one["content"]] == ["system"]
 
 
 def by_turn(*labels: str, logprobs: tuple[float, ...] = ()) -> Any:
@@ -300,7 +305,7 @@ def test_an_unanswered_response_is_continued_where_the_upstream_can() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"tools": []}, "tools: this field is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools: this field is not supported"),
         ({"functions": []}, "functions: this field is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format: this field is not supported"),
         ({"top_p": 0.9}, "top_p: this field is not supported"),

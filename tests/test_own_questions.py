@@ -355,6 +355,17 @@ def test_what_no_row_decides_is_refused_and_can_be_stated(tmp_path: Path) -> Non
         assert {gold_text(one) for one in load(task, "test")} == {gold}
 
 
+def test_0_and_1_beside_yes_and_no_may_be_booleans(tmp_path: Path) -> None:
+    rows = [{"stem": f"Row {n}", "key": n % 2} for n in range(4)]
+    files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
+    with pytest.raises(DataError, match="key 0 may be an index from 0 or true or false, and no row decides which"):
+        load(from_file(files, fields={**MAP, "options": "yes|no"}), "test")  # type: ignore[arg-type]
+    for options, answer in (("yes|no", "boolean"), ("no|yes", None)):
+        task = from_file(files, fields={**MAP, "options": options}, answer=answer)  # type: ignore[arg-type]
+        found = {one.fields["question"]: gold_text(one) for one in load(task, "test")}
+        assert [found[f"Row {n}"] for n in range(4)] == ["no", "yes", "no", "yes"]
+
+
 COLOURS = colours(3)
 TWO = ["x", "y"]
 

@@ -288,6 +288,44 @@ def test_a_label_that_begins_another_is_read_where_that_one_is_a_token() -> None
     assert "'1' and '10' begin with the same token" in _served(labels, ("1", {"1": -0.1})).refused
 
 
+@pytest.mark.parametrize(
+    ("labels", "shown", "label"),
+    [
+        (tuple(map(str, range(1, 11))), {"1": -0.2, "2": -3.0}, None),
+        (("yes", "yellow", "no"), {"ye": -0.1, "no": -3.9}, None),
+        (("yes", "yellow", "no"), {"ye": -3.9, "no": -0.1}, "no"),
+    ],
+)
+def test_no_label_is_forced_where_a_likelier_token_begins_two_others(
+    labels: tuple[str, ...], shown: dict[str, float], label: str | None
+) -> None:
+    options = tuple(Option(label=name, text="") for name in labels)
+    question = Question(id="q", task="t", split="test", fields={"question": "?"}, options=options, gold=labels[0])
+    known = {"question": "q", "sample": 0, "model": "m", "finish_reason": "stop", "tokens": 1}
+    open_end = Generation(text="Well.", tops=(("Well.", {"Well.": -0.1}),), **known)
+    first = next(iter(shown))
+    answer = read_reply(Case(question, (), open_end), Generation(text=first, tops=((first, shown),), **known))
+    assert isinstance(answer, Answer)
+    assert answer.label == label
+
+
+def test_characters_of_several_tokens_are_read_from_their_bytes() -> None:
+    dog = "🐶".encode()
+    tokens = [{"token": "\\xf0\\x9f", "logprob": -1.0, "bytes": list(dog[:2])}]
+    tokens += [{"token": "\\x90\\xb6", "logprob": -1.0, "bytes": list(dog[2:])}, {"token": " A", "logprob": -0.5}]
+    choice = Choice.model_validate({"message": {"content": "🐶 A"}, "logprobs": {"content": tokens}})
+    text, tops, _ = cut_after_stop(choice, ())
+    assert (text, tops) == ("🐶 A", (("", {"": -1.0}), ("🐶", {"🐶": -1.0}), (" A", {" A": -0.5})))
+
+
+def test_log_probabilities_of_a_reasoning_alone_are_log_probabilities() -> None:
+    """As in the reply of one token that asks whether a server has any."""
+    message = {"content": None, "reasoning_content": "Okay"}
+    tokens = [{"token": "Okay", "logprob": -0.1}]
+    choice = Choice.model_validate({"message": message, "logprobs": {"content": tokens}})
+    assert cut_after_stop(choice, ()) == ("", (("Okay", {"Okay": -0.1}),), -0.1)
+
+
 def test_of_candidates_with_one_text_the_likeliest_counts_and_the_drawn_one_stays() -> None:
     tops = [{"token": text, "logprob": value} for text, value in (("A", -0.1), ("B", -2.6), ("A", -6.0), ("B", -7.0))]
     assert Token.model_validate({"token": "A", "logprob": -0.1, "top_logprobs": tops}).candidates == {

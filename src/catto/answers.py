@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 # The version of the reading: raise it with every change after which some text is read differently.
-VERSION = 5
+VERSION = 6
 
 Span = tuple[int, int]
 
@@ -141,7 +141,7 @@ def find_stated(
     if whole := find_label(text, zone, labels, option_texts):
         return whole
     start = end = zone[0] + len(text[zone[0] : zone[1]].rstrip())
-    for _ in range(2):  # the last line, or a heading and the label under it
+    for _ in range(4):  # the last line, or a heading and the label under it, which signs of LaTeX may enclose
         start = max(text.rfind("\n", zone[0], zone[0] + len(text[zone[0] : start].rstrip())) + 1, zone[0])
         if start == zone[0]:
             break  # the whole zone, which was read above

@@ -86,7 +86,7 @@ def building(folder: Path) -> Iterator[Path]:
 
     What was at its place, a part of an older attempt, is deleted at the last moment.
     """
-    with _beside(folder) as beside:
+    with _beside(folder.resolve()) as beside:  # a link to a folder stays one
         beside.mkdir()
         yield beside
 

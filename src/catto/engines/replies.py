@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from math import inf, isfinite
+from typing import Annotated
 
 from pydantic import AliasPath, BaseModel, Field
 from pydantic_core import from_json
@@ -146,6 +148,7 @@ class Token(BaseModel):
     token: str
     logprob: float = Field(allow_inf_nan=False)
     top_logprobs: tuple[TopToken, ...] | None = None
+    bytes: tuple[Annotated[int, Field(ge=0, lt=256)], ...] | None = None
 
     @property
     def candidates(self) -> dict[str, float]:
@@ -212,11 +215,15 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
     text = choice.message.text
     text = text[: stop_end(text, stop)]
     tokens = choice.tokens or ()
+    if choice.message.text not in "".join(token.token for token in tokens):  # a character of several tokens is in bytes
+        decode = getincrementaldecoder("utf-8")("replace").decode
+        texts = [token.token if token.bytes is None else decode(bytes(token.bytes)) for token in tokens]
+        tokens = tuple(one.model_copy(update={"token": text}) for one, text in zip(tokens, texts, strict=True))
     written = "".join(token.token for token in tokens)
     # Some servers log the tokens of a reasoning that they report apart.
     before = len(written) - len(choice.message.text) if written.endswith(choice.message.text) else 0
     begins = accumulate((len(token.token) for token in tokens), initial=-before)
-    kept = [token for token, begin in zip(tokens, begins, strict=False) if 0 <= begin < len(text)]
+    kept = [token for token, begin in zip(tokens, begins, strict=False) if 0 <= begin < len(text) or not text]
     if not kept:
         return text, None, None
     tops = tuple((token.token, token.candidates) for token in kept)

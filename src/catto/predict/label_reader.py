@@ -231,7 +231,9 @@ def read_reply(case: Case, reply: Generation | Refusal | None = None) -> Answer 
         return refusal
     logprobs = label_logprobs({label: label for label in question.labels}, more)
     best = max(logprobs, key=lambda label: logprobs[label], default=None)
-    return NO_ANSWER if best is None else _answer(question, best, "fallback", logprobs)
+    # A likelier token that begins two labels tells neither, and rules out the others.
+    begun = [value for token, value in more.items() if token and any(one.startswith(token) for one in question.labels)]
+    return NO_ANSWER if best is None or max(begun) > logprobs[best] else _answer(question, best, "fallback", logprobs)
 
 
 class _Written(NamedTuple):

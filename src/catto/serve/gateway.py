@@ -54,7 +54,9 @@ _KINDS = {
 }
 _CLOSE = {"Connection": "close"}
 # What clients send with every request and what asks for nothing.
-_NEUTRAL = {"top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "store": False}
+_NEUTRAL: dict[str, Any] = {"top_p": 1, "logprobs": False, "top_logprobs": 0, "store": False, "tool_choice": "none"}
+_NEUTRAL |= {"frequency_penalty": 0, "presence_penalty": 0, "tools": [], "stop": [], "logit_bias": {}, "metadata": {}}
+_NEUTRAL |= {"response_format": {"type": "text"}}
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     {'role': 'user', 'content': 'Is it so?'}
     """
     message = {name: value for name, value in message.items() if value is not None}
+    message |= {"role": "system"} if message.get("role") == "developer" else {}  # its newer name
     parts = message.get("content")
     if not isinstance(parts, list) or not parts:
         return message

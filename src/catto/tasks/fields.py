@@ -25,7 +25,8 @@ MEANING: dict[Style, str] = {
     "boolean": "true or false",
 }
 PLACE = r"\{([^{}]+)\}"  # of a field in a template
-_BOOLEAN = {"yes": "true", "true": "true", "no": "false", "false": "false"}  # option, in lower case -> answer
+# Options and answers, in lower case -> what they say.
+_BOOLEAN = {"yes": "true", "true": "true", "1": "true", "no": "false", "false": "false", "0": "false"}
 
 
 def lookup(raw: Raw, name: str) -> Any:
@@ -199,7 +200,7 @@ class FieldMap:
         golds: dict[Style, int] = {}
         for style in styles:
             names = self._names(style, labels, options)
-            name = key.lower() if style == "boolean" else key
+            name = _BOOLEAN.get(key.lower(), key) if style == "boolean" else key
             if name not in names and labels is None and style == "label":
                 name = key.upper()
             if name in names:
