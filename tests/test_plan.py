@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from catto.experiment.cost import Costs, Job, Network, group, network, simulate, took
-from catto.experiment.graph import Graph, find_stage, freeze, stored
+from catto.experiment.graph import Graph, find_stage, freeze, open_recipe, stored
 from catto.experiment.stages import Stage, ordered, place, record, write
 from catto.problems import DataError
 from catto.recipe import ModelSettings
@@ -94,6 +94,43 @@ def test_plan_shows_the_memory_of_the_largest_training(tmp_path: Path, capsys: C
     told = run(capsys, *arguments, "--set", "model.path=some/model")
     assert (told.code, told.out) == (2, "")
     assert "the shape of some/model is unknown: no config.json here or in the hub's cache" in told.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed"),
+    [
+        ("sft.trl.num_train_epochs=30", {"sft": 10}),
+        ("preference.trl.num_train_epochs=30", {"dpo+catto": 15}),
+        ("preference.rows=20", {"dpo+catto": 20 / 400}),
+    ],
+)
+def test_tokens_follow_what_overrides_the_recipe(setting: str, changed: dict[str, float]) -> None:
+    """Of the quickstart: SFT has 3 epochs, the small budget 2 epochs of 400 pairs."""
+
+    def tokens(*overrides: str) -> dict[str, int]:
+        recipe = open_recipe("quickstart", ["budgets=[matched]", "methods=[sft, dpo, dpo+catto]", *overrides])
+        trained = [stage for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"]
+        return {stage.settings.name: Costs(recipe).tokens(stage) for stage in trained}
+
+    before, after = tokens("sft.epochs=3", "small_pairs=400"), tokens("sft.epochs=3", "small_pairs=400", setting)
+    for method, factor in changed.items():
+        assert after[method] == before[method] * factor
+    assert after["sft"] == before["sft"] * changed.get("sft", 1)
+
+
+def test_the_stream_asks_as_many_questions_as_the_recipe_says_and_memory_follows_trl(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for more in ([], ["outcome.held_out=true"]):
+        recipe = open_recipe("quickstart", ["outcome.questions=10", "methods=[sft, dpo+outcome]", *more])
+        costs, every = Costs(recipe), ordered([Graph(recipe).report()])
+        asked = {stage.name: costs.requests(stage) for stage in every if stage.kind == "sampled"}
+        assert [count for name, count in asked.items() if "stream" in name] == [10]
+    plan = ("plan", "quickstart", "--out", tmp_path / "out", "--memory", "--json", "--set")
+    sizes = [
+        run(capsys, *plan, f"preference.{name}=64").json for name in ("batch_size", "trl.per_device_train_batch_size")
+    ]
+    assert sizes[0] == sizes[1]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -176,7 +213,7 @@ def planned(*overrides: str) -> tuple[Costs, dict[str, Stage]]:
 
 
 def test_durations_are_stated_or_measured_or_estimated() -> None:
-    """SFT: 5,000 rows x 3 epochs x 2,048 tokens at 0.4 x 312e12 / (6 x 4.02e9) = 5,171 tokens/s are 5,941 s.
+    """SFT: 1,000 rows x 3 epochs x 2,048 tokens at 0.4 x 312e12 / (6 x 4.02e9) = 5,171 tokens/s are 1,188 s.
 
     Validation: 50 responses of 1,024 tokens in 2 batches of 32. Each token reads 16.1 GB of weights and the cache:
     32 x (1,024 + 512) tokens of 36 layers x 1,024 keys and values x 2 bytes, 7.2 GB, at 0.8 x 2.04 TB/s: 29.3 s.
@@ -185,7 +222,7 @@ def test_durations_are_stated_or_measured_or_estimated() -> None:
     sft, dpo = stages["sft snli seed 0 lr 5e-05"], stages["dpo matched snli seed 0 lr 5e-06"]
     text = stages["generated validation dpo matched snli seed 0 lr 5e-06"]
     durations = costs.durations(stages.values(), [], {})
-    assert durations[sft.key] == (pytest.approx(5941, abs=1), "estimated")
+    assert durations[sft.key] == (pytest.approx(1188, abs=1), "estimated")
     assert durations[text.key] == (pytest.approx(29.3, abs=0.1), "estimated")
     taken = [(dpo, 100.0), (dpo, 300.0), (dpo, 120.0)]
     durations = costs.durations(stages.values(), taken, {"generated": 7.0, "train sft": 11.0, "train": 9.0})

@@ -200,6 +200,31 @@ def test_a_block_can_be_merged_into_another_and_changed_there(tmp_path: Path) ->
     assert [(block.rows, block.batch_size) for block in (recipe.rcft, recipe.sft)] == [(5, 3), (7, 3)]
 
 
+def test_a_whole_number_for_a_float_keyword_is_that_float(tmp_path: Path) -> None:
+    given = ["preference.trl.beta=1", "preference.trl.max_steps=1", "sft.trl.bf16=true"]
+    recipe = load(write(tmp_path), given)
+    found = [*recipe.preference.trl.values(), *recipe.sft.trl.values()]
+    assert [(value, type(value)) for value in found] == [(1.0, float), (1, int), (True, bool)]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("tasks.witnesses.data_dir=d", "tasks.witnesses.data_dir: not read for this task"),
+        ("tasks.witnesses.labels=[A, B]", "tasks.witnesses.labels: not read for this task"),
+        ("tasks={snli: {witnesses: 3}}", "tasks.snli.witnesses: not read for this task"),
+        ("tasks={mine: {path: a.jsonl, data_dir: d}}", "tasks.mine.data_dir: not read for this task"),
+        ("model.dtype=bfloat16", "model: dtype and attention go with a path"),
+        ("sft.trl.label_smoothing_factor=0.1", "is not set here: sft+ls smooths labels"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_refused(override: str, expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_recipe("quickstart", [override])
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith(f"--set {override}: ")
+
+
 def test_a_rate_without_a_point_is_a_number(tmp_path: Path) -> None:
     """YAML 1.1 reads 1e-4 as text; a learning rate written so must still be one."""
     assert load(write(tmp_path), ["sft.learning_rates=[1e-4]"]).sft.learning_rates == (1e-4,)

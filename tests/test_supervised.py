@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,40 @@ def test_step_is_the_token_mean_of_the_global_batch(
     torch.testing.assert_close(weights(model), expected, rtol=0, atol=2e-6)
 
 
+def test_experts_are_balanced_as_by_the_models_own_loss(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 1.0}
+    model = tiny_model(arch="qwen3_moe", output_router_logits=True, **experts)
+    reference = copy.deepcopy(model)
+    (example,) = examples(TOKENIZER, sft_rows(1))
+    SupervisedTrainer(model, arguments(tmp_path), [example], TOKENIZER).train()
+    ids = torch.tensor([example.row.prompt + example.row.completion])
+    labels = ids.clone()
+    labels[:, : len(example.row.prompt)] = -100
+    out = reference(input_ids=ids, labels=labels)
+    assert out.aux_loss > 0.1
+    out.loss.backward()
+    moved = [p - 1e-2 * (0 if p.grad is None else p.grad) for p in reference.parameters()]
+    torch.testing.assert_close(weights(model), torch.cat([p.detach().flatten() for p in moved]), rtol=0, atol=2e-6)
+
+
+def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
+    """Its weights would not be read: the head's statistics come from the weight below it."""
+    from peft import LoraConfig, get_peft_model
+
+    rows = examples(TOKENIZER, sft_rows(2))
+    model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match="an adapter on the LM head is not supported"):
+        SupervisedTrainer(model, arguments(tmp_path), rows, TOKENIZER)
+
+
+def test_one_process_uses_one_of_several_gpus(tmp_path: Path) -> None:
+    """With more, Transformers would multiply the batch and split it by DataParallel, which no batch of ours fits."""
+    args = arguments(tmp_path)
+    args._n_gpu = 8
+    trainer = SupervisedTrainer(tiny_model(), args, examples(TOKENIZER, sft_rows(2)), TOKENIZER)
+    assert (trainer.args.n_gpu, trainer.args.train_batch_size) == (1, 8)
+
+
 def test_rcft_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
     """8 = 1 x 8 = 3 + 3 + 2, though the last of three micro-batches is smaller."""
     rows = examples(TOKENIZER, sft_rows(8))
@@ -145,6 +180,14 @@ def test_monitor_equals_the_engine_and_the_metrics() -> None:
     assert found["val_ece"] == pytest.approx(errors.ece(confidence, correct), abs=1e-5)
     assert found["val_accuracy"] == pytest.approx(correct.mean())
     assert found["val_nll"] == pytest.approx(-theirs[np.arange(13), gold].mean(), abs=1e-5)
+
+
+def test_a_processor_has_its_tokenizer(tmp_path: Path) -> None:
+    rows = examples(TOKENIZER, sft_rows(4))
+    trainer = SupervisedTrainer(tiny_model(), arguments(tmp_path), rows, TOKENIZER, validation=rows)
+    expected = trainer.evaluate()["eval_val_ece"]
+    trainer.processing_class = SimpleNamespace(tokenizer=TOKENIZER)
+    assert trainer.evaluate()["eval_val_ece"] == expected
 
 
 def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None:

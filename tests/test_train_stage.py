@@ -284,6 +284,15 @@ def test_a_control_trains_on_what_its_name_says(
     assert story["rows"] == 6
 
 
+def test_the_term_alone_has_no_preference_loss_whatever_the_recipe_gives_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], "max_steps": 1}
+    for method, weights in (("sft+outcome", [0.0]), ("dpo+outcome", [1.0, 0.3])):
+        work = made_work(tmp_path / method, method, preference={"checkpoint_steps": 2, "trl": given})
+        assert _trained(work, monkeypatch)[0].args.loss_weights == weights
+
+
 # ---- what is saved --------------------------------------------------------------------------------------------------
 
 

@@ -173,6 +173,10 @@ class ModelSettings(Settings):
     def _check(self) -> Self:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("name exactly one of path (a folder or hub id) and scratch")
+        if self.scratch is not None and (self.dtype or self.attention):
+            raise ValueError(
+                "dtype and attention go with a path: a model from scratch has float32 and its own attention"
+            )
         return self
 
 

@@ -86,6 +86,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
             if (problem := _refused(config, name, setting)) is not None:
                 culprit = blamed(str(path), overrides, (*block.split("."), name))
                 raise DataError(culprit, None, f"{block}.{name}: {problem}")
+            if type(setting) is int and keywords(config).get(name, "").startswith("float"):
+                given[name] = float(setting)  # 1 and 1.0 are one setting with one key
     return recipe
 
 
@@ -188,7 +190,7 @@ _KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str
 
 # Keywords that the recipe fills itself.
 _GIVEN = {"calibration": "the method gives it", "max_length": "context gives it", "output_dir": "the run has its own"}
-_GIVEN |= {"task_type": "it is always CAUSAL_LM"}
+_GIVEN |= {"task_type": "it is always CAUSAL_LM", "label_smoothing_factor": "sft+ls smooths labels"}
 
 
 def _refused(config: str, name: str, value: Any) -> str | None:

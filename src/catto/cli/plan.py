@@ -108,7 +108,7 @@ def _show_stages(root: Path, stages: Planned) -> None:
 def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
     """Print the memory of the training whose step computes most tokens."""
     trainings = [stage.settings for stage in stages if stage.kind == "train"]
-    largest = max(trainings, key=lambda settings: settings.batch_size * costs.rows(settings))
+    largest = max(trainings, key=lambda settings: costs.batch(settings) * costs.rows(settings))
     with console.refusing(place="--memory: "):
         layouts = costs.layouts(largest)
     if as_json:
@@ -121,7 +121,7 @@ def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
     console.show_table("GB on each GPU", ("", *parts), rows)
     unit = "pairs" if largest.method.stage == "preference" else "rows"
     length = f"rows of {largest.context:,} tokens, {PROMPT:.0%} prompt"
-    console.say(f"{largest.name}: {largest.batch_size} {unit} a step, {length}")
+    console.say(f"{largest.name}: {costs.batch(largest)} {unit} a step, {length}")
     console.say("shared: activations and peak with prefix_sharing. A GPU also needs about 1 GB for CUDA itself.")
 
 

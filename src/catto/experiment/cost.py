@@ -267,8 +267,9 @@ class Costs:
         settings, teacher = stage.settings, self.recipe.teacher
         each = teacher.pairs_per_question if settings.method.stage == "preference" else teacher.n
         asked = self.questions(stage.needs["teacher"].needs["questions"])
-        elements = settings.pairs or settings.block.rows or asked * each
-        return self.recipe.context * elements * self.rows(settings) * settings.epochs
+        elements = min(filter(None, (settings.pairs, settings.block.rows, asked * each)), default=0)
+        epochs: float = settings.block.trl.get("num_train_epochs", settings.epochs)
+        return ceil(self.recipe.context * elements * self.rows(settings) * epochs)
 
     def rows(self, settings: TrainSettings) -> int:
         """Count the rows of one element of a batch: of a pair two, and those of the third stream."""
@@ -276,10 +277,15 @@ class Costs:
             return 1
         return 2 + (self.recipe.outcome.rows_per_pair if settings.method.stream != "none" else 0)
 
+    def batch(self, settings: TrainSettings) -> int:
+        """Return the rows or pairs that are computed at once; `trl` overrides the recipe's."""
+        return int(settings.block.trl.get("per_device_train_batch_size", settings.batch_size))
+
     def requests(self, stage: Stage) -> int:
         """Count the responses that a stage generates or asks for."""
         if isinstance(stage.settings, ResponseSettings):
-            return self.questions(stage.needs["questions"]) * stage.settings.teacher.n
+            asked, outcome = self.questions(stage.needs["questions"]), stage.settings.outcome
+            return min(asked, (outcome and outcome.questions) or asked) * stage.settings.teacher.n
         if stage.shards:  # it only joins what they have generated
             return 0
         asked, each = self.questions(stage.needs["held_out"]), stage.settings.temperatures
@@ -386,7 +392,7 @@ class Costs:
         options |= {f"FSDP2, {gpus} GPUs": {"gpus": gpus} for gpus in numbers}
         layouts = {}
         for name, each in options.items():
-            size = max(1, largest.batch_size // each.get("gpus", 1))
+            size = max(1, self.batch(largest) // each.get("gpus", 1))
             tokens, scored = size * self.rows(largest) * context, size * (2 if paired else 1) * (context - prompt)
             shared = tokens - size * prompt * paired
             weights = {"width": self.width, **each}

@@ -343,6 +343,15 @@ def _titled(name: str, budget: Budget) -> str:
 # ---- checks before anything runs ------------------------------------------------------------------------------------
 
 
+_SIZES = {"train", "validation", "test"}
+# Which settings of a task are read, by where its questions come from.
+_READ = {
+    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels"},
+    "world": _SIZES | {"options", "witnesses", "reliabilities"},
+    "benchmark": _SIZES | {"data_dir", "files"},
+}
+
+
 def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe with its overrides; raise DataError for an unknown task or a seed that a task has no splits for.
 
@@ -355,8 +364,13 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if name not in TASKS and not block.own:
             told = f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path{did_you_mean(name, TASKS)}"
             raise DataError(blamed(source, overrides, ("tasks", name)), None, told)
+        kind = "own" if block.own else "world" if name == "witnesses" else "benchmark"
+        given = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
+        if unread := min(given - _READ[kind], default=None):
+            culprit = blamed(source, overrides, ("tasks", name, unread))
+            raise DataError(culprit, None, f"tasks.{name}.{unread}: not read for this task, so it would change nothing")
         # The embedded world and users' files have splits for any seed, the benchmarks for a few.
-        seeds = recipe.seeds if name == "witnesses" or block.own else TASKS[name].seeds
+        seeds = TASKS[name].seeds if kind == "benchmark" else recipe.seeds
         for seed in recipe.seeds:
             if seed not in seeds:
                 culprit, known = blamed(source, overrides, ("seeds",)), ", ".join(map(str, seeds))

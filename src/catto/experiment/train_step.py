@@ -307,9 +307,8 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
         if method.stream != "none":
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
-    if not method.preference_loss:
-        options["loss_weights"] = [0.0]
-    config = CATTOConfig(**(options | _arguments(job)))
+    alone = {} if method.preference_loss else {"loss_type": ["sigmoid"], "loss_weights": [0.0]}  # whatever `trl` says
+    config = CATTOConfig(**(options | _arguments(job) | alone))
     # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
     rows_on_disk = Dataset.from_generator(lambda: iter(columns), cache_dir=str(job.out / "checkpoints"))
     trainer = CATTOTrainer(

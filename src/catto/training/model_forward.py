@@ -46,7 +46,9 @@ def install(model: Any) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
         return
-    known = {id(weight) for part in (base.base_model, base.get_output_embeddings()) for weight in part.parameters()}
+    if hasattr(head := base.get_output_embeddings(), "base_layer"):  # `token_stats` would read the weight below it
+        raise ValueError("an adapter on the LM head is not supported: take it out of target_modules")
+    known = {id(weight) for part in (base.base_model, head) for weight in part.parameters()}
     if other := next((name for name, weight in base.named_parameters() if id(weight) not in known), None):
         raise ValueError(f"{type(base).__name__}: the head is more than one linear layer ({other}): not supported")
     original = vars(base).get("forward")  # set where a library has wrapped it on this instance

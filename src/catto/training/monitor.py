@@ -149,7 +149,8 @@ class Monitored(Trainer):  # type: ignore[misc]
             results = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         # A name is one dataset of several, for which Transformers calls this method once each: measure only once.
         if self.validation and not isinstance(eval_dataset, str):
-            logprobs = label_logprobs(self.model, self.validation, self.processing_class.pad_token_id)
+            tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+            logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
             measured = measure(logprobs, [example.label.gold for example in self.validation])
             ours = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
             self.model.eval()  # TRL's log reads the mode to tell training from evaluation

@@ -79,7 +79,7 @@ class SupervisedTrainer(Monitored):
             raise ValueError("there is no example to train on")
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
-        args.remove_unused_columns = False
+        args.remove_unused_columns, args._n_gpu = False, min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
         model_forward.install(model)
         obstacle = model_forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
@@ -114,6 +114,9 @@ class SupervisedTrainer(Monitored):
         if self.bins is not None and output.labels is not None:
             samples = len(batch.query_source) if self._step_samples is None else self._step_samples
             loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
+        if output.aux_loss is not None:  # load balancing of a mixture of experts, as the model's own loss has it
+            weight = self.model.config.get_text_config().router_aux_loss_coef
+            loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
         names = inputs["names"]
         self.watch(loss, lambda: f"questions {', '.join(names)}")
         return (loss, output) if return_outputs else loss
