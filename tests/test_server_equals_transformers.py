@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 
-from catto.engines import Generation, Request
+from catto.engines import Generation, Request, stop_end
 from catto.engines.decoding import evaluating, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
@@ -307,6 +307,16 @@ def test_no_label_is_forced_where_a_likelier_token_begins_two_others(
     answer = read_reply(Case(question, (), open_end), Generation(text=first, tops=((first, shown),), **known))
     assert isinstance(answer, Answer)
     assert answer.label == label
+
+
+def test_a_whole_answer_that_the_reasoning_quotes_does_not_end_the_response() -> None:
+    stop = ("</answer>",)
+    quoting = "<think>\nA form is <answer>A</answer>.\n</think>\n<answer>\nB\n</answer>"
+    for text in (quoting, quoting.removeprefix("<think>")):  # the second as after a template that opens the reasoning
+        assert stop_end(f"{text} More. <answer>C</answer>", stop) == len(text)
+    growing = [stop_end(quoting[:end], stop) for end in range(len(quoting) + 1)]
+    assert growing == [None] * len(quoting) + [len(quoting)]  # as a local engine decodes it
+    assert stop_end("<answer>A</answer> <think>So</think> <answer>B</answer>", stop) == 18
 
 
 def test_characters_of_several_tokens_are_read_from_their_bytes() -> None:

@@ -119,10 +119,20 @@ class Engine(Protocol):
 def stop_end(text: str, stops: Collection[str]) -> int | None:
     """Find where the first stop text ends in `text`; None where it has none, so that text[:end] is the whole.
 
+    The end of an answer that the reasoning quotes does not count.
+
     >>> stop_end("one</b> two</a>", ("</a>", "</b>"))
     7
+    >>> stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
+    55
     """
-    return min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
+    start, (opened, closed) = 0, (text.find(tag) if "</answer>" in stops else -1 for tag in ("<think>", "</think>"))
+    first = min((text.index(stop) for stop in stops if stop in text), default=len(text))
+    if closed > first and not first < opened < closed:
+        start = closed
+    elif closed < 0 <= opened < first:
+        return None
+    return min((text.index(stop, start) + len(stop) for stop in stops if stop in text[start:]), default=None)
 
 
 _CONFIGS = ("config.json", "adapter_config.json")
