@@ -78,6 +78,7 @@ TABLES = {
         *_all(None, "A; B", "A. B", "A: B", "A = B", "A > B", "A or B", "(A) or (B)", "(A) or <D>", "(A)(B)"),
         *_all(None, "[A][B]", "**A** **B**", "A\nB", "A\nA\nB", "A) the cat\nB) the dog", "B (c)", "B, not A"),
         *_all(None, "B. C is wrong", "B rather than C", "Answer: A B", "The answer is A\nThe answer is B"),
+        *_all(None, "a cat", "It is a cat.", "The answer is a cat"),
         *_all(None, '["A", "B"]', "A dog barks", "a dog", "A small dog", 'A "dog"', "It is a", "It's a", "I am sure"),
         *_all(None, "the dog", "The answer is the dog", "Vitamin B", "vitamin b", "The blood type is B", "Plan B"),
         *_all(None, "Hepatitis B is a disease", "B vitamins", "C\x00++", "A\x00's", "B because dogs bark"),

@@ -275,9 +275,11 @@ class _Form:
         if reading is not None:
             if pair is None and text[end:j] == ")":
                 return reading
-            between = _BETWEEN.match(text, end, j)
+            between, written = _BETWEEN.match(text, end, j), self.answer[slice(*reading.span)]
             if between is None or between.end() == end or not self.is_own_text(reading.label, between.end(), j):
                 reading = None
+            elif between[0] == " " and written in ("a", "i") and written != reading.label:
+                reading = None  # "a cat" is a text with its article
             elif not (pair or between[0][0] in ").:]" or text[between.end()] in "(["):
                 # "A, B" may be two labels even where B is the text of A; "A) B", "A: B" and "A (B)" are not.
                 other = self.label(*_peeled(text, between.end(), j))
