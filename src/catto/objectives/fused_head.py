@@ -17,17 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from catto.objectives.tiles import (
-    Head,
-    Precision,
-    located,
-    product,
-    product_dtype,
-    slices,
-    statistics_dtype,
-    tile_shape,
-    tiles,
-)
+from catto.objectives.tiles import Head, Precision, located, product, product_dtype, statistics_dtype, tile_shape, tiles
 
 IGNORE = -100
 EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
@@ -167,9 +157,8 @@ def _head(
 ) -> Head:
     """Return how the logits are computed; ValueError where the tensors do not fit each other, or an option is bad."""
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-    dtype = product_dtype(hidden, weight, precision)
     shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device, tile)
-    head = Head(*logits, vocabulary, *shape, frozenset(extras), dtype)
+    head = Head(*logits, vocabulary, *shape, frozenset(extras), product_dtype(hidden, weight, precision))
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not fit")
     if weight is not None and weight.shape[1] != hidden.shape[-1]:
@@ -352,18 +341,16 @@ class _Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.head = head
         with torch.autocast(hidden.device.type, enabled=False):
-            pieces = list(slices(len(hidden), head.rows))
-            parts = [first(targets[rows], labels[rows], statistics_dtype(hidden)) for rows in pieces]
+            parts: dict[int, Sums] = {}  # by the first of a tile's rows
             for rows, columns, z, _ in tiles(hidden, weight, bias, head):
-                number = rows.start // head.rows
-                parts[number] = fold(parts[number], z, columns, targets[rows], labels[rows], head.extras)
-            sums = Sums(*(torch.cat(part) for part in zip(*parts, strict=True)))
+                before = parts.get(rows.start) or first(targets[rows], labels[rows], statistics_dtype(hidden))
+                parts[rows.start] = fold(before, z, columns, targets[rows], labels[rows], head.extras)
+            sums = Sums(*(torch.cat(part) for part in zip(*parts.values(), strict=True)))
             values = finish(sums, head)
         _, _, logsumexp, log_doubt, _, entropy, log_sum_sq, _ = values
         right = sums.target > sums.rival
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, labels, sums.rival_id, right, logsumexp, log_doubt, entropy
-        )
+        saved = targets, labels, sums.rival_id, right, logsumexp, log_doubt, entropy  # in the order of `Saved`
+        ctx.save_for_backward(hidden, weight, bias, *saved)
         if log_sum_sq is not None:
             ctx.mark_non_differentiable(log_sum_sq)
         return values
@@ -390,13 +377,14 @@ class _Tiled(torch.autograd.Function):
             g_weight = torch.empty_like(weight) if weight is not None and needs_weight else None
             g_bias = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
             rounded = hidden if weight is None else hidden.to(head.product)
-            pieces = slices(len(hidden), head.rows)
-            tokens = [(Saved(*cut(saved, rows)), Grads(*cut(incoming, rows))) for rows in pieces]
+            tokens: dict[int, tuple[Saved, Grads]] = {}  # by the first of a tile's rows
             total = rounded  # of a part of the weight's gradient
             for rows, columns, z, part in tiles(rounded, weight, bias, head):
                 # The first of a sum writes: zeroing a large gradient beforehand costs 4 % of the pass.
                 more = rows.start > 0
-                d = to_gradient(z, columns, head, *tokens[rows.start // head.rows])
+                if rows.start not in tokens:
+                    tokens[rows.start] = Saved(*cut(saved, rows)), Grads(*cut(incoming, rows))
+                d = to_gradient(z, columns, head, *tokens[rows.start])
                 low = d.to(head.product)
                 if g_hidden is not None and part is not None:
                     product(g_hidden[rows], low, part, add=columns.start > 0)
@@ -412,9 +400,6 @@ class _Tiled(torch.autograd.Function):
                         g_weight[columns] = total
                 if g_bias is not None:
                     g_bias[columns] = g_bias[columns] + d.sum(0) if more else d.sum(0)
-            result = [
-                None if g_hidden is None else g_hidden.to(hidden.dtype),
-                g_weight,
-                None if g_bias is None else g_bias.to(bias.dtype),
-            ]
-        return *result, None, None, None
+            g_hidden = None if g_hidden is None else g_hidden.to(hidden.dtype)
+            g_bias = None if g_bias is None else g_bias.to(bias.dtype)
+        return g_hidden, g_weight, g_bias, None, None, None
