@@ -178,8 +178,6 @@ class Graph:
             # What `outcome` learns from: one sampled response of the SFT model to training questions, unfiltered.
             model = self.chosen(task, seed, "sft", "matched")
             needs["stream"] = self._sampled(f"stream sft {task} seed {seed}", model, "train", recipe.outcome)
-        # A recipe's `epochs` is for the full effort of a method; the small budget keeps its own.
-        epochs = effort.epochs if effort.pairs is not None else block.epochs or effort.epochs
         settings = stages.TrainSettings(
             name=name,
             method=row,
@@ -187,7 +185,8 @@ class Graph:
             seed=seed,
             learning_rate=rate,
             batch_size=block.batch_size or row.batch_size,
-            epochs=epochs,
+            # A recipe's `epochs` is for the full effort of a method; the small budget keeps its own.
+            epochs=effort.epochs if effort.pairs is not None else block.epochs or effort.epochs,
             pairs=None if effort.pairs is None else recipe.small_pairs,
             model=recipe.model,
             contents=self._model if row.stage == "sft" else None,
@@ -215,12 +214,11 @@ class Graph:
             rates, title = self.rates(name), _titled(name, budget)
             seeds = self.recipe.seeds if self.recipe.lr_choice == "mean" and len(rates) > 1 else (seed,)
             needs: dict[str, Stage] = {}
-            for number, rate in enumerate(rates):
-                for each in seeds:
-                    model = self.trained(task, each, name, budget, rate)
-                    needs[f"model {number} seed {each}"] = model
-                    if len(rates) > 1:
-                        needs[f"validation {number} seed {each}"] = self._validated(task, model)
+            for (number, rate), each in itertools.product(enumerate(rates), seeds):
+                model = self.trained(task, each, name, budget, rate)
+                needs[f"model {number} seed {each}"] = model
+                if len(rates) > 1:
+                    needs[f"validation {number} seed {each}"] = self._validated(task, model)
             # No `bins` here: they are the report's, and training starts from what is chosen.
             settings = stages.ChoiceSettings(title, task, seed, seeds, rates)
             self._chosen[place] = Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
@@ -327,11 +325,8 @@ class Graph:
     def report(self) -> Stage[stages.ReportSettings]:
         """The report of everything."""
         cells = tuple(self.cells())
-        needs: dict[str, Stage] = {}
-        for cell in cells:
-            for stage in (cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation):
-                if stage is not None:
-                    needs[stage.name] = stage
+        parts = ((cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation) for cell in cells)
+        needs = {stage.name: stage for part in parts for stage in part if stage is not None}
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
 
 

@@ -202,10 +202,8 @@ class Monitored(Trainer):  # type: ignore[misc]
         values = torch.stack([loss for loss, _, _ in watched]).tolist() if watched else []
         for value, (_, step, rows) in zip(values, watched, strict=True):
             if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"loss is {value} at step {step} on {rows()}; "
-                    f"the checkpoints in {self.args.output_dir} are from before"
-                )
+                before = f"the checkpoints in {self.args.output_dir} are from before"
+                raise FloatingPointError(f"loss is {value} at step {step} on {rows()}; {before}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Stop if a loss since the last log was not a number, else log."""

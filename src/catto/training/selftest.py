@@ -140,10 +140,8 @@ def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
     examples = [Example("", Row(list(pair["prompt_ids"]), list(pair["chosen_ids"])), label) for pair in pairs]
     with torch.no_grad():
         plain = [_log_softmax(policy, pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
-    return (
-        lambda: _vectors([torch.from_numpy(label_logprobs(trainer.model, examples, 0))]),
-        _vectors([row[len(row) // 2, LABELS] for row in plain]),
-    )
+    expected = _vectors([row[len(row) // 2, LABELS] for row in plain])
+    return lambda: _vectors([torch.from_numpy(label_logprobs(trainer.model, examples, 0))]), expected
 
 
 def _head(tokens: int, words: int, width: int, config: CATTOConfig, draw: torch.Generator) -> Compared:

@@ -76,8 +76,7 @@ def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example
 
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
     """Ask for the label probabilities of examples whose rows are numbered from `first`."""
-    labels = enumerate((example.label for example in examples), first)
-    return [Query(row, *label) for row, label in labels]
+    return [Query(row, *example.label) for row, example in enumerate(examples, first)]
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
@@ -120,9 +119,8 @@ def _kept(fits: Sequence[bool], dataset: str, limit: int, what: str, name: Calla
     """The numbers of the rows that fit; the others are logged, and where none fits that is an error."""
     dropped = [number for number, fit in enumerate(fits) if not fit]
     if dropped and len(dropped) == len(fits):
-        raise ValueError(
-            f"every row{dataset and f' of the {dataset} dataset'} is longer than max_length {limit} tokens"
-        )
+        where = f" of the {dataset} dataset" if dataset else ""
+        raise ValueError(f"every row{where} is longer than max_length {limit} tokens")
     if dropped:
         names = ", ".join(map(name, dropped[:20])) + (", ..." if len(dropped) > 20 else "")
         logger.warning("dropped %d of %d %s: %s", len(dropped), len(fits), what, names)
@@ -134,8 +132,7 @@ def _kept(fits: Sequence[bool], dataset: str, limit: int, what: str, name: Calla
 
 def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
     """A preference row as the columns that `CATTOTrainer` trains on."""
-    chosen = row_ids(tokenizer, row.prompt, row.chosen[-1].content)
-    rejected = row_ids(tokenizer, row.prompt, row.rejected[-1].content)
+    chosen, rejected = (row_ids(tokenizer, row.prompt, turns[-1].content) for turns in (row.chosen, row.rejected))
     ids = {"prompt_ids": chosen.prompt, "chosen_ids": chosen.completion, "rejected_ids": rejected.completion}
     labels = {"labels": list(row.labels), "gold": row.gold, "correctness_rate": row.correctness_rate}
     return {"question": row.question, **labels, **ids}
