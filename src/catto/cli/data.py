@@ -32,13 +32,12 @@ FileOption = Annotated[
 FieldsOption = Annotated[str | None, Option(help="Its fields: question=..,options=.. (a+b+c, or yes|no),answer=..")]
 AnswerOption = Annotated[Style | None, Option(help="What its answers are.", show_default="what fits all rows")]
 AnswersOption = Annotated[list[str] | None, SplitFile(help="A file with its answers, one a line.")]
+TaskArgument = Annotated[str | None, Argument(help="A task or its YAML file; a name for --file.", autocompletion=tasks)]
 DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", show_default="the hub")]
 
 
 def data(
-    task: Annotated[
-        str | None, Argument(help="A task or its YAML file; a name for --file.", autocompletion=tasks)
-    ] = None,
+    task: TaskArgument = None,
     data_dir: DataDirOption = None,
     split: Annotated[Split, Option(help="Which questions to show.")] = "train",
     seed: Annotated[int, console.Seed(help="Seed of the splits.")] = 0,

@@ -75,15 +75,14 @@ def diagnosis() -> dict[str, Any]:
             packages[part][name] = {"version": version, "needs": str(requirement.specifier), "ok": ok}
     lacking = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
     missing = {part: names for part, names in lacking.items() if names}
+    install = {part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing}
     return {
         "catto": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
         "missing": missing,
-        "install": {
-            part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing
-        },
+        "install": install,
         "devices": _devices(),
         "variables": {name: name in os.environ for name in VARIABLES},
     }

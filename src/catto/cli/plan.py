@@ -154,24 +154,18 @@ def _show_schedule(costs: Costs, stages: Planned, gpus: str, stated: Sequence[st
     sources = Counter(length.source for length in durations.values())
     longest = schedules[counts[0]]
     path = [(missing[key].name, durations[key].seconds) for key in longest.critical]
+    described = []
+    for count, schedule in schedules.items():
+        hours = {"gpu_hours": schedule.busy / 3600, "rented_gpu_hours": count * schedule.makespan / 3600}
+        used = {"makespan_seconds": schedule.makespan, "utilisation": schedule.utilisation}
+        described.append({"gpus": count, **used, **hours})
     if as_json:
-        described = [
-            {
-                "gpus": count,
-                "makespan_seconds": schedule.makespan,
-                "utilisation": schedule.utilisation,
-                "gpu_hours": schedule.busy / 3600,
-                "rented_gpu_hours": count * schedule.makespan / 3600,
-            }
-            for count, schedule in schedules.items()
-        ]
         critical = [{"name": name, "seconds": seconds} for name, seconds in path]
         console.print_json({"schedules": described, "critical_path": critical, "durations": sources})
         return
     rows = []
-    for count, schedule in schedules.items():
-        hours = [f"{seconds / 3600:,.1f}" for seconds in (schedule.busy, count * schedule.makespan)]
-        rows.append([str(count), duration(schedule.makespan), f"{schedule.utilisation:.0%}", *hours])
+    for number, makespan, utilisation, *spent in (one.values() for one in described):
+        rows.append([str(number), duration(makespan), f"{utilisation:.0%}", *(f"{each:,.1f}" for each in spent)])
     columns = "GPUs", "makespan", "utilisation", "GPU hours", "rented GPU hours"
     console.show_table(f"{len(jobs)} stages to do", columns, rows)
     most = sorted(path, key=lambda step: -step[1])[:LONGEST]
@@ -181,6 +175,5 @@ def _show_schedule(costs: Costs, stages: Planned, gpus: str, stated: Sequence[st
     for line in costs.left_out():
         console.say(line)
     if sources["estimated"]:
-        console.say(
-            f"Estimated for an {GPU.name}, with the longest responses and rows; --seconds states what is known."
-        )
+        told = "with the longest responses and rows; --seconds states what is known"
+        console.say(f"Estimated for an {GPU.name}, {told}.")

@@ -241,6 +241,7 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.")
 NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autocompletion=recipes)]
+PathArgument = Annotated[Path | None, Argument(help="Where to.", show_default="NAME.yaml")]
 
 
 def _shipped(name: str) -> Path:
@@ -272,9 +273,7 @@ def show(name: NameArgument) -> None:
 
 
 @app.command()
-def copy(
-    name: NameArgument, path: Annotated[Path | None, Argument(help="Where to.", show_default="NAME.yaml")] = None
-) -> None:
+def copy(name: NameArgument, path: PathArgument = None) -> None:
     """Copy a recipe to change it; an existing file is not overwritten.
 
     Examples:

@@ -101,7 +101,6 @@ _CODE: dict[str, dict[str, Any]] = {
     "tldr": {"parse": parse_tldr},
     "witnesses": {"generate": lambda split, n, seed: witnesses.generate(split, n, seed=seed)},
 }
-_ROWS = tomllib.loads((resources.files("catto.tasks") / "benchmarks.toml").read_text(encoding="utf-8"))
-TASKS: dict[str, Task] = TypeAdapter(dict[str, Task]).validate_python(
-    {name: {"name": name, **row, **_CODE.get(name, {})} for name, row in _ROWS.items()}
-)
+_TABLE = tomllib.loads((resources.files("catto.tasks") / "benchmarks.toml").read_text(encoding="utf-8"))
+_ROWS = {name: {"name": name, **row, **_CODE.get(name, {})} for name, row in _TABLE.items()}
+TASKS: dict[str, Task] = TypeAdapter(dict[str, Task]).validate_python(_ROWS)

@@ -241,9 +241,8 @@ class _Loading:
         if task.cut and task.cut.source in available and set(task.cut.parts) - {task.cut.source} - set(available):
             self.cut = task.cut
             if task.files is not None and self.split in task.cut.shares:
-                self.report.notes.append(
-                    f"{self.split} is cut from the one file by seed {self.seed}; {self.split}=FILE takes a whole file"
-                )
+                whole = f"{self.split}=FILE takes a whole file"
+                self.report.notes.append(f"{self.split} is cut from the one file by seed {self.seed}; {whole}")
         elif "train" in available and missing:
             self.cut = Cut("train", dict.fromkeys(missing, _FROM_TRAIN), rest="train", most=task.sample)
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")

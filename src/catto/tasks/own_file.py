@@ -7,17 +7,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from catto.problems import DataError, listed
+from catto.recipe import TaskSettings
 from catto.records import SPLITS, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, LETTERS, PLACE, FieldMap, Style
 from catto.tasks.loading import find
 from catto.tasks.splits import Cut
-
-if TYPE_CHECKING:
-    from catto.recipe import TaskSettings
 
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 _NEEDED, _OPTIONAL = ("question", "options", "answer"), ("labels", "id", "group")

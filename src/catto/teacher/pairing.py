@@ -145,9 +145,8 @@ class Yield(Record):
             "rows: " + ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items()),
         ]
         if self.refused:
-            lines.append(
-                f"refused and left out: {self.refused:,} requests ({self.reasons}); --retry-refused asks again"
-            )
+            refused = f"{self.refused:,} requests ({self.reasons}); --retry-refused asks again"
+            lines.append(f"refused and left out: {refused}")
         if self.other_models:
             names = ", ".join(f"{count:,} from {name}" for name, count in self.other_models.items())
             lines.append(f"under another model name than asked: {names}")

@@ -205,8 +205,7 @@ def dry_run(
     """Count what `ask` would still ask, without asking or writing."""
     training = training_questions(questions)
     journal = _journal(training, source, settings, out or Path())
-    stored: set[Key] = set()
-    refused: set[Key] = set()
+    stored, refused = set[Key](), set[Key]()
     if out is not None and journal.finished():
         refused = {refusal.key for refusal in refusals(out)}
         stored = journal.keys.keys() - refused
