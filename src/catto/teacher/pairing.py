@@ -73,13 +73,8 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
     pairs = [(chosen, rejected) for chosen in group.right for rejected in labelled]
     pairs.sort(key=lambda pair: content_hash([settings.seed, group.question.id, pair[0].sample, pair[1].sample]))
     for chosen, rejected in pairs[: settings.pairs_per_question]:
-        yield PreferenceRow(
-            **group.columns,
-            chosen=_turn(chosen, settings),
-            rejected=_turn(rejected, settings),
-            chosen_label=group.question.gold,
-            rejected_label=rejected.label,
-        )
+        turns: dict[str, Any] = {"chosen": _turn(chosen, settings), "rejected": _turn(rejected, settings)}
+        yield PreferenceRow(**group.columns, **turns, chosen_label=group.question.gold, rejected_label=rejected.label)
 
 
 Kind = Literal["sft", "preferences", "outcome"]

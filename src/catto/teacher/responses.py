@@ -149,15 +149,9 @@ def answered_questions(
         for generation in group:
             answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
             temperature, seed = draw(settings, name, generation.sample) if drawn else (None, None)
-            response = Response(
-                **generation.model_dump(exclude={"reasoning", "tops"}),
-                reasoning=answer.reasoning or generation.reasoning,
-                label=answer.label,
-                correct=answer.label == question.gold,
-                temperature=temperature,
-                seed=seed,
-            )
-            responses.append(response)
+            kept = generation.model_dump(exclude={"reasoning", "tops"}) | {"temperature": temperature, "seed": seed}
+            reasoning, correct = answer.reasoning or generation.reasoning, answer.label == question.gold
+            responses.append(Response(**kept, reasoning=reasoning, label=answer.label, correct=correct))
         yield AnsweredQuestion(question, messages(question, reasoning=settings.reasoning), tuple(responses))
 
 
@@ -181,17 +175,13 @@ class Estimate(Record):
 
     def lines(self) -> list[str]:
         """Describe it, and how it was estimated."""
-        counts = [
-            f"{self.requests:,} requests for {self.questions:,} questions; {self.stored:,} responses are stored"
-            + (f", {self.refused:,} requests were refused" if self.refused else "")
-        ]
+        stored = f"{self.stored:,} responses are stored"
+        stored += f", {self.refused:,} requests were refused" if self.refused else ""
+        counts = f"{self.requests:,} requests for {self.questions:,} questions; {stored}"
         if self.free is not None:
-            return [*counts, f"free: {self.free}"]
-        return [
-            *counts,
-            f"about {self.prompt_tokens:,} prompt tokens (characters / {CHARACTERS_A_TOKEN})",
-            f"at most {self.most_tokens:,} generated tokens (requests x max_tokens)",
-        ]
+            return [counts, f"free: {self.free}"]
+        prompts = f"about {self.prompt_tokens:,} prompt tokens (characters / {CHARACTERS_A_TOKEN})"
+        return [counts, prompts, f"at most {self.most_tokens:,} generated tokens (requests x max_tokens)"]
 
 
 def dry_run(
@@ -255,16 +245,10 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         for question in self.training:
             prompt = messages(question, reasoning=self.settings.reasoning)
+            same: dict[str, Any] = {"question": question.id, "messages": prompt, "max_tokens": self.settings.max_tokens}
             for sample in range(self.settings.n):
                 temperature, seed = draw(self.settings, question.id, sample)
-                yield Request(
-                    question=question.id,
-                    sample=sample,
-                    messages=prompt,
-                    temperature=temperature,
-                    seed=seed,
-                    max_tokens=self.settings.max_tokens,
-                )
+                yield Request(**same, sample=sample, temperature=temperature, seed=seed)
 
 
 def _journal(
