@@ -51,7 +51,6 @@ PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's
 ECE, ACCURACY = "ECE, per cent", "Accuracy, per cent"
 
 Groups = Mapping[Row, Sequence[GroupNumbers]]
-Trainings = Mapping[Row, Sequence[Training]]
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ class Picture:
         for axes in grid[len(self.contents) :]:
             axes.set_visible(False)
         figure.set_size_inches(columns * width, rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks())))
-        handles = {
-            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        legends = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid)
+        handles = {label: handle for legend in legends for handle, label in legend}
         if handles:
             across = max(1, int(columns * width / 2))
             figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
@@ -304,7 +302,7 @@ def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage]) -> None:
     axes.set_ylim(0, min(1, axes.get_ylim()[1]))
 
 
-def draw_history(axes: Axes, content: tuple[str, Trainings]) -> None:
+def draw_history(axes: Axes, content: tuple[str, Mapping[Row, Sequence[Training]]]) -> None:
     """A validation metric over the steps, one line per method: the mean over seeds where they have the value."""
     metric, rows = content
     for (method, _), trainings in rows.items():

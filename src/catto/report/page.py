@@ -235,10 +235,8 @@ def headline(numbers: Numbers) -> Headline:
         groups = numbers.block(first[0].setting, budget)
         if judged := [one for one in groups if one.versus and not isnan(one.versus["ece"].p_corrected)]:
             compared[_against_dpo(judged, len({one.task for one in groups}))].append(names.BUDGET_TITLES[budget])
-    points = (
-        f"{titles[0] if len(titles) == 1 else 'Both budgets'}, against DPO on the same questions: {text}."
-        for text, titles in compared.items()
-    )
+    whose = {text: titles[0] if len(titles) == 1 else "Both budgets" for text, titles in compared.items()}
+    points = (f"{title}, against DPO on the same questions: {text}." for text, title in whose.items())
     return Headline(*_answer(numbers.verdict, lead), tuple(warnings), lead, tuple(points))
 
 

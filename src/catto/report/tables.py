@@ -221,12 +221,8 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
     ]
     places = {(group.method, group.task): group for group in groups}
     title, name = f"{title}, {BUDGET_TITLES[budget].lower()}", "-".join(filter(None, (name, budget)))
-    table = _filled(
-        replace(spec, stem=name, title=title),
-        columns,
-        ((group.method, None) for group in groups),
-        lambda row, column: _entry(spec, column, places.get((row[0], column.task))),
-    )
+    named, rows = replace(spec, stem=name, title=title), ((group.method, None) for group in groups)
+    table = _filled(named, columns, rows, lambda row, column: _entry(spec, column, places.get((row[0], column.task))))
     for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
         for _, block in table.blocks() if column.better else ():
             rivals = [line.entries[place] for line in block]
