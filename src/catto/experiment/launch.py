@@ -88,8 +88,7 @@ def _layout(launch: LaunchSettings) -> str:
         and str(fsdp.get("fsdp_version", 1)) != "2",
         "a file of DeepSpeed's own, whose stage is not read: set zero_stage": "deepspeed_config_file" in deepspeed,
         f"distributed_type {kind}": kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED"),
-        "DeepSpeed, which is not installed: pip install deepspeed": kind == "DEEPSPEED"
-        and find_spec("deepspeed") is None,
+        "DeepSpeed, which is not installed: pip install deepspeed": kind == "DEEPSPEED" and not find_spec("deepspeed"),
     }
     for obstacle, there in obstacles.items():
         if there:

@@ -105,8 +105,7 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     A damaged stage is an error that names it: before anything runs where sizes show it, and before it is read where
     only its bytes do.
     """
-    outcome, number = Outcome(), 0
-    checked: set[Path] = set()
+    outcome, number, checked = Outcome(), 0, set[Path]()
     with locked(root):
         missing, left = sum(standing != "done" for _, standing in plan(root, goals)), attempts.begun(root)
         for stage in ordered(list(goals)):

@@ -116,8 +116,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     p = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(p, kind="stable")[: int(np.sum(~np.isnan(p)))]  # nan sorts last
     corrected = np.full(len(p), np.nan)
-    factors = np.arange(len(order), 0, -1)
-    corrected[order] = np.minimum(np.maximum.accumulate(factors * p[order]), 1.0)
+    corrected[order] = np.minimum(np.maximum.accumulate(np.arange(len(order), 0, -1) * p[order]), 1.0)
     return [float(value) for value in corrected]
 
 

@@ -278,9 +278,8 @@ def _smooth_on_counts(c: Floats) -> binning.CountMetric:
 
     def fixed_point(residual: Floats, rows: float, cells: int) -> float:
         starts, filled, place, spread, decay = grid(cells)
-        share = residual * place
         mass = np.zeros(cells + 1)
-        shares = np.add.reduceat(share, starts)
+        shares = np.add.reduceat(residual * place, starts)
         mass[filled] = np.add.reduceat(residual, starts) - shares
         mass[filled + 1] += shares
         mass /= rows

@@ -32,8 +32,7 @@ def auroc(rows: Groups) -> Floats:
         lost += np.vecdot(rows.right[:, part], rows.at_least[:, part] - 0.5 * rows.count[:, part])
     won = right_total * (rows.rows - 0.5 * right_total) - lost
     pairs = right_total * (rows.rows - right_total)
-    share: Floats = np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
-    return share
+    return np.asarray(np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0))
 
 
 @grouped_metric
