@@ -317,6 +317,17 @@ def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
     assert browser.total == len(predictions) == 30
 
 
+def test_forced_answers_are_shown_as_they_count() -> None:
+    world = measured(SMALL)
+    cell = world.results.cells[0]
+    row = next(read_records(world.folder / cell.predictions, Prediction))
+    forced = row.model_copy(update={"label": row.gold, "source": "fallback"})
+    for unparsed, right in (("fallback", RIGHT), ("wrong", 0)):
+        browser = Browser(world.browser.questions, unparsed=unparsed)  # type: ignore[arg-type]
+        browser.add(cell, [forced])
+        assert browser.rows[0][4] & (RIGHT | FALLBACK) == right | FALLBACK
+
+
 def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
     """30 rows a cell, at most 70 in all: two cells are whole; with the third and fourth each keeps 70 // 4 = 17."""
     world = measured(SMALL)

@@ -79,9 +79,10 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
         task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
         for task, paths in results.questions.items()
     }
-    browser, answers = Browser(questions, expected=len(results.cells)), []
+    unparsed = results.evaluation.unparsed
+    browser, answers = Browser(questions, expected=len(results.cells), unparsed=unparsed), []
     for cell in results.cells:
-        answered, predictions = read_cell(cell, folder, questions.get(cell.task, {}), results.evaluation.unparsed)
+        answered, predictions = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
         answers.append(answered)
         browser.add(cell, predictions)
     return answers, browser

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from catto.measure import Unparsed
 from catto.methods import known, method
 from catto.metrics.catalogue import METRICS
 from catto.prompts import parse
@@ -167,6 +168,7 @@ class Browser:
     questions: Mapping[str, Mapping[str, Question]]
     most: int = MOST_ROWS
     expected: int = 1
+    unparsed: Unparsed = "fallback"
     total: int = 0
     cells: list[dict[str, Any]] = field(default_factory=list)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
@@ -175,14 +177,16 @@ class Browser:
         """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
         self.total += len(predictions)
         self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
-        telling = sorted(predictions, key=lambda row: (-abs(row.confidence - (row.label == row.gold)), row.question))
+        wrong = "fallback" if self.unparsed == "wrong" else None  # the source of answers that count as wrong
+        judged = [(row.label == row.gold and row.source != wrong, row) for row in predictions]
+        telling = sorted(judged, key=lambda pair: (-abs(pair[1].confidence - pair[0]), pair[1].question))
         share = max(1, self.most // self.expected)
-        for prediction in telling if self.total <= self.most else telling[:share]:
+        for right, prediction in telling if self.total <= self.most else telling[:share]:
             task, name, label, gold = prediction.task, prediction.question, prediction.label, prediction.gold
             question = self.questions.get(task, {}).get(name)
             labels = tuple(filter(None, (label, gold))) if question is None else question.labels
             response = parse(prediction.text, labels).reasoning or prediction.text
-            flags = RIGHT * (label == gold) + CUT * (len(response) > LONGEST)
+            flags = RIGHT * right + CUT * (len(response) > LONGEST)
             flags += FALLBACK * (prediction.source == "fallback") + PLAIN * (prediction.source == "plain")
             confidence = round(prediction.confidence, 5)
             self.rows.append((len(self.cells) - 1, (task, name, gold), label, confidence, flags, response[:LONGEST]))
