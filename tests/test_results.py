@@ -193,3 +193,24 @@ def test_goals_are_shown_as_a_line_for_each_scaling(study: Any) -> None:
     assert "| SNLI | DPO + outcome | AUROC, both scaled among labels: better than DPO's | auroc+tl |" in "".join(
         study.goal_list(goals("SNLI"))
     )
+
+
+def test_controls_are_shown_as_a_line_for_each_pair_and_scaling(study: Any) -> None:
+    pair = ("dpo+outcome-score-log-weight-1", "dpo+replay-weight-1")
+    found = [
+        study.Control(pair, scaling, "(seed 0) ‡", metric, f"{metric}{scaling}", "-1 to 1, p = 0.5", better)
+        for scaling, metric, better in itertools.product(("", "+tl"), ("ece", "brier"), ("better, within noise",))
+    ]
+    assert list(study.control_matrix(found))[2:4] == [
+        "| DPO + outcome (seed 0) ‡ | DPO + replay | - | within noise: ece | within noise: brier |",
+        "|  |  | labels | within noise: ece+tl | within noise: brier+tl |",
+    ]
+    whole = "DPO + outcome + scaling among labels, log score, weight 1; DPO + replay + scaling among labels, weight 1"
+    line = f"| {whole} (seed 0) ‡ | ECE | ece+tl | -1 to 1, p = 0.5 | better, within noise |"
+    assert line in study.control_list(found)
+
+
+def test_a_short_title_leaves_out_what_the_page_states_once(study: Any) -> None:
+    assert study._short("dpo+outcome-score-log-sft_loss-weight-1") == "DPO + outcome, with sft loss"
+    assert study._short(f"dpo+outcome{study.TUNED}") == "DPO + outcome, tuned"
+    assert study._short("dpo+catto-weight-10") == "DPO + CATTO, weight 10"

@@ -65,7 +65,8 @@ GOALS = (LOG, WHOLE, "dpo+outcome-held_out-rows-4-score-log-weight-1", PAIRS)
 ROWS, REPLAY = "dpo+outcome-rows-4-score-log-weight-1", "dpo+replay-rows-4-weight-1"
 CONTROLS = ((LOG, "dpo+replay-weight-1"), (ROWS, REPLAY))
 WORLD_PARTS = ((LOG, "sft+outcome-score-log-weight-1"), (LOG, PAIRS))  # without the preference loss, the stream
-BRIEFLY = ("sft", "sft+outcome-score-log-weight-1", "dpo", "dpo+tl", LOG, PAIRS, ROWS, REPLAY)
+REASONED = (CONTROLS[0], (LOG, PAIRS), (WHOLE, "dpo-sft_loss"), (WHOLE, LOG))
+BRIEFLY = ("sft", "sft+outcome-score-log-weight-1", "dpo", LOG, PAIRS, ROWS, REPLAY)
 MAIN = (0, 1, 2)  # seeds of the comparison; others have the remaining methods and most of the ablation
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
@@ -195,7 +196,9 @@ def write() -> None:
     titles = {"seed 4 goals": "{}, seed 4", "reasoning goals": "{} with reasoning"}
     blocks = {name: goal_list(found) for name, found in reached.items()}
     blocks["reached"] = goal_matrix([(titles.get(name, "{}"), found) for name, found in reached.items()])
+    controlled = controls(*reasoned, REASONED)
     blocks |= {
+        "scores briefly": briefly(main[0], place="SNLI".__eq__),
         "scores": scores(main[0], place="SNLI".__eq__),
         "other scores": scores(main[0], place="SNLI".__ne__),
         "seeds": seeds(main[0]),
@@ -205,17 +208,19 @@ def write() -> None:
         "seed 3 scores": scores(three[0]),
         "seed 3 ablation": ablation(*three),
         "seed 4 scores": scores(four[0], None),
+        "reasoning briefly": briefly(reasoned[0], None),
         "reasoning scores": scores(reasoned[0], None),
-        "reasoning controls": controls(*reasoned, (CONTROLS[0], (LOG, PAIRS), (WHOLE, "dpo-sft_loss"), (WHOLE, LOG))),
+        "reasoning controls briefly": control_matrix(controlled),
+        "reasoning controls": control_list(controlled),
         "reasoning costs": costs(_summary("reasoning")),
         "reasoning seeds": seeds(reasoned[0], None),
         "reasoning seed 0 scores": scores(sampled[0], None),
         "selection": selection(sampled[0]),
         "world terms": scores(terms[0], None),
         "world": scores(world[0], None),
-        "world briefly": scores(world[0], None, methods=BRIEFLY),
-        "world controls": controls(*world, CONTROLS),
-        "world parts": controls(*world, WORLD_PARTS, ("",)),
+        "world briefly": briefly(world[0], None, methods=BRIEFLY),
+        "world controls": control_list(controls(*world, CONTROLS)),
+        "world parts": control_list(controls(*world, WORLD_PARTS, ("",))),
         "world costs": costs(_summary("world")),
     }
     texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
@@ -282,44 +287,70 @@ def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[s
 
 
 def scores(
+    numbers: Numbers, variants: bool | None = False, place: Callable[[str], bool] = lambda title: True
+) -> Iterator[str]:
+    """Methods on tasks: means over seeds, intervals over questions, marks against DPO.
+
+    variants: as above. place: which pairs of training set and task, by title.
+    """
+    heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
+    for title, groups in _groups(numbers, variants):
+        if place(title):
+            yield from _scored(title, groups, heads, [[_title(group.method), *_scores(group)] for group in groups])
+
+
+def briefly(
     numbers: Numbers,
     variants: bool | None = False,
     place: Callable[[str], bool] = lambda title: True,
     methods: Collection[str] = (),
 ) -> Iterator[str]:
-    """Methods on tasks: means over seeds, intervals over questions, marks against DPO.
-
-    variants: as above. place: which pairs of training set and task, by title. methods: all if empty.
-    """
+    """A line for each method, with ECE and Brier score unscaled and after both scalings. methods: all if empty."""
+    heads = ["method", "accuracy", "confidence", "ECE", "by chance", "`+ts`", "`+tl`", "Brier", "`+ts`", "`+tl`"]
+    heads += ["AUROC", "forced, %"]
     for title, every in _groups(numbers, variants):
-        groups = [group for group in every if place(title) and (not methods or group.method in methods)]
-        if not groups:
-            continue
-        yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0].seeds)}:"
-        yield ""
-        heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
-        heads += ["true error"] * ("true_error" in groups[0].others)
-        rows = [_scores(group) for group in groups]
-        for row, group in zip(rows, groups, strict=True):
-            row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group.seeds)} alone)"
-        yield from _table(heads, rows)
+        known = {group.method: group for group in every}
+        groups = [group for group in every if not _parts(group.method)[0].endswith(tuple(SCALINGS))]
+        groups = [group for group in groups if place(title) and (not methods or group.method in methods)]
+        groups.sort(key=lambda group: (_short(group.method).partition(", ")[2], order(_parts(group.method)[0])))
+        rows = []
+        for group in groups:
+            texts = _scores(group, intervals=False)
+            scaled = [_scores(known[_scaled(group.method, suffix)], intervals=False) for suffix in SCALINGS]
+            errors, briers = ([texts[place], *(one[place] for one in scaled)] for place in (2, 5))
+            rows.append([_short(group.method), *texts[:2], errors[0], texts[3], *errors[1:], *briers, *texts[6:]])
+        yield from _scored(title, groups, heads, rows) if groups else ()
+
+
+def _scored(title: str, groups: Sequence[GroupNumbers], heads: Sequence[str], rows: list[list[str]]) -> Iterator[str]:
+    """A table of groups under its title; rows that lack seeds of the first say so."""
+    for row, group in zip(rows, groups, strict=True):
+        row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group.seeds)} alone)"
+    yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0].seeds)}:"
+    yield ""
+    yield from _table([*heads, *["true error"] * ("true_error" in groups[0].others)], rows)
+
+
+def _short(name: str) -> str:
+    """The method in words, without options that the page states once."""
+    kept = [part for part in _parts(name.removesuffix(TUNED)) if part not in ("score-log", "weight-1")]
+    return _title("-".join(kept)) + (", tuned" if name.endswith(TUNED) else "")
 
 
 def _listed(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
-def _scores(group: GroupNumbers) -> list[str]:
+def _scores(group: GroupNumbers, *, intervals: bool = True) -> list[str]:
     def text(name: str, decimals: int = 1) -> str:
         scale = 100 if METRICS[name].percent else 1
         interval, mark = group.intervals[name], group.versus[name].mark(name) if name in group.versus else ""
         value = f"{scale * group.metrics[name].mean:.{decimals}f}"
-        if interval.reason is None:
+        if intervals and interval.reason is None:
             value += f" [{scale * interval.low:.{decimals}f}, {scale * interval.high:.{decimals}f}]"
         return f"{value} {mark}".rstrip()
 
     return [
-        _title(group.method),
         text("accuracy"),
         f"{100 * group.metrics['mean_confidence'].mean:.1f}",
         text("ece"),
@@ -515,24 +546,54 @@ def _scaled(name: str, suffix: str) -> str:
     return "-".join([start + suffix, *options])
 
 
+class Control(NamedTuple):
+    """One comparison of two methods, both unscaled ("") or scaled in the same way."""
+
+    pair: tuple[str, str]
+    scaling: str
+    about: str  # the seeds, and ‡ as above
+    metric: str
+    values: str
+    difference: str
+    better: str
+
+
 def controls(
     numbers: Numbers,
     answers: Sequence[Answered],
     pairs: Sequence[tuple[str, str]],
     suffixes: Sequence[str] = ("", AMONG_LABELS),
-) -> Iterator[str]:
-    """Compare `outcome` with its controls, by default unscaled and among the labels. ‡: as above."""
+) -> list[Control]:
+    """Compare `outcome` with its controls, by default unscaled and among the labels."""
     known = {group.method: group for group in numbers.groups}
-    places, families = list[list[str]](), list[tuple[str, Versus]]()
+    places, families = list[tuple[tuple[str, str], str, str, str]](), list[tuple[str, Versus]]()
     for pair, suffix in product(pairs, suffixes):
         both = [known[_scaled(name, suffix)] for name in pair]
-        title = "; ".join(_title(group.method) for group in both) + f" ({_listed(_common(*both))})"
-        title += " ‡" if any(group.sources.forced for group in both) else ""
+        about = f"({_listed(_common(*both))})" + (" ‡" if any(group.sources.forced for group in both) else "")
         for metric in ("ece", "brier", "auroc", "accuracy"):
-            places.append([title, METRICS[metric].title])
+            places.append((pair, suffix, about, metric))
             families.append((metric, _compare(*both, metric, answers, numbers)))
-    rows = [[*place, *tested] for place, tested in zip(places, _tested(families), strict=True)]
+    return [Control(*place, *tested) for place, tested in zip(places, _tested(families), strict=True)]
+
+
+def control_list(found: Sequence[Control]) -> Iterator[str]:
+    """A line for each comparison."""
+    rows = []
+    for one in found:
+        names = "; ".join(_title(_scaled(name, one.scaling)) for name in one.pair)
+        rows.append([f"{names} {one.about}", METRICS[one.metric].title, one.values, one.difference, one.better])
     yield from _table(["compared", "metric", "values", "difference", "the first is better"], rows)
+
+
+def control_matrix(found: Sequence[Control]) -> Iterator[str]:
+    """A line for each pair and scaling."""
+    rows = []
+    for (pair, scaling, about), group in groupby(found, lambda one: one[:3]):
+        titles = [f"{_short(pair[0])} {about}", _short(pair[1])] if not scaling else ["", ""]
+        texts = [f"{one.better.replace('better, ', '')}: {one.values}" for one in group]
+        rows.append([*titles, "labels" if scaling else "-", *texts])
+    heads = ["method", "compared with", "scaled over", "lower ECE", "lower Brier score", "higher AUROC"]
+    yield from _table([*heads, "higher accuracy"], rows)
 
 
 def _tested(families: Sequence[tuple[str, Versus]]) -> Iterator[tuple[str, str, str]]:
