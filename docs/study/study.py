@@ -316,8 +316,9 @@ def briefly(
         rows = []
         for group in groups:
             texts = _scores(group, intervals=False)
-            scaled = [_scores(known[_scaled(group.method, suffix)], intervals=False) for suffix in SCALINGS]
-            errors, briers = ([texts[place], *(one[place] for one in scaled)] for place in (2, 5))
+            scaled = [known.get(_scaled(group.method, suffix)) for suffix in SCALINGS]
+            others = [["-"] * len(texts) if one is None else _scores(one, intervals=False) for one in scaled]
+            errors, briers = ([texts[place], *(one[place] for one in others)] for place in (2, 5))
             rows.append([_short(group.method), *texts[:2], errors[0], texts[3], *errors[1:], *briers, *texts[6:]])
         yield from _scored(title, groups, heads, rows) if groups else ()
 
