@@ -167,9 +167,10 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     """SFT: 5,000 rows x 3 epochs. DPO at two rates: 500 pairs x 2 responses x 2 epochs each. Rows of 2,048 tokens.
 
     That is 38.9 million tokens; 4.02e9 parameters at 0.4 x 312e12 / 24.1e9 = 5,171 tokens/s take 2.1 hours, 4 copies
-    of two bytes are 32 GB. Teacher: 10 answers to 100 training questions and one to 50 validation questions.
+    of two bytes are 32 GB. Teacher: 10 answers to 1,000 training questions and one to 50 validation questions. With
+    100 training questions there are 1,000 rows and 100 pairs at most, 7.8 million tokens.
     """
-    tasks = "tasks={snli: {train: 100, validation: 50}}"
+    tasks = "tasks={snli: {train: 1000, validation: 50}}"
     sets = [tasks, "methods=[sft, dpo]", "budgets=[matched]", "seeds=[0]", "model.dtype=bfloat16"]
     plan = ["plan", "paper", "--out", tmp_path / "out", *(part for one in sets for part in ("--set", one))]
     lines = run(capsys, *plan).out.splitlines()[-4:]
@@ -177,8 +178,10 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
         "3 trainings: up to 39 million tokens, with rows as long as the context",
         "4.02 billion parameters: 32 GB of GPU memory for weights, gradients and Adam's moments, then activations",
         "up to 2 GPU hours at 5,171 tokens/s (40% of an A100's 312 TFLOP/s)",
-        "teacher: 1,050 requests, up to 1 million generated tokens",
+        "teacher: 10,050 requests, up to 10 million generated tokens",
     ]
+    few = run(capsys, *plan, "--set", "tasks={snli: {train: 100, validation: 50}}").out
+    assert "3 trainings: up to 8 million tokens" in few
     assert "64 GB of GPU memory" in run(capsys, *plan, "--set", "model.dtype=null").out  # no dtype is fp32
     named = run(capsys, *plan, "--set", "model.path=some/model-7B").out  # by its name alone
     assert "7 billion parameters: 56 GB of GPU memory for weights, gradients and Adam's moments" in named
