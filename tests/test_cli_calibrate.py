@@ -128,6 +128,14 @@ def test_an_answer_that_was_not_parsed_has_no_confidence(tmp_path: Path) -> None
     assert calibrated.tolist() == [pytest.approx(1 / (1 + exp(0.9)), abs=1e-12), 0.0]
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", ""), ("a.csv", "confidence,correct\n")])
+def test_a_file_without_answers_is_one_line(tmp_path: Path, capsys: Capture, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    done = run(capsys, "calibrate", "fit", tmp_path / name, "--out", tmp_path / "c.json")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert done.err.startswith(f"catto: {tmp_path / name}: ")
+
+
 def test_unlabelled_answers_can_be_calibrated(tmp_path: Path, capsys: Capture) -> None:
     write_record(tmp_path / "c.json", Temperature(tau=2.0))
     path = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.8}])

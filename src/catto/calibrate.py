@@ -121,9 +121,10 @@ def fit_file(
         raise DataError(
             path, None, "its confidences are calibrated already: fit on answers chosen without a calibrator"
         )
-    if not _final_notes(path) and next(iter(read_answers(path, names)))[1].get(f"{names.confidence}_raw") is not None:
-        raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
     answers = read_graded(path, names, unparsed)
+    _, first = next(iter(read_answers(path, names)))  # `apply_file` marks every row
+    if not _final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
+        raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
     calibrator: Calibrator
     with locating(path):
         if on == "labels":
@@ -235,6 +236,7 @@ def write_final(
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
+        # How many of these questions the calibrator was fitted on; None: that is not known.
         "fitted_on": fitted.shared(answer.question for answer in answers) if fitted else 0,
         "models": sorted({prediction.model for prediction in predictions}),
     }
