@@ -153,6 +153,7 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
     sets = [f"teacher.{name}={value}" for name, value in paid.items()]
     told = run(capsys, *arguments, "--dry-run", *(part for each in sets for part in ("--set", each))).out
     assert "at most 409,600 generated tokens" in told
+    assert run(capsys, *arguments, "--dry-run", "--set", "evaluation.engine=vllm").code == 0  # which evaluates alone
     assert "free" not in told
     assert not (tmp_path / "out").exists()
     assert run(capsys, *arguments).code == 0

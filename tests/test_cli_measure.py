@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -116,6 +118,23 @@ def test_candidates_of_one_question_are_drawn_together(tmp_path: Path, capsys: C
     assert together.low != bootstrap(METRICS["mean_confidence"], CONFIDENCE, [True] * 200, resamples=50).low
 
 
+@pytest.mark.parametrize(
+    ("column", "options"), [("question_id", ()), ("qid", ()), ("doc_id", ()), ("item", ("--question", "item"))]
+)
+def test_the_column_of_the_question_is_known_or_named(
+    tmp_path: Path, capsys: Capture, column: str, options: tuple[str, ...]
+) -> None:
+    """`id` may number the rows, so it comes last; where no column names the question, the output says so."""
+    rows = [{"id": i, column: f"q{i // 4}", **row} for i, row in enumerate(plain())]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    found = measured(capsys, path, *options)
+    assert found["questions"] == len({row[column] for row in rows})
+    assert "several answers to one question" in run(capsys, "measure", path, *options, "--target-risk", "0.1").err
+    assert "no column 'itm'" in run(capsys, "measure", path, "--question", "itm").err
+    nameless = write_lines(tmp_path / "b.jsonl", [{"confidence": 0.9, "correct": True}] * 40)
+    assert "N = 40 answers taken as independent (--question names" in run(capsys, "measure", nameless).out
+
+
 def test_bins_reach_the_binned_metrics_and_their_null_band(tmp_path: Path, capsys: Capture) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain())
     found = measured(capsys, path, "--bins", "5", "--metrics", "ece,brier")["metrics"]["ece"]
@@ -178,6 +197,15 @@ def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
     assert "too sure in some bins and not sure enough in others, +5.0 points" in mixed
 
 
+def test_a_gap_that_is_certain_is_said_although_the_bins_hide_it(tmp_path: Path) -> None:
+    """300 answers in 20 bins, 6 points too sure: ECE lies within its band, the interval of the mean excludes 0."""
+    draw = random.Random(0)
+    confidence = [draw.uniform(0.3, 0.99) for _ in range(300)]
+    for shift, word in ((-0.07, "over"), (0.07, "under")):
+        told = sentence(tmp_path, confidence, [random.Random(i).random() < c + shift for i, c in enumerate(confidence)])
+        assert re.search(rf"lies within .*, but the answers are {word}-confident by \d\.\d points on average \(", told)
+
+
 def test_undefined_metric_is_null_and_a_dash(tmp_path: Path, capsys: Capture) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain([0.9, 0.8], [True, True]))
     assert measured(capsys, path, "--metrics", "auroc")["metrics"]["auroc"]["interval"]["value"] is None
@@ -187,7 +215,9 @@ def test_undefined_metric_is_null_and_a_dash(tmp_path: Path, capsys: Capture) ->
 def test_figure_is_written(tmp_path: Path, capsys: Capture) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain())
     for name in ("f.svg", "f.png", "f.pdf"):
-        measured(capsys, path, "--figure", tmp_path / name)
+        assert f"Wrote {tmp_path / name}." in run(capsys, "measure", path, "--figure", tmp_path / name).out.replace(
+            "\n", ""
+        )
         assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -278,6 +308,7 @@ def test_help_shows_examples(capsys: Capture, command: tuple[str, ...]) -> None:
     assert done.code == 0
     assert "catto " + " ".join(command) in done.out
     assert "Example" in done.out
+    assert "<bool>" not in done.out
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, "only 1 question; below 30"), (29, "only 29 questions"), (30, "")])

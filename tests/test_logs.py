@@ -231,6 +231,15 @@ def test_chat_completions_give_the_probability_of_the_label(tmp_path: Path) -> N
     assert (unread["label"], unread["source"]) == (None, "fallback")
 
 
+@pytest.mark.parametrize(
+    "lost", [{"response": {"status_code": 429, "body": {}}}, {"response": None, "error": {"code": "batch_expired"}}]
+)
+def test_a_failed_request_of_a_batch_is_named(tmp_path: Path, lost: dict[str, Any]) -> None:
+    told = {"response": {"status_code": 200, "body": completion("B", [token("B", 0.3)])}, "error": None, "gold": "B"}
+    with pytest.raises(DataError, match=r"row 2: the request failed \(.*(429|batch_expired).*\): leave this row out"):
+        read(write_lines(tmp_path / "chat.jsonl", [told, {**lost, "gold": "A"}]), gold="gold")
+
+
 def test_a_completion_alone_is_told_to_name_the_gold(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "chat.jsonl", [completion("B", [token("B", 0.3)])])
     with pytest.raises(DataError, match="row 1: the right answer is not in a completion: name its field with --gold"):

@@ -45,6 +45,7 @@ class ColumnNames:
     """Where a file holds what; `a.b` is field b inside a. `by` is the column that cuts the file into slices.
 
     prediction, gold None: `label` and `gold`. positive: the confidence is the probability of this label of two.
+    question None: the first of QUESTION_COLUMNS that there is.
     """
 
     confidence: str = "confidence"
@@ -55,6 +56,7 @@ class ColumnNames:
     positive: str | None = None
     format: Format = "auto"
     length_normalised: bool = False
+    question: str | None = None
 
 
 def probability_of(name: str, fields: Fields) -> float:
@@ -65,7 +67,8 @@ def probability_of(name: str, fields: Fields) -> float:
     except (TypeError, ValueError, OverflowError):
         number = nan
     if not 0 <= number <= 1:
-        hint = "; divide percentages by 100" if 1 < number <= 100 else ""
+        percent = 1 < number <= 100 or str(value).strip().endswith("%")
+        hint = "; divide percentages by 100" if percent else "" if str(value).strip() else "; leave such rows out"
         raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
     return number
 
@@ -275,6 +278,9 @@ def helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]
 
 def openai(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
     """A chat completion with `logprobs`, alone or as the response of a batch: the probability of the label's token."""
+    answered = record["response"] if isinstance(record.get("response"), dict) else {}
+    if record.get("error") or answered.get("status_code", 200) != 200:
+        raise ValueError(f"the request failed ({reprlib.repr(record.get('error') or answered)}): leave this row out")
     reply, *others = _completion(record)["choices"]
     if others:
         raise ValueError(f"choices: expected one, got {1 + len(others)}: write a record for each")

@@ -32,7 +32,8 @@ from catto.problems import DataError, did_you_mean, listed, locating, nested
 
 Unparsed = Literal["fallback", "wrong"]
 
-QUESTION_COLUMNS = ("question", "id")
+# What names the question of a row, in this order: `id` may number the rows.
+QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
 # Each slice is resampled a thousand times; a column of more values is an id, not a kind.
 MOST_SLICES = 500
 # A probability of one label of two is recognised where so many lie on either side of a half.
@@ -42,7 +43,7 @@ MANY_ALIKE = 15
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
-# Mean confidence less accuracy; it has a row of its own, whichever metrics are chosen.
+# Mean confidence minus accuracy; it has a row of its own, whichever metrics are chosen.
 GAP = "gap"
 # 200 resamples still place the 2.5 % quantile.
 RESAMPLES, FEW_RESAMPLES, MANY_ROWS = 1000, 200, 200_000
@@ -234,7 +235,7 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]
         try:
             nested(first, name)
         except ValueError:
-            columns = f"{did_you_mean(name, first)} (there is {', '.join(first)})"
+            columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
             raise ValueError(f"no column {name!r}{hint}{columns}") from None
         return name
 
@@ -252,11 +253,11 @@ def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]
         if names.positive is None:
             if prediction != "label" or "label_logprobs" not in first:
                 there(prediction, f" to compare with {gold!r}: name it with --prediction, or with --positive the label "
-                f"whose probability {names.confidence!r} is;")  # fmt: skip
+                f"whose probability {names.confidence!r} is")  # fmt: skip
             readers["answer"] = ANSWER, prediction
-    question = next((name for name in QUESTION_COLUMNS if name in first), None)
+    question = names.question or next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
-        readers["question"] = TEXT, question
+        readers["question"] = TEXT, there(question)
     if "source" in first:
         readers["source"] = SOURCE, "source"
     if names.by is not None:
@@ -275,7 +276,7 @@ def _graded(
     if answer is None:
         labels = sorted(set(gold))
         if len({*labels, names.positive}) > 2:
-            expected = f"expected one of two labels in {names.gold or 'gold'!r}, there is {listed(labels)}"
+            expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {listed(labels)}"
             raise ValueError(f"--positive {names.positive}: {expected}")
         said = confidence >= 0.5
         right = np.array([label == names.positive for label in gold], dtype=np.bool_)
@@ -370,7 +371,7 @@ def compare_runs(
 class Summary:
     """All numbers of one file; shares lie in [0, 1]. sources, fallback_rate, accuracy_unparsed_wrong: None if unknown.
 
-    gap: mean confidence less accuracy, whose interval is nominal where that of an ECE is not.
+    gap: mean confidence minus accuracy, whose interval is nominal where that of an ECE is not.
     """
 
     rows: int
@@ -424,27 +425,25 @@ def verdict(summary: Summary) -> str | None:
     chance = f"what a perfectly calibrated model would score by chance{level} ({low:.1f} to {high:.1f})"
     if value < low:
         return f"ECE {value:.1f} lies below {chance}, as after fitting a calibrator to these very rows."
-    if value <= high:
-        return f"ECE {value:.1f} lies within {chance}: no miscalibration shows in {summary.rows:,} answers."
-    # |mean confidence - accuracy| <= ECE; where it is less than half, bins of both signs cancel.
-    gap = 100 * (summary.mean_confidence - summary.accuracy)
-    if abs(gap) < value / 2:
-        direction = f"too sure in some bins and not sure enough in others, {gap:+.1f} points on average"
-    else:
-        direction = f"{'over' if gap > 0 else 'under'}-confident by {abs(gap):.1f} points on average"
-    return f"ECE {value:.1f} lies above {chance}: {direction}."
+    gap, ends = 100 * summary.gap.value, f"{100 * summary.gap.low:+.1f} to {100 * summary.gap.high:+.1f}"
+    confident = f"{'over' if gap > 0 else 'under'}-confident by {abs(gap):.1f} points on average"
+    if value > high:  # |mean confidence - accuracy| <= ECE; where it is less than half, bins of both signs cancel
+        mixed = f"too sure in some bins and not sure enough in others, {gap:+.1f} points on average"
+        return f"ECE {value:.1f} lies above {chance}: {mixed if abs(gap) < value / 2 else confident}."
+    if summary.gap.low > 0 or summary.gap.high < 0:  # one mean has less noise than many bins
+        return f"ECE {value:.1f} lies within {chance}, but the answers are {confident} ({ends})."
+    return f"ECE {value:.1f} lies within {chance}: no miscalibration shows in {summary.rows:,} answers."
 
 
 def unheld(summary: Summary) -> list[str]:
     """For each calibration metric whose interval was removed: what to read in its place, in one sentence."""
     gap = summary.gap
-    instead = (
-        f"debiased ECE {100 * summary.debiased_ece:.1f}, mean confidence less accuracy {100 * gap.value:+.1f} "
-        f"({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
-    )
+    shift = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+    debiased = f"debiased ECE {100 * summary.debiased_ece:.1f}, "
     return [
         f"{METRICS[name].title} has no interval: resampling raises it, so the percentiles exclude its own value. "
-        f"Instead: by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}, {instead}."
+        f"Instead: by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}, "
+        f"{debiased if name != 'debiased_ece' else ''}{shift}."
         for name, metric in summary.metrics.items()
         if metric.interval.reason is not None and metric.null is not None
     ]

@@ -80,7 +80,7 @@ def _finish(command: Any) -> list[str]:
     A group without examples has those of its commands.
     """
     inner = [example for below in getattr(command, "commands", {}).values() for example in _finish(below)]
-    for param in command.params:
+    for param in command.get_params(typer.Context(command)):
         # Older versions of typer have no descriptor, and names of their own.
         kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind

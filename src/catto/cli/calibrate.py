@@ -39,6 +39,7 @@ def fit(
     correct: measure.CorrectColumn = "correct",
     prediction: measure.PredictionColumn = None,
     gold: measure.GoldColumn = None,
+    question: measure.QuestionColumn = None,
     length_normalised: measure.LengthOption = False,
     seed: SeedOption = 0,
 ) -> None:
@@ -53,7 +54,7 @@ def fit(
     if on == "labels" and method != "temperature":
         console.refuse(f"--on labels: works with --method temperature, not {method}")
     writable_file("--out", out, ".json", source=file)
-    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
+    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     fitted, answers = fit_file(file, method, on, names, unparsed, out)
     console.warn_few(len(answers), file, "a calibrator follows single answers")
     tau = fitted.calibrator.tau if isinstance(fitted.calibrator, Temperature) else None
@@ -61,7 +62,7 @@ def fit(
         warn(f"{file}: tau {tau:g} is the end of its range, so these answers do not determine it")
     _show(answers, fitted.confidences(answers, names), seed)
     if tau is not None:
-        say(f"tau = {tau:.4g}, which {'lowers' if tau > 1 else 'raises'} confidences above one half.")
+        say(f"tau = {tau:.4g}, which moves confidences {'towards' if tau > 1 else 'away from'} one half.")
     say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
     say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
 
@@ -78,6 +79,7 @@ def apply(
     correct: measure.CorrectColumn = "correct",
     prediction: measure.PredictionColumn = None,
     gold: measure.GoldColumn = None,
+    question: measure.QuestionColumn = None,
     length_normalised: measure.LengthOption = False,
     seed: SeedOption = 0,
 ) -> None:
@@ -91,10 +93,10 @@ def apply(
 
     writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)
-    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised)
+    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     answers, calibrated = apply_file(fitted, file, names, out)
     if shared := fitted.shared(answers.question or ()):
-        warn(f"{shared} of the questions the calibrator was fitted on are in {file}: the numbers flatter it")
+        warn(f"{shared} of the questions the calibrator was fitted on are in {file}: these numbers are optimistic")
     if isinstance(answers, GradedAnswers):
         _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import isnan
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
@@ -31,9 +30,10 @@ ConfidenceColumn = Annotated[str, Column(help="Column of the confidence, in 0 to
 CorrectColumn = Annotated[str, Column(help="Column that tells whether the answer is right.")]
 PredictionColumn = Annotated[str | None, Column(help="Column of the answer, to compare with --gold.")]
 GoldColumn = Annotated[str | None, Column(help="Column of the right answer.")]
+QuestionColumn = Annotated[str | None, Column(help="Column that names the question, if not `question` or `id`.")]
 LengthOption = Annotated[bool, Option("--length-normalised", help="lm-eval: likelihoods per character, as acc_norm.")]
 UnparsedOption = Annotated[Literal["fallback", "wrong"], Option(help="Forced answers: keep them, or count as wrong.")]
-RiskLevelOption = Annotated[float, Real(min=0.5, max=0.9999, help="How surely --target-risk must hold.")]
+RiskLevelOption = Annotated[float, Real(min=0.5, max=0.9999, help="Confidence level of the bound of --target-risk.")]
 
 
 def measure(
@@ -44,7 +44,7 @@ def measure(
     level: Annotated[float, Real(min=0.01, max=0.9999, help="Level of the intervals and bands.")] = 0.95,
     method: Annotated[Literal["percentile", "bca"], Option(help="Kind of bootstrap interval.")] = "percentile",
     seed: SeedOption = 0,
-    by: Annotated[str | None, Option(help="Column: measure each of its values apart.")] = None,
+    by: Annotated[str | None, Option(help="Column: measure each of its values separately.")] = None,
     compare: Annotated[Path | None, Option(help="Another file, paired with this one by question id.")] = None,
     target_risk: Annotated[float | None, Real(min=0.0001, max=0.9999, help="Largest share of wrong answers.")] = None,
     confidence_level: RiskLevelOption = 0.95,
@@ -55,6 +55,7 @@ def measure(
     correct: CorrectColumn = "correct",
     prediction: PredictionColumn = None,
     gold: GoldColumn = None,
+    question: QuestionColumn = None,
     positive: Annotated[str | None, Option(help="The confidence is the probability of this label, of two.")] = None,
     length_normalised: LengthOption = False,
     figure: Annotated[Path | None, Option(help="Draw the reliability diagram: .svg, .png or .pdf.")] = None,
@@ -64,8 +65,8 @@ def measure(
 
     A row needs `confidence` and `correct`; or `confidence`, `label` and `gold`, as catto's own predictions have them;
     or `label_logprobs` (label -> log-probability) and `gold`; columns of other names are named by options. With a
-    column `question` (or `id`), whole questions are resampled. Logs of lm-evaluation-harness, inspect_ai, HELM, uqlm
-    and chat completions with `logprobs` are recognised.
+    column that names the question (`question`, `id` or --question), whole questions are resampled. Logs of
+    lm-evaluation-harness, inspect_ai, HELM, uqlm and chat completions with `logprobs` are recognised.
 
     Examples:
     catto measure predictions.jsonl --figure reliability.svg
@@ -81,14 +82,13 @@ def measure(
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
     with console.refusing(place="--metrics: "):
         settings = MeasureSettings(catalogue.parse_metrics(metrics), bins, resamples, level, method, seed)
-    names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised)
+    names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised, question)
     answers = read_graded(file, names, unparsed)
     if target_risk is not None and answers.run.question is not None:
         refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
     other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
     comparison: dict[str, Versus] = {}
-    slices = answers.slices()
-    parts = [answers, *slices.values()]
+    parts = [answers, *(slices := answers.slices()).values()]
     with progress("measuring", sum(settings.steps(len(part)) for part in parts)) as tick:
         whole, *summaries = [summarise(part, settings, tick) for part in parts]
     document: dict[str, Any] = {"warning": whole.warning, "file": str(file), "unparsed": unparsed, **jsonable(whole)}
@@ -118,17 +118,17 @@ def measure(
         document["target_risk"] = jsonable(limit)
         sentences.append(told_threshold(limit, whole.rows))
     if figure is not None:
-        _draw(figure, [file.name, *slices], parts, [whole, *summaries])
+        sentences.append(_draw(figure, [file.name, *slices], parts, [whole, *summaries]))
     few, *_ = sorted((part.questions or len(part), title) for title, part in zip(["", *slices], parts, strict=True))
     console.warn_few(few[0], f"{file} {few[1]}".rstrip(), "intervals are too narrow", "question")
     if as_json:
         console.print_json(document)
         return
     by_value = {f"{by} {value}": part for value, part in zip(slices, summaries, strict=True)}
-    _show(file, whole, by_value, sentences, compare, comparison)
+    _show(file, whole, by_value, sentences, compare, comparison, drawn=figure is not None)
 
 
-def _draw(figure: Path, titles: Sequence[str], parts: Sequence[GradedAnswers], summaries: Sequence[Summary]) -> None:
+def _draw(figure: Path, titles: Sequence[str], parts: Sequence[GradedAnswers], summaries: Sequence[Summary]) -> str:
     """Draw one panel per slice, or the whole file, which comes first, where there are none or too many."""
     from catto.metrics.binning import reliability
     from catto.report.drawing import Panel, reliability_figure, write_figure
@@ -140,6 +140,7 @@ def _draw(figure: Path, titles: Sequence[str], parts: Sequence[GradedAnswers], s
         panels.append(Panel(title, bins, None if ece is None else ece.null, summary.sources))
     several = 1 < len(panels) <= 1 + MOST_PANELS
     write_figure(partial(reliability_figure, panels[1:] if several else panels[:1]), figure)
+    return f"Wrote {figure}."
 
 
 def _show(
@@ -149,6 +150,7 @@ def _show(
     sentences: Sequence[str],
     compare: Path | None,
     comparison: dict[str, Versus],
+    drawn: bool,
 ) -> None:
     """Print the tables, what they mean, and what to do next."""
     from catto.metrics.catalogue import METRICS
@@ -169,8 +171,11 @@ def _show(
         gap = summary.gap
         rows.append(["Confidence - accuracy", number(gap.value, True, signed=True), span(gap, True, signed=True)])
         console.show_table(title, ("metric", "value", level, "by chance,\nif calibrated"), rows)
-    questions = f" to {whole.questions:,} questions" if whole.questions not in (None, whole.rows) else ""
-    counts = [f"N = {whole.rows:,} answers{questions}", f"{settings.bins} bins", f"{draws} resamples"]
+    grouped = f" to {whole.questions or 0:,} question{'s' if whole.questions != 1 else ''}"
+    grouped = "" if whole.questions == whole.rows else grouped
+    if whole.questions is None:
+        grouped = " taken as independent (--question names their questions)"
+    counts = [f"N = {whole.rows:,} answers{grouped}", f"{settings.bins} bins", f"{draws} resamples"]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
         note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
         counts.append(whole.sources.told(note))
@@ -196,10 +201,10 @@ def _show(
             least = min(1.0, count / (1 + draws))
             say(f"{draws} resamples are too few for any mark: the least corrected p is {least:.2g}.")
     ece = whole.metrics.get("ece")
-    if ece is not None and ece.null is not None and ece.interval.value > ece.null.high:
-        say("Next: catto calibrate fit validation.jsonl --out tau.json, on other rows than these, repairs confidences.")
-    else:
-        say(f"Next: catto measure {quote(str(file))} --figure reliability.svg draws confidence against accuracy.")
+    if ece is not None and ece.null is not None and ece.interval.value > ece.null.high and 0 < whole.accuracy < 1:
+        say("Next: catto calibrate fit VALIDATION_ROWS --out tau.json; fit on different rows from these.")
+    elif not drawn:
+        say("Next: --figure reliability.svg draws confidence against accuracy.")
 
 
 def told_threshold(limit: Any, rows: int) -> str:

@@ -79,8 +79,11 @@ def go(
     check_places(source, recipe)
     for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
-    if any(stage.kind == "train" and not done(root, stage) for stage in ordered(list(goals))):
+    missing = {stage.kind for stage in ordered(list(goals)) if not done(root, stage)}
+    if "train" in missing:
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
+    if recipe.evaluation.engine == "vllm" and missing & {"generated", "sampled"}:
+        console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
     freeze(root, recipe)
     with running() as shown:
         display = RunDisplay(shown, root, goals)

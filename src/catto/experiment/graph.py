@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from catto import answers, prompts
@@ -400,8 +399,6 @@ def check_places(source: str, recipe: Recipe) -> None:
         launch.check(recipe)
     except ValueError as error:
         raise DataError(source, None, f"{where}: {error}") from None
-    if recipe.evaluation.engine == "vllm" and find_spec("vllm") is None:
-        raise DataError(source, None, "evaluation.engine vllm needs vllm: pip install 'catto[vllm]'")
 
 
 # ---- recipes in an experiment's folder ------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
     listed = [name.strip() for name in names.split(",") if name.strip()]
     for name in listed:
         if name not in METRICS:
-            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (there is {', '.join(METRICS)})")
+            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (known: {', '.join(METRICS)})")
     if not listed:
-        raise ValueError(f"no metric named (there is {', '.join(METRICS)})")
+        raise ValueError(f"no metric named (known: {', '.join(METRICS)})")
     return tuple(dict.fromkeys(listed))
 
 

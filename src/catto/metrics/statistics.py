@@ -445,7 +445,7 @@ def _aligned(a: Answers, b: Answers) -> tuple[tuple[Floats, Bools], tuple[Floats
     places: list[tuple[str | Path, dict[object, int]]] = []
     for answers, name in ((a, a.source or "a"), (b, b.source or "b")):
         if answers.question is None:
-            raise DataError(name, None, "no column 'question' or 'id' to pair the answers by")
+            raise DataError(name, None, "no column 'question' or 'id' that names the question to pair the answers by")
         place = {question: row for row, question in enumerate(answers.question)}
         if len(place) < len(answers.question):
             question = Counter(answers.question).most_common(1)[0][0]
