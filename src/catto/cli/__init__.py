@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, plan, run, select, serve, teach, train
+from catto.cli import calibrate, data, doctor, evaluate, measure, plan, report, run, select, serve, teach, train
 from catto.cli.console import refuse
 from catto.problems import DataError
 
@@ -26,7 +26,7 @@ app = typer.Typer(name="catto", no_args_is_help=True, rich_markup_mode="rich", p
 app.command("measure")(measure.measure)
 app.command("eval")(evaluate.evaluate)
 commands: list[Callable[..., None]] = [select.select, serve.serve, data.data, plan.plan, run.run, run.stage, run.verify]
-commands += [teach.teach, train.train, doctor.doctor]
+commands += [teach.teach, train.train, report.report, doctor.doctor]
 for command in commands:
     app.command()(command)
 for name, group in {"calibrate": calibrate.app, "recipe": run.app, "model": train.app}.items():

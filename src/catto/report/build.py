@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
-from catto.files import library_versions, read_records, write_text
-from catto.measure import MeasureSettings, read_graded, summarise
+from catto.files import library_versions, read_records, write_records, write_text
+from catto.logs import ColumnNames, answer_of, read_answers, text_of
+from catto.measure import MeasureSettings, Unparsed, read_graded, summarise
 from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
-from catto.records import Prediction, Question, content_hash
+from catto.problems import DataError
+from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
-from catto.report.numbers import Numbers, Results
+from catto.report.numbers import Cell, Numbers, Results
 from catto.report.page import Browser, page
 from catto.report.render import TEMPLATES, csv_text, latex, markdown
 from catto.report.tables import all_tables
 from catto.tasks import TASKS
 
-__all__ = ["build", "read", "write_cards"]
+__all__ = ["build", "read", "results_of_files", "write_cards"]
 
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
@@ -86,6 +89,66 @@ def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
         answers.append(answered)
         browser.add(cell, predictions)
     return answers, browser
+
+
+# ---- files of answers
+
+
+def results_of_files(
+    files: Mapping[str, Path], names: ColumnNames, out: Path, task: str = "answers", unparsed: Unparsed = "fallback"
+) -> Results:
+    """Write the answers of each model as predictions into `out`, and return the results to build a page from.
+
+    files: the name of a model -> its answers, one to each question, in any form that `catto measure` reads. task: where
+    the rows name none. What rows do not hold is left empty; without labels, an answer is `right` or `wrong`.
+    """
+    cells = []
+    for model, path in files.items():
+        checked_name(model, "model", plus=True)
+        tasks: dict[str, list[Prediction]] = {}
+        for prediction in _predictions(path, names, task, model, several=len(files) > 1):
+            tasks.setdefault(prediction.task, []).append(prediction)
+        for name, predictions in tasks.items():
+            if len({prediction.question for prediction in predictions}) < len(predictions):
+                several = "several answers to one question, expected one: `catto select --out` chooses among samples"
+                raise DataError(path, None, several)
+            cell = Cell(task=name, trained_on=name, method=model, budget=None, seed=0, predictions="")
+            place = f"predictions/{cell.stem}-{model}.jsonl"
+            write_records(out / place, predictions)
+            cells.append(cell.model_copy(update={"predictions": place}))
+    about: Any = {"recipe": {"evaluation": {"unparsed": unparsed}}, "recipe_hash": "", "versions": library_versions()}
+    return Results(name=" and ".join(files), cells=tuple(cells), questions={}, **about)
+
+
+def _predictions(path: Path, names: ColumnNames, task: str, model: str, several: bool) -> Iterator[Prediction]:
+    answers = read_graded(path, names)
+    if answers.question is None and several:
+        raise DataError(path, None, "no column that names the question to pair the files by: name it with --question")
+    for place, (row, fields) in enumerate(read_answers(path, names)):
+        right = bool(answers.correct[place])
+        graded: tuple[str | None, str] = ("right" if right else "wrong", "right")
+        label, gold = graded
+        with suppress(ValueError):
+            label, gold = answer_of(names.prediction or "label", fields), text_of(names.gold or "gold", fields)
+        if (label == gold) != right:
+            label, gold = graded
+        text, name = (fields.get(field) for field in ("text", "task"))
+        read_as: Any = "free" if answers.read_as is None else answers.read_as[place]
+        yield Prediction(
+            question=f"row {row}" if answers.question is None else answers.question[place],
+            task=name if isinstance(name, str) else task,
+            split="test",
+            gold=gold,
+            sample=0,
+            text=text if isinstance(text, str) else "",
+            label=label,
+            source=read_as,
+            confidence=float(answers.confidence[place]),
+            temperature=0.0,
+            seed=0,
+            engine="file",
+            model=model,
+        )
 
 
 # ---- cards
