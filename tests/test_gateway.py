@@ -27,6 +27,7 @@ pytest.importorskip("fastapi", reason=REASONS["serve"])
 
 from catto.calibrate import Fitted
 from catto.metrics.calibrators import Temperature
+from catto.metrics.selection import RULES
 from catto.serve import gateway as module
 from catto.serve.gateway import Limits
 from command import run
@@ -155,10 +156,70 @@ def test_answers_of_another_protocol_than_the_calibrators_abstain() -> None:
 
 def test_a_response_that_was_cut_has_no_guarantee() -> None:
     reply = stating("B")
+    reply["choices"][0]["message"]["content"] = "<answer>\nB\n"
     reply["choices"][0]["finish_reason"] = "length"
     with OpenAIServer(lambda _: ok(reply)) as upstream, gateway(upstream, limit=threshold(0.5)) as url:
-        found = ask(url).catto
+        cut = ask(url)
+    found = cut.catto
     assert (found["label"], found["guarantee"], found["reason"]) == ("B", None, "a response was cut at max_tokens")
+    assert cut.choices[0].finish_reason == "length"
+
+
+def test_a_whole_answer_is_not_cut_by_what_the_model_wrote_after_it() -> None:
+    reply = stating("B")
+    choice = reply["choices"][0]
+    choice["message"]["content"] += "\nThe next question"
+    choice["finish_reason"] = "length"
+    choice["logprobs"]["content"].append({"token": "\nThe next question", "logprob": -1.0, "top_logprobs": []})
+    with OpenAIServer(lambda _: ok(reply)) as upstream, gateway(upstream, limit=threshold(0.5)) as url:
+        whole = ask(url)
+    assert whole.choices[0].message.content == "<answer>\nB\n</answer>"
+    assert whole.choices[0].finish_reason == "stop"
+    assert (whole.catto["guarantee"] is not None, whole.catto["reason"]) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("models", "names", "kept"),
+    [
+        (("tiny-answerer",), ("tiny-answerer",), True),
+        (("tiny-answerer-2026",), ("tiny-answerer-2026",), True),  # the server's own name for what was asked
+        (("tiny-answerer", "other"), ("other", "tiny-answerer"), True),
+        (("other",), ("tiny-answerer",), False),
+        (("tiny-answerer",), ("cheaper",), False),
+        (("tiny-answerer",), ("tiny-answerer", "tiny-answerer", "tiny-answerer", "cheaper"), False),
+        ((), ("tiny-answerer",), True),  # a threshold that names no model is of the one that is served
+        ((), ("cheaper",), False),
+    ],
+)
+def test_an_answer_of_another_model_than_the_thresholds_has_no_guarantee(
+    models: tuple[str, ...], names: tuple[str, ...], kept: bool
+) -> None:
+    lock, turns = threading.Lock(), iter(range(100))
+
+    def respond(_: Seen) -> Reply:
+        with lock:
+            turn = next(turns)
+        return ok({**stating("B"), "model": names[turn % len(names)]})
+
+    limit = threshold(0.5, FOUR).model_copy(update={"models": models})
+    with OpenAIServer(respond) as upstream, gateway(upstream, protocol=FOUR, limit=limit) as url:
+        found = ask(url).catto
+    assert (found["guarantee"] is not None) == kept
+    assert found["reason"] == (None if kept else "the threshold was fitted on answers of another model")
+    assert not found["abstained"]
+
+
+def test_a_model_that_only_continues_an_answer_counts_too() -> None:
+    def respond(seen: Seen) -> Reply:
+        if not seen.body.get("continue_final_message"):
+            return ok(chat("hmm", model="tiny-answerer"))
+        reply = stating("C")
+        reply["choices"][0]["logprobs"]["content"] = [{"token": "C", "logprob": -0.1, "top_logprobs": []}]
+        return ok({**reply, "model": "cheaper"})
+
+    with OpenAIServer(respond) as upstream, gateway(upstream, limit=threshold(0.5)) as url:
+        found = ask(url).catto
+    assert (found["label"], found["source"], found["guarantee"]) == ("C", "fallback", None)
 
 
 def test_a_second_turn_takes_back_what_the_gateway_sent() -> None:
@@ -276,6 +337,35 @@ def test_labels_and_texts_of_a_request() -> None:
         assert (found["label"], found["confidence"]) == ("yes", pytest.approx(P))
         with pytest.raises(openai.BadRequestError, match="'yes' and 'yesterday' begin with the same token"):
             ask(url, wishes={"options": {"yes": "", "yesterday": ""}})
+
+
+NOT_SURE = {"yes": "", "no": "", "not sure": ""}
+
+
+@pytest.mark.parametrize("turns", [("no", "no", "yes", "no"), ("no",)])
+def test_a_majority_counts_labels_whose_probability_cannot_be_read(turns: tuple[str, ...]) -> None:
+    """`no` may begin `not sure`: its probability is not known, and its vote is."""
+    wishes = {"k": 4, "rule": "majority vote", "options": NOT_SURE, "return_candidates": True}
+    limit = threshold(0.5, FOUR.model_copy(update={"rule": "majority vote"}))
+    with OpenAIServer(by_turn(*turns)) as upstream, gateway(upstream, protocol=FOUR, limit=limit) as url:
+        reply = ask(url, wishes=wishes)
+    found, votes = reply.catto, 4 * turns.count("no") // len(turns)
+    assert reply.choices[0].message.content == "<answer>\nno\n</answer>"
+    assert (found["label"], found["votes"], found["confidence"], found["source"]) == ("no", votes, votes / 4, "free")
+    assert (found["confidence_raw"], found["guarantee"]) == (None, None)
+    assert "'no' and 'not sure' begin with the same token" in found["reason"]
+    for one in found["candidates"]:
+        known = None if one["label"] == "no" else pytest.approx(P)
+        assert (one["confidence"], one["confidence_raw"]) == (known, known)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "majority vote"])
+def test_other_rules_refuse_where_one_label_has_no_probability(rule: str) -> None:
+    """A choice among the readable samples would be `yes`, which one of four says."""
+    with OpenAIServer(by_turn("no", "no", "yes", "no")) as upstream, gateway(upstream, protocol=FOUR) as url:
+        status, reply, _ = post(url, body(catto={"rule": rule, "options": NOT_SURE}))
+    assert status == 400
+    assert reply["error"]["message"].startswith("no confidence can be read: labels 'no' and 'not sure' begin")
 
 
 def test_an_unanswered_response_is_continued_where_the_upstream_can() -> None:

@@ -95,7 +95,7 @@ def serve(
     elif fitted is not None and fitted.protocol not in (None, protocol):
         warn(f"{calibrator}: fitted on answers of {fitted.protocol!r}, this is {protocol!r}: no answer is calibrated")
     if limit is not None and limit.models and engine.model not in limit.models:
-        warn(f"{threshold}: fitted on answers of {', '.join(limit.models)}, this is {engine.model}")
+        warn(f"{threshold}: its guarantee is for {', '.join(limit.models)}: no answer of {engine.model} gets it")
     limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
     answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
     with refusing(OSError, place=f"--host {host} --port {port}: "):

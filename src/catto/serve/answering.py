@@ -14,15 +14,18 @@ import httpx2 as httpx
 import numpy as np
 
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
-from catto.engines import Generation, Request
+from catto.engines import Generation, Request, stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, candidates, further
-from catto.predict.label_reader import NO_ANSWER, Case, left_open, read_reply
+from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
+from catto.prompts import parse_answer
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
 CUT = "a response was cut at max_tokens"
+OTHER_MODEL = "the threshold was fitted on answers of another model"
+MAJORITY = "majority vote"
 _NONE = np.zeros((1, 0))
 NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
 
@@ -49,7 +52,10 @@ class Answered(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A response, and its continuation where it left something open; `unreadable`: why its label has no probability."""
+    """A response, and its continuation where it left something open; `unreadable`: why its label has no probability.
+
+    The confidence of such a prediction is unknown, and 0 in its place.
+    """
 
     prediction: Prediction
     replies: tuple[Generation, ...]
@@ -69,7 +75,8 @@ class Answerer:
     async def answer(self, asked: Asked) -> Answered:
         """Sample until the choice is settled, choose, calibrate, compare with the threshold.
 
-        FaultError where the upstream fails, with code 400 where no sample has a confidence that can be read.
+        FaultError where the upstream fails, with code 400 where a sample has no confidence that can be read: a choice
+        among the others would favour the labels that can be read. A majority needs no confidence.
         """
         samples: list[Sample] = []
         while more := self._further(asked.protocol, [sample.prediction for sample in samples]):
@@ -109,20 +116,28 @@ class Answerer:
         if unknown and (more := left_open(self.engine, case, answer)):
             replies.append(await self.engine.ask(self.client, more))
             answer = read_reply(case, replies[1])
-        unreadable = answer.refused if isinstance(answer, Refusal) else None
-        read = NO_ANSWER if isinstance(answer, Refusal) else answer
-        made = prediction(question, replies[0], read, request.temperature, request.seed, self.engine.name)
+        unreadable = None
+        if isinstance(answer, Refusal):
+            unreadable, parsed = answer.refused, parse_answer(replies[0].text, question)
+            if asked.protocol.rule != MAJORITY:
+                raise FaultError(f"no confidence can be read: {unreadable}", again=False, code=400)
+            answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
+        if stop_end(replies[0].text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
+            replies[0] = replies[0].model_copy(update={"finish_reason": "stop"})
+        made = prediction(question, replies[0], answer, request.temperature, request.seed, self.engine.name)
         return Sample(made, tuple(replies), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
         """The rule's choice of the samples and what is known of it."""
         protocol, threshold, fitted = asked.protocol, self.threshold, self.fitted
-        reason = next((sample.unreadable for sample in samples if sample.unreadable is not None), None)
-        if all(sample.unreadable is not None for sample in samples):
-            raise FaultError(f"no confidence can be read: {reason}", again=False, code=400)
-        reason = reason or (CUT if any(sample.replies[0].finish_reason == "length" for sample in samples) else None)
-        guaranteed = threshold is not None and threshold.protocol == protocol and reason is None
+        replies = [reply for sample in samples for reply in sample.replies]
+        models = (threshold.models if threshold else ()) or (self.engine.model,)
+        faults = [sample.unreadable for sample in samples]
+        faults += [CUT for sample in samples if sample.replies[0].finish_reason == "length"]
+        faults += [OTHER_MODEL for reply in replies if threshold and reply.model not in models]
+        reason = next(filter(None, faults), None)
         predictions = [sample.prediction for sample in samples]
+        stated = [None if sample.unreadable is not None else sample.prediction.confidence for sample in samples]
         calibrated, uncalibrated = self._calibrated(predictions)
         if fitted is not None and fitted.protocol not in (None, protocol):
             fitted, uncalibrated = None, OTHER_PROTOCOL
@@ -136,25 +151,24 @@ class Answerer:
         abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)
         about = {
             "confidence": confidence,
-            **final.model_dump(include={"confidence_raw", "label", "votes", "source"}),
+            "confidence_raw": stated[final.sample],
+            **final.model_dump(include={"label", "votes", "source"}),
             "k": len(samples),
             "rule": protocol.rule,
             "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,
             "threshold": threshold.threshold if threshold else None,
-            "guarantee": threshold.promise if threshold and guaranteed else None,
+            "guarantee": threshold.promise if threshold and threshold.protocol == protocol and not reason else None,
             "abstained": abstained,
-            "reason": uncalibrated or reason or (NO_LABEL if final.label is None else None),
+            "reason": uncalibrated or (NO_LABEL if final.label is None else reason),
         }
         if asked.return_candidates:
-            known = [None if uncalibrated else sample.confidence for sample in calibrated]
             about["candidates"] = [
                 sample.model_dump(include={"text", "label", "source"})
-                | {"confidence": confidence, "confidence_raw": sample.confidence}
-                for sample, confidence in zip(predictions, known, strict=True)
+                | {"confidence": None if uncalibrated or raw is None else sample.confidence, "confidence_raw": raw}
+                for sample, raw in zip(calibrated, stated, strict=True)
             ]
-        replies, chosen = [reply for sample in samples for reply in sample.replies], samples[final.sample].replies[0]
+        chosen = samples[final.sample].replies[0]
         read, written = sum(reply.prompt_tokens or 0 for reply in replies), sum(reply.tokens or 0 for reply in replies)
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        if abstained:
-            return Answered(self.abstention, "stop", usage, about)
-        return Answered(chosen.text, chosen.finish_reason or "stop", usage, about)
+        text, ended = (self.abstention, "stop") if abstained else (chosen.text, chosen.finish_reason or "stop")
+        return Answered(text, ended, usage, about)
