@@ -736,3 +736,44 @@ def test_feedback_completes_the_log_which_measure_reads(tmp_path: Path, capsys: 
     assert (done.code, done.json["rows"], done.json["accuracy"]) == (0, 41, pytest.approx(31 / 41))
     assert done.json["mean_confidence"] == pytest.approx(P)
     assert "Which?" not in log.read_text() + (tmp_path / "answers.pending.jsonl").read_text()
+
+
+def test_answers_of_one_request_id_have_ids_of_their_own(tmp_path: Path) -> None:
+    """A proxy that retries sends its id twice; feedback reaches the answer that it is about."""
+    log = tmp_path / "answers.jsonl"
+    with OpenAIServer(by_turn(*"AB", logprobs=(-0.05, -2.0))) as upstream, gateway(upstream, log=log) as url:
+        replies = [post(url, body(), **{"X-Request-Id": "r-1"}) for _ in range(2)]
+        assert [headers["x-request-id"] for _, _, headers in replies] == ["r-1", "r-1"]
+        first, second = (reply["id"] for _, reply, _ in replies)
+        assert first != second
+        assert post(url, {"id": "r-1", "correct": True}, "/v1/feedback")[0] == 404
+        assert post(url, {"id": first, "correct": True}, "/v1/feedback")[0] == 200
+        assert post(url, {"id": second, "correct": False}, "/v1/feedback")[0] == 200
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row["label"], row["correct"]) for row in rows] == [("A", True), ("B", False)]
+
+
+def test_drift_is_of_this_calibrator_and_this_model(tmp_path: Path) -> None:
+    log, fitted = tmp_path / "answers.jsonl", Fitted(Temperature(tau=50.0), "confidence")
+    older = {"id": "old", "confidence": 0.9, "correct": False}  # of a log that does not say what made it
+    log.write_text(json.dumps(older) + "\n")
+    with OpenAIServer(always("B", -0.05)) as upstream:
+        with gateway(upstream, log=log) as url:
+            assert metric(url, "catto_feedback_answers") == 0
+            raw = [ask(url).id for _ in range(3)]
+            for name in raw[:2]:
+                assert post(url, {"id": name, "correct": True}, "/v1/feedback")[0] == 200
+            assert metric(url, "catto_feedback_answers") == 2
+        with gateway(upstream, log=log, fitted=fitted) as url:
+            assert metric(url, "catto_feedback_answers") == 0
+            assert post(url, {"id": raw[2], "correct": True}, "/v1/feedback")[0] == 200
+            assert metric(url, "catto_feedback_answers") == 0
+            found = ask(url)
+            assert post(url, {"id": found.id, "correct": False}, "/v1/feedback")[0] == 200
+            assert metric(url, "catto_feedback_answers") == 1
+            assert metric(url, "catto_rolling_confidence") == pytest.approx(found.catto["confidence"])
+        with gateway(upstream, log=log) as url:  # the late feedback was kept
+            assert metric(url, "catto_feedback_answers") == 3
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row.get("calibrator") for row in rows] == [None, None, None, None, fitted.digest]
+    assert [row.get("model") for row in rows] == [None, *4 * ["tiny-answerer"]]

@@ -225,7 +225,7 @@ def test_a_full_disk_costs_a_row_and_never_half_of_one(
 
 def test_rows_of_a_log_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     log = tmp_path / "answers.jsonl"
-    good = {"id": "a", "confidence": 0.5, "correct": True}
+    good = {"id": "a", "confidence": 0.5, "correct": True, "model": MODEL}
     spoiled: list[Any] = [
         {**good, "confidence": "x"},
         {**good, "confidence": 7},
@@ -238,6 +238,35 @@ def test_rows_of_a_log_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     with OpenAIServer(always("B")) as upstream, gateway(upstream, log=log) as url:
         assert metric(url, "catto_feedback_answers") == 1
         assert metric(url, "catto_rolling_ece") == 0.5
+
+
+@pytest.mark.parametrize("kept", [4, 60, -20, -1])
+def test_a_row_torn_by_a_power_cut_costs_no_other_row(
+    kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its last row a log keeps so many bytes; all but its line's end is a whole row."""
+    log = tmp_path / "answers.jsonl"
+    with OpenAIServer(always("B")) as upstream:
+        with gateway(upstream, log=log) as url:
+            assert [graded(url), graded(url)] == [200, 200]
+        first, last = log.read_bytes().splitlines(keepends=True)
+        log.write_bytes(first + last[:kept])
+        with gateway(upstream, log=log) as url:
+            assert graded(url) == 200
+        rows = 2 + (kept == -1)
+        with gateway(upstream, log=log) as url:
+            assert metric(url, "catto_feedback_answers") == rows
+    done = run(capsys, "measure", log, "--json")
+    assert (done.code, done.json["rows"]) == (0, rows)
+
+
+def test_a_last_line_of_another_file_is_left_as_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "answers.jsonl"
+    log.write_text("my notes")
+    with OpenAIServer(always("B")) as upstream, gateway(upstream, log=log) as url:
+        assert graded(url) == 200
+    notes, row = log.read_text().splitlines()
+    assert (notes, json.loads(row)["label"]) == ("my notes", "B")
 
 
 @pytest.mark.parametrize(

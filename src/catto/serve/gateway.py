@@ -11,12 +11,13 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import re
 import secrets
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import groupby
@@ -137,6 +138,8 @@ class LogRow(BaseModel, extra="allow", frozen=True):
     id: str
     confidence: float = Field(ge=0, le=1)
     correct: bool | None = None
+    model: str | None = None
+    calibrator: str | None = None  # its digest
 
 
 class Watch:
@@ -145,8 +148,8 @@ class Watch:
     Answers wait in `<log>.pending.jsonl`; with feedback they are appended to the log, which `catto measure` reads.
     """
 
-    def __init__(self, log: Path | None) -> None:
-        self.log = log
+    def __init__(self, log: Path | None, model: str, calibrator: str | None) -> None:
+        self.log, self.made = log, {"model": model, "calibrator": calibrator}
         self.waiting = log and log.with_name(log.name.removesuffix(".jsonl") + ".pending.jsonl")
         self.counts: Counter[str] = Counter()
         self.pending: OrderedDict[str, str] = OrderedDict()  # as JSON, which takes a fifth of a row's memory
@@ -167,8 +170,8 @@ class Watch:
         self.counts["catto_samples_total"] += about["k"]
         self.counts["catto_abstained_total"] += about["abstained"]
         if about["confidence"] is not None:
-            row = LogRow.model_validate({"id": name, "time": int(time.time()), **{key: about[key] for key in LOGGED}})
-            self._keep(row)
+            made = {"id": name, "time": int(time.time()), **self.made, **{key: about[key] for key in LOGGED}}
+            self._keep(row := LogRow.model_validate(made))
             _append(self.waiting, row)
 
     def feedback(self, name: str, correct: bool) -> bool:
@@ -188,11 +191,11 @@ class Watch:
         self.counts["catto_request_seconds_count"] += 1
 
     def rolling(self) -> dict[str, float]:
-        """How calibrated the last graded answers are."""
-        count = len(self.graded)
+        """How calibrated this model with this calibrator is, by the last graded answers."""
+        rows = [row for row in self.graded if row.model_dump(include={*self.made}) == self.made]
+        count, confidence, correct = len(rows), [row.confidence for row in rows], [bool(row.correct) for row in rows]
         if not count:
             return {"catto_feedback_answers": 0}
-        confidence, correct = [row.confidence for row in self.graded], [bool(row.correct) for row in self.graded]
         return {
             "catto_feedback_answers": count,
             "catto_rolling_confidence": sum(confidence) / count,
@@ -203,12 +206,15 @@ class Watch:
 
 
 def _rows(path: Path | None) -> Iterator[LogRow]:
-    """The rows of a log; a line that is none, such as one torn by a power cut, is skipped."""
+    """The rows of a log; a line that is none is skipped, and cut off where it is a last row torn by a power cut."""
     if path is not None and path.is_file():
         with path.open("rb") as file:
             for line in file:
-                with suppress(ValidationError):
+                try:
                     yield LogRow.model_validate_json(line)
+                except ValidationError:
+                    if b'{"id":'.startswith(line[:6]) and not line.endswith(b"\n"):
+                        os.truncate(path, file.tell() - len(line))
 
 
 def _append(path: Path | None, row: LogRow) -> None:
@@ -217,8 +223,11 @@ def _append(path: Path | None, row: LogRow) -> None:
         return
     line = row.model_dump_json(exclude_none=True).encode() + b"\n"
     try:
-        with path.open("ab", buffering=0) as file:  # opened anew, since logs are rotated
+        with path.open("a+b", buffering=0) as file:  # opened anew, since logs are rotated
             size = file.tell()
+            file.seek(max(0, size - 1))
+            # A last line that was torn must not take this row with it.
+            line = line if file.read(1) in (b"", b"\n") else b"\n" + line
             if file.write(line) < len(line):
                 file.truncate(size)
                 LOG.warning("%s: the disk is full", path)
@@ -260,8 +269,9 @@ class Guard:
             return
         headers, started = dict(scope["headers"]), time.monotonic()
         wished = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = wished if _ID.fullmatch(wished) else f"chatcmpl-{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["id"] = name
+        made = f"chatcmpl-{secrets.token_hex(12)}"  # a client's own may repeat, and feedback would reach another answer
+        name = wished if _ID.fullmatch(wished) else made
+        scope.setdefault("state", {})["id"] = made
 
         async def reply(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -330,7 +340,8 @@ class Gateway:
         self, answerer: Answerer, labels: tuple[str, ...], protocol: Protocol, limits: Limits, log: Path | None = None
     ) -> None:
         self.answerer, self.labels, self.protocol, self.limits = answerer, labels, protocol, limits
-        self.model, self.watch = answerer.engine.model, Watch(log)
+        self.model, fitted = answerer.engine.model, answerer.fitted
+        self.watch = Watch(log, self.model, fitted.digest if fitted else None)
         self._places = asyncio.Semaphore(limits.concurrency)
         self._inside = 0
 
@@ -401,9 +412,7 @@ class Gateway:
         if protocol.k > limits.max_k:
             raise HTTPException(400, f"catto.k: at most {limits.max_k}")
         if protocol.k > 1 and protocol.temperature == 0:
-            raise HTTPException(
-                400, f"{protocol.k} samples at temperature 0 are the same: give a temperature, or k = 1"
-            )
+            raise HTTPException(400, f"{protocol.k} samples at temperature 0 are the same: give a temperature or k = 1")
         if most > limits.max_tokens:
             raise HTTPException(400, f"max_tokens: at most {limits.max_tokens}")
         texts = wishes.options or dict.fromkeys(self.labels, "")
