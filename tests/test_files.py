@@ -8,7 +8,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from catto.files import (
     damage,
     hold,
     locked,
+    manifest_path,
     replacing,
     replacing_bytes,
     sealed,
     write_records,
 )
 from catto.problems import DataError
-from catto.records import Message
+from catto.records import Manifest, Message
 
 
 def names(folder: Path) -> list[str]:
@@ -248,3 +249,28 @@ def test_a_record_that_could_not_be_read_back_is_refused(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"row 2: line would be longer than 16 MB"):
         write_records(path, [Message(role="user", content=text) for text in ("x", "ä" * (MAX_LINE_BYTES // 2))])
     assert path.read_text() == "old\n"
+
+
+def test_new_records_never_stand_beside_the_manifest_of_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What dies between the two, or writes no manifest, leaves none; what dies before leaves the older pair."""
+    path, old = tmp_path / "a.jsonl", Manifest(kind="older", counts={})
+    turn = Message(role="user", content="x")
+
+    def broken() -> Iterator[Message]:
+        yield turn
+        raise ZeroDivisionError
+
+    write_records(path, [turn], old)
+    with pytest.raises(ZeroDivisionError):
+        write_records(path, broken(), old)
+    assert names(tmp_path) == ["a.jsonl", "a.manifest.json"]
+    write_records(path, [turn, turn])
+    assert names(tmp_path) == ["a.jsonl"]
+    write_records(path, [turn], old)
+    monkeypatch.setattr("catto.files.write_manifest", lambda *_: fail_after(lambda: None))
+    with pytest.raises(ZeroDivisionError):
+        write_records(path, [turn, turn], old)
+    assert len(path.read_text().splitlines()) == 2
+    assert not manifest_path(path).exists()

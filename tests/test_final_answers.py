@@ -283,6 +283,32 @@ def test_answers_whose_making_is_unknown_have_no_threshold(tmp_path: Path, capsy
     assert not (tmp_path / "t.json").exists()
 
 
+def test_a_calibrator_never_stands_beside_the_manifest_of_an_older_one(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted on labels, then on confidences by a process that dies between the calibrator and its manifest."""
+    rows, tau = tmp_path / "rows.jsonl", tmp_path / "tau.json"
+    write_records(rows, samples(100, 1, label_logprobs={"A": -0.5, "B": -1.0}))
+    assert run(capsys, "calibrate", "fit", rows, "--on", "labels", "--out", tau).code == 0
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("catto.files.write_manifest", die)
+    assert run(capsys, "calibrate", "fit", rows, "--out", tau).code != 0
+    done = run(capsys, "calibrate", "apply", tau, rows, "--out", tmp_path / "out.jsonl")
+    assert (done.code, "tau.json.manifest.json: missing" in done.err) == (2, True)
+
+
+def test_calibrated_answers_that_cannot_be_written_leave_the_older_pair(tmp_path: Path, capsys: Capture) -> None:
+    final = chain(tmp_path, capsys)
+    before = final.read_bytes(), manifest_path(final).read_bytes()
+    other = tmp_path / "other.jsonl"
+    run(capsys, "select", tmp_path / "held.jsonl", "--k", "2", "--rule", "majority vote", "--out", other)
+    assert run(capsys, "calibrate", "apply", tmp_path / "tau.json", other, "--out", final).code == 2
+    assert (final.read_bytes(), manifest_path(final).read_bytes()) == before
+
+
 def test_no_threshold_is_a_refusal(tmp_path: Path, capsys: Capture) -> None:
     final = chain(tmp_path, capsys)
     done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.001", "--out", tmp_path / "t.json")

@@ -118,16 +118,15 @@ def fit_file(
 ) -> tuple[Fitted, GradedAnswers]:
     """Fit on the answers of a file and write the calibrator with its manifest; return both."""
     if _final_notes(path).get("calibrator"):
-        raise DataError(
-            path, None, "its confidences are calibrated already: fit on answers chosen without a calibrator"
-        )
+        raise DataError(path, None, "its confidences are calibrated already: choose answers without a calibrator")
     answers = read_graded(path, names, unparsed)
     _, first = next(iter(read_answers(path, names)))  # `apply_file` marks every row
     if not _final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
         raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
-    calibrator: Calibrator
     with locating(path):
-        if on == "labels":
+        if on == "confidence":
+            calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
+        else:
             rows = list(read_labels(path, names))
             golds = [list(logprobs).index(gold) for logprobs, _, gold in rows if gold is not None]
             if len(golds) < len(rows):
@@ -135,13 +134,12 @@ def fit_file(
             widest = max(len(logprobs) for logprobs, _, _ in rows)
             filled = [[*logprobs.values(), *[NO_LABEL] * (widest - len(logprobs))] for logprobs, _, _ in rows]
             calibrator = Temperature.fit_labels(filled, golds)
-        else:
-            calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
     notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": _final_notes(path).get("protocol")}
+    manifest_path(out).unlink(missing_ok=True)  # of the calibrator that is replaced
     files.write_record(out, calibrator)
     counts = {"rows": len(answers)}
     files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
@@ -173,7 +171,6 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
     with files.replacing(out) as file:
-        manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
@@ -187,6 +184,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
                 message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
                 raise DataError(path, row, message) from None
             file.write(line + "\n")
+        manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
     return answers, calibrated
 
 

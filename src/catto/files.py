@@ -224,10 +224,8 @@ def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
         kind = stat.S_IFMT(path.stat().st_mode)
         if kind != stat.S_IFREG:  # a pipe would wait for ever, a device has no end
             names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-            raise DataError(path, None, f"expected a file, got {names.get(kind, 'a device')}")
+            raise ValueError(f"expected a file, got {names.get(kind, 'a device')}")
         file = gzip.open(path, "rb") if path.suffix == ".gz" and not plain else path.open("rb")  # noqa: SIM115 (closed below)
-    except DataError:
-        raise
     except (OSError, ValueError) as error:
         raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None
     with file:
@@ -331,17 +329,20 @@ def json_line(record: Record, path: Path, row: int) -> str:
     """A record as a line of the file that it goes to; one that could not be read back is refused."""
     line = record.model_dump_json() + "\n"
     if len(line) > MAX_LINE_BYTES // 4 and len(line.encode()) > MAX_LINE_BYTES:
-        limit = f"{MAX_LINE_BYTES // 2**20} MB"
-        raise DataError(path, row, f"line would be longer than {limit}, which could not be read back")
+        raise DataError(path, row, f"line would be longer than {MAX_LINE_BYTES // 2**20} MB, too long to be read back")
     return line
 
 
 def write_records(path: Path, records: Iterable[Record], manifest: Manifest | None = None) -> int:
-    """Write records as JSON lines, whole or not at all, then the manifest; return how many."""
+    """Write records as JSON lines, whole or not at all, then the manifest; return how many.
+
+    An older manifest goes first: a kill leaves none, and never one that describes other records.
+    """
     count = 0
     with replacing(path) as file:
         for count, record in enumerate(records, 1):
             file.write(json_line(record, path, count))
+        manifest_path(path).unlink(missing_ok=True)
     if manifest is not None:
         write_manifest(path, manifest)
     return count
