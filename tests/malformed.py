@@ -387,7 +387,7 @@ def calibrated() -> Iterable[Case]:
         ("twice", ("tau.json", "a.jsonl", "--on", "confidence", "--out", "n.jsonl"),
          ("a.jsonl row 1: confidence_raw: there already",), {"a.jsonl": done}),
         ("in place", ("tau.json", "good.jsonl", "--on", "confidence", "--out", "good.jsonl"), ("good.jsonl: is the input",), {}),
-        ("no manifest", ("tau.json", "good.jsonl", "--out", "n.jsonl"), ("say what the calibrator reads",), {}),
+        ("no manifest", ("tau.json", "good.jsonl", "--out", "n.jsonl"), ("copy it beside the calibrator too",), {}),
         ("broken manifest", ("tau.json", "good.jsonl", "--out", "n.jsonl"), ("tau.json.manifest.json: not JSON",),
          {"tau.json.manifest.json": "{"}),
         ("foreign manifest", ("tau.json", "good.jsonl", "--out", "n.jsonl"), ("notes.on: expected confidence or labels",),

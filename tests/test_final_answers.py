@@ -327,6 +327,45 @@ def test_questions_that_fitted_the_calibrator_are_refused(tmp_path: Path, capsys
     assert "the calibrator was fitted on 600 of these questions" in done.err
 
 
+@pytest.mark.parametrize("rule", ["most confident", "majority vote"])
+def test_questions_that_chose_the_stop_are_refused(rule: str, tmp_path: Path, capsys: Capture) -> None:
+    """The stop of a vote is fixed: no gold label chooses it."""
+    write_records(tmp_path / "rows.jsonl", samples(600, seed=1))
+    adaptive = ("--k", "4", "--rule", rule, "--adaptive", "--out", tmp_path / "final.jsonl")
+    threshold = ("threshold", tmp_path / "final.jsonl", "--target-risk", "0.6", "--out", tmp_path / "t.json")
+    run(capsys, "select", tmp_path / "rows.jsonl", *adaptive)
+    done = run(capsys, "calibrate", *threshold)
+    if rule == "majority vote":
+        assert (done.code, done.err) == (0, "")
+        return
+    stop = read_manifest(tmp_path / "final.jsonl").notes["protocol"]["stop"]
+    assert done.code == 2
+    assert f"--stop {stop} was chosen on these questions: use others" in done.err
+    write_records(tmp_path / "others.jsonl", samples(600, seed=2))
+    run(capsys, "select", tmp_path / "others.jsonl", *adaptive, "--stop", str(stop))
+    done = run(capsys, "calibrate", *threshold)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("own.csv", "question,gold\n1,A\n", "own.csv row 1: not JSON: Expecting value at column 1; only JSON lines"),
+        ("own.json", '[{"question": "1"}]', "own.json row 1: expected a JSON object, got list; only JSON lines"),
+        ("own.jsonl", '{"question": "1", "gold": "A"}', "own.jsonl row 1: task: missing"),
+    ],
+)
+def test_a_file_of_other_rows_is_told_what_select_reads(
+    name: str, content: str, said: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / name).write_text(content)
+    done = run(capsys, "select", tmp_path / name, "--k", "2")
+    assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert said in done.err
+    assert "must be named" not in done.err
+    assert done.err.endswith("; expected the predictions that catto eval writes\n")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason=REASONS["serve"])
 
 from catto.calibrate import Fitted
 from catto.engines.server import ServerEngine
+from catto.files import write_records
 from catto.metrics.calibrators import Temperature
 from catto.records import Message, Option, Question
 from catto.serve.answering import Answered, Answerer, Asked
@@ -30,6 +31,7 @@ from command import run
 from gateway_world import MODEL, ONE, always, ask, gateway, stating, threshold, until
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 from test_gateway import body, free_port, get, metric, post, serving
+from test_selection import prediction
 
 
 @pytest.fixture(autouse=True)
@@ -357,3 +359,18 @@ def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any
     with OpenAIServer(always("B")) as upstream:
         found = asyncio.run(answered(upstream.url))
     assert (found.catto["label"], len(upstream.seen)) == ("B", requests)
+
+
+@pytest.mark.parametrize("arguments", [("serve", "--upstream", "http://127.0.0.1:9/v1", "--task", "mmlu"), ("select",)])
+def test_a_calibrator_without_its_manifest_is_to_be_copied_with_it(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither command has the option --on."""
+    tau, rows = tmp_path / "tau.json", tmp_path / "rows.jsonl"
+    tau.write_text(Temperature(tau=2.0).model_dump_json())
+    write_records(rows, [prediction("q", 0, "A", 0.5)])
+    if arguments == ("select",):
+        arguments = ("select", str(rows), "--k", "1", "--rule", "most confident", "--out", str(tmp_path / "o.jsonl"))
+    done = run(capsys, *arguments, "--calibrator", tau)
+    missing = "missing: copy it beside the calibrator too (calibrate apply takes --on)"
+    assert (done.code, done.err) == (2, f"catto: {tau}.manifest.json: {missing}\n")

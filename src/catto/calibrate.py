@@ -151,7 +151,7 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
     calibrator, place = load(path), manifest_path(path)
     if not place.exists():
         if on is None:
-            raise DataError(place, None, "missing, so say what the calibrator reads: --on confidence|labels")
+            raise DataError(place, None, "missing: copy it beside the calibrator too (calibrate apply takes --on)")
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
     made = {**manifest.notes, "calibrator": calibrator, "rows": manifest.counts.get("rows")}
@@ -223,9 +223,12 @@ def final_answers(
 
 
 def write_final(
-    out: Path, predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None
+    out: Path, predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None, *, own_stop: bool = False
 ) -> list[FinalAnswer]:
-    """Write the final answers with a manifest of how they were made; see `final_answers`."""
+    """Write the final answers with a manifest of how they were made; see `final_answers`.
+
+    own_stop: where sampling stops was chosen by the gold labels of these questions.
+    """
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
     if any(row.confidence_raw is not None for row in predictions):
@@ -237,6 +240,7 @@ def write_final(
         # How many of these questions the calibrator was fitted on; None: that is not known.
         "fitted_on": fitted.shared(answer.question for answer in answers) if fitted else 0,
         "models": sorted({prediction.model for prediction in predictions}),
+        "own_stop": protocol.stop if own_stop else None,
     }
     counts = {"answers": len(answers)}
     files.write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
@@ -283,6 +287,8 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
     if shared := notes.get("fitted_on"):
         raise DataError(path, None, f"the calibrator was fitted on {shared} of these questions: use others")
+    if (stop := notes.get("own_stop")) is not None:
+        raise DataError(path, None, f"--stop {stop} was chosen on these questions: use others, and give it there")
     answers = read_graded(path)
     fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
     if fitted.threshold is None:

@@ -294,10 +294,9 @@ def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
         problem = f"expected a JSON object, got {type(value).__name__}"
     except ValueError as error:
         problem = str(error)
-    if row == 1 and line.startswith("["):
-        problem += "; a JSON list must be named .json"
-    elif row == 1 and "," in line and not line.startswith("{"):
-        problem += "; a CSV file must be named .csv"
+    if row == 1 and not line.startswith("{"):
+        other = kind(path) in (".json", ".csv", ".tsv", ".parquet")
+        problem += "; only JSON lines are read here" if other else "; JSON lists must be named .json and CSV named .csv"
     raise DataError(path, row, problem)
 
 

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from catto.cli import console
 from catto.cli.console import Real, number, refuse, say, span
 from catto.files import read_records
+from catto.problems import DataError
 from catto.recipe import MOST_SAMPLES
 from catto.records import FinalAnswer, Prediction, Protocol
 
@@ -21,8 +22,8 @@ MOST = "most confident"
 
 
 def select(
-    file: Annotated[Path, Argument(help="Predictions with several samples per question.")],
-    k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `--k 4 8`.")],
+    file: Annotated[Path, Argument(help="Predictions of `catto eval --k`: several samples per question.")],
+    k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="How many samples to choose from: `FILE --k 4 8`.")],
     more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="K", hidden=True)] = None,
     tau: Annotated[float | None, Real(min=0.01, max=100, help="Rank by the confidence at this temperature.")] = None,
     fit_tau: Annotated[Path | None, Option(help="Fit tau on these greedy validation predictions.")] = None,
@@ -39,7 +40,7 @@ def select(
     Also printed: how well confidence orders the samples of the same question, and how many had no readable answer.
     Two temperatures: the samples were drawn at one (`catto eval --temperature`), their confidence is ranked at another.
     With --adaptive and without --stop, the most confident stops at the lowest confidence that loses no right answer of
-    this file, which should be of validation questions.
+    this file, which should be of validation questions; `catto calibrate threshold` then needs others, with --stop.
 
     Examples:
     catto select predictions.jsonl --k 4 8
@@ -65,7 +66,10 @@ def select(
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
     refused = {refusal.question for refusal in refusals_of(file)}
-    predictions = [row for row in read_records(file, Prediction) if row.question not in refused]
+    try:
+        predictions = [row for row in read_records(file, Prediction) if row.question not in refused]
+    except DataError as error:
+        refuse(f"{error}; expected the predictions that catto eval writes")
     written = ""
     with console.refusing(place=f"{file}: "):
         if fit_tau is not None:
@@ -80,9 +84,9 @@ def select(
             applied = None if calibrator is None else open_fitted(calibrator)
             ranked_by = predictions if applied is None else applied.ranked(predictions)
             protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop, applied.protocol if applied else None)
-            mean = _means(write_final(out, predictions, protocol, applied))
+            mean = _means(write_final(out, predictions, protocol, applied, own_stop=stop is None and rule == MOST))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
-            written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
+            written = f"\nWrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
     within, counts = selection.within_questions(samples, seed=seed), Sources.of(row.source for row in predictions)
     if as_json:
         known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
@@ -97,9 +101,7 @@ def select(
     say(f"N = {questions:,} questions, {size} samples each, {counts.told()}.")
     drawn = ", ".join(f"{value:g}" for value in sorted({row.temperature for row in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
-    say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
-    if written:
-        say(written)
+    say(f"Sampled at temperature {drawn}, ranked by {ranked}.{written}")
     if not within.pairs:
         say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
         return
