@@ -204,6 +204,7 @@ def test_a_gap_that_is_certain_is_said_although_the_bins_hide_it(tmp_path: Path)
     for shift, word in ((-0.07, "over"), (0.07, "under")):
         told = sentence(tmp_path, confidence, [random.Random(i).random() < c + shift for i, c in enumerate(confidence)])
         assert re.search(rf"lies within .*, but the answers are {word}-confident by \d\.\d points on average \(", told)
+    assert "no miscalibration shows" in sentence(tmp_path, [0.99] * 100, [True] * 100)
 
 
 def test_undefined_metric_is_null_and_a_dash(tmp_path: Path, capsys: Capture) -> None:

@@ -430,7 +430,8 @@ def verdict(summary: Summary) -> str | None:
     if value > high:  # |mean confidence - accuracy| <= ECE; where it is less than half, bins of both signs cancel
         mixed = f"too sure in some bins and not sure enough in others, {gap:+.1f} points on average"
         return f"ECE {value:.1f} lies above {chance}: {mixed if abs(gap) < value / 2 else confident}."
-    if summary.gap.low > 0 or summary.gap.high < 0:  # one mean has less noise than many bins
+    # One mean has less noise than many bins; but the accuracy of answers that are all right never varies.
+    if 0 < summary.accuracy < 1 and (summary.gap.low > 0 or summary.gap.high < 0):
         return f"ECE {value:.1f} lies within {chance}, but the answers are {confident} ({ends})."
     return f"ECE {value:.1f} lies within {chance}: no miscalibration shows in {summary.rows:,} answers."
 
