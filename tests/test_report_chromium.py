@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,56 @@ def test_filters_hide_methods_tasks_and_budgets(page: Page) -> None:
     assert page.run(visible.format("#in td[data-task=witnesses]")) == 4  # accuracy, ECE, Brier score, AUROC
     page.run("document.getElementById('all').click()")
     assert page.run(rows) == 2
+
+
+def test_a_filter_of_one_value_is_hidden(tab: Page, page: Page, tmp_path: Path) -> None:
+    seen = "[...document.querySelectorAll('#browser-filters label')].filter(one => one.checkVisibility())"
+    labels = f"{seen}.map(one => one.firstChild.data)"
+    always = ["Answer", "Order", "Confidence from", "to", "Search"]
+    assert page.run(labels) == ["Task", "Method", "Budget", "Seed", *always]
+    assert page.run("document.querySelector('.filters').checkVisibility()") is True
+    world = measured(replace(TINY, methods=("sft",)))
+    path = tmp_path / "report.html"
+    text = render(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    path.write_text(text, encoding="utf-8")
+    tab.open(path)
+    assert tab.complaints == []
+    assert tab.run(labels) == always
+    assert tab.run("document.querySelector('.filters').checkVisibility()") is False
+
+
+# The widest option of a menu beside the room that the menu has for it, without its padding and its arrow.
+MENU = """(menu => {
+  const pen = document.createElement("canvas").getContext("2d"), style = getComputedStyle(menu);
+  pen.font = style.font;
+  const widest = Math.max(...[...menu.options].map(one => pen.measureText(one.text).width));
+  return [widest, menu.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - 16];
+})(document.querySelector('#browser-filters [name=order]'))"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_menus_of_the_predictions_are_as_wide_as_their_options(page: Page, width: int) -> None:
+    page.resize(width, 900, mobile=width < 500)
+    widest, room = page.run(MENU)
+    assert widest <= room
+    tops = "['low', 'high'].map(name => document.querySelector(`[name=${name}]`).getBoundingClientRect().top)"
+    low, high = page.run(tops)
+    assert low == high
+
+
+def test_a_printed_page_keeps_its_colours_and_its_figures_whole(tab: Page) -> None:
+    tab.resize(1280, 900)
+    tab.open(built(TINY) / "out" / "report.html")
+    style = "[...new Set([...document.querySelectorAll('{}')].map(one => getComputedStyle(one).{}))]"
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert tab.run(style.format("main .dot, main .key", "printColorAdjust")) == ["exact"]
+        assert tab.run(style.format("main figure", "breakInside")) == ["avoid"]
+        assert tab.run(style.format("h2, h3, h2 + p, summary", "breakAfter")) == ["avoid"]
+        tops = "[...document.querySelectorAll('#in .figures figure')].map(one => one.offsetLeft)"
+        assert len(set(tab.run(tops))) == 1
+    finally:
+        tab.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_a_figure_of_a_name_with_blanks_follows_its_filter(page: Page) -> None:

@@ -14,7 +14,9 @@
   const methodTitle = cell => DATA.methods[cell.method] || cell.method;
 
   function fill(name, entries) {
-    for (const [value, title] of new Map(entries)) form.elements[name].append(el("option", { value }, title));
+    const menu = form.elements[name];
+    for (const [value, title] of new Map(entries)) menu.append(el("option", { value }, title));
+    menu.closest("label").hidden = menu.length < 3; // "all" and the only value: nothing to choose
   }
   fill("task", cells.map(cell => [task(cell), taskTitle(cell)]));
   const present = new Set(cells.map(cell => cell.method));
