@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.build import build
 from catto.report.drawing import render_figure
-from catto.report.figures import KINDS, Picture, by_task, look
+from catto.report.figures import KINDS, Picture, by_task, looks
 from catto.report.numbers import Cell
 from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inline_svg, page, script_json
 from catto.report.render import TEMPLATES
@@ -194,14 +195,46 @@ def test_every_kind_of_figure_has_a_title_and_a_caption() -> None:
 
 def test_every_method_has_its_own_look() -> None:
     names = [*METHODS, *(name + suffix for name in METHODS for suffix in SCALINGS)]
-    assert len({look(name)[0] for name in names}) == len(names)  # by colour alone: dots in tables have no marker
+    names += [f"mine-{number}" for number in range(30)]
+    assert len({colour for colour, _ in looks(names).values()}) == len(names)  # dots in tables have no marker
+
+
+def test_methods_of_your_own_differ_by_marker_as_well() -> None:
+    assert len({marker for _, marker in looks([f"mine-{number}" for number in range(10)]).values()}) == 10
+
+
+def test_forced_answers_are_named_and_set_no_axes() -> None:
+    group = measured(TINY).numbers.groups[0]
+    metrics = group.metrics | {"ece": SeedSummary(0.97, None, 1), "accuracy": SeedSummary(0.01, None, 1)}
+    wild = {"sources": Sources(fallback=20), "others": group.others | {"fallback_rate": SeedSummary(1.0, None, 1)}}
+    forced = group.model_copy(update=wild | {"metrics": metrics})
+    for kind in ("ece", "scatter"):
+        limits = []
+        for other in (group, forced):
+            rows = {("sft", None): [group], ("mine", None): [other]}
+            (axes,) = Picture(kind, "", "tag", "Subject", [("A", rows)]).draw(looks(["sft", "mine"])).axes
+            limits.append((axes.get_xlim(), axes.get_ylim()))
+        assert limits[0] == limits[1], kind
+        assert [text.get_text() for text in axes.texts] == (["100 % forced"] if kind == "ece" else [])
+
+
+def test_a_long_legend_leaves_the_panels_their_height() -> None:
+    group, heights = measured(TINY).numbers.groups[0], []
+    for count in (3, 30):
+        names = [f"mine-{number}" for number in range(count)]
+        rows = {(name, None): [group] for name in names}
+        figure = Picture("scatter", "", "tag", "Subject", [("A", rows)]).draw(looks(names))
+        figure.set_layout_engine("constrained")
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].get_position().height * figure.get_figheight())
+    assert heights[1] > 0.8 * heights[0]
 
 
 def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
     group = next(group for group in measured(SMALL).numbers.groups if group.selection)
     right = {k: {rule: SeedSummary(1.0, None, 2) for rule in rules} for k, rules in group.selection.items()}
     sure = group.model_copy(update={"selection": right})
-    figure = Picture("confidence-at-k", "", "tag", "Subject", [("A", group), ("B", sure)]).draw()
+    figure = Picture("confidence-at-k", "", "tag", "Subject", [("A", group), ("B", sure)]).draw({})
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
     assert len(labels) == len(set(labels)) == len(next(iter(right.values()))) + 1
@@ -210,7 +243,7 @@ def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
 
 def test_a_histogram_ends_at_100_per_cent() -> None:
     answers = replace(measured(TINY).cells[0], confidence=np.full(20, 0.97), correct=np.full(20, True))
-    (axes,) = Picture("histogram", "", "tag", "Subject", [("A", (answers, 20))]).draw().axes
+    (axes,) = Picture("histogram", "", "tag", "Subject", [("A", (answers, 20))]).draw({}).axes
     assert (*axes.get_xlim(), *axes.get_ylim()) == (0, 1, 0, 1)
 
 
@@ -224,7 +257,7 @@ def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> No
     world = measured(SMALL)
     names = ("two words", HOSTILE, "a'b\"c")
     picture = Picture("risk", "", "tag", "Subject", [("", {})], None, names, names)
-    svg = render_figure(picture.draw, ".svg").decode()
+    svg = render_figure(partial(picture.draw, {}), ".svg").decode()
     text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)
     listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]

@@ -21,7 +21,7 @@ from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.selection import Candidates, select
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held
 from catto.report import render
-from catto.report.figures import look
+from catto.report.figures import looks
 from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
 from catto.report.page import headline
@@ -513,8 +513,7 @@ def test_a_suffix_scales_any_trained_method() -> None:
     name = "dpo+outcome+ts"
     assert method_title(name) == "DPO + outcome + temperature scaling"
     assert sorted(["unknown", name, "dpo+outcome", "sft"], key=method_order) == ["sft", "dpo+outcome", name, "unknown"]
-    looks = {look(one) for one in (name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown")}
-    assert len(looks) == 5
+    assert len({*looks([name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown"]).values()}) == 5
     world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
     tables = all_tables(world.numbers, world.results)
     assert [(line.method, line.block) for line in tables[0].lines] == [

@@ -27,7 +27,7 @@ from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
-from catto.report.figures import pictures
+from catto.report.figures import looks, pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Cell, Numbers, Results
 from catto.report.page import Browser, page
@@ -63,11 +63,11 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
     key, note = content_hash(inputs), out / "figures" / "inputs.json"
     known = note.exists() and key in note.read_text(encoding="utf-8", errors="replace")
-    drawn = []
+    drawn, known_looks = [], looks(cell.method for cell in results.cells)
     for picture in pictures(results, numbers, answers):
         path = out / "figures" / f"{picture.name}.svg"
         if not (known and path.exists()):
-            write_text(path, render_figure(picture.draw, ".svg").decode())
+            write_text(path, render_figure(partial(picture.draw, known_looks), ".svg").decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
     write_text(note, json.dumps({"inputs": key}) + "\n")
     for name, card in experiment_cards(numbers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's
 ECE, ACCURACY = "ECE, per cent", "Accuracy, per cent"
 
 Groups = Mapping[Row, Sequence[GroupNumbers]]
+Looks = Mapping[str, tuple[str, str]]  # method -> colour, marker
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Picture:
         """The stem of its file."""
         return "-".join(filter(None, (self.kind, self.tag, self.budget)))
 
-    def draw(self) -> Figure:
+    def draw(self, looks: Looks) -> Figure:
         """Draw one panel for each entry of `contents`, with one legend below. Axes in per cent end at 100."""
         if self.kind == "reliability":
             return reliability_figure(self.contents)
@@ -93,7 +95,7 @@ class Picture:
                 axes.set_xlabel(kind.x)
                 axes.tick_params(labelbottom=True)
             axes.grid(True)
-            kind.draw(axes, content)
+            kind.draw(axes, content, looks)
             if kind.shares:
                 axes.set_xlim(0, 1)
                 axes.xaxis.set_major_formatter(percent)
@@ -104,11 +106,13 @@ class Picture:
                 line.sticky_edges.y.extend([0, 100] if kind.y in (ECE, ACCURACY) else [])
         for axes in grid[len(self.contents) :]:
             axes.set_visible(False)
-        figure.set_size_inches(columns * width, rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks())))
         legends = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid)
         handles = {label: handle for legend in legends for handle, label in legend}
+        across = max(1, int(columns * width / 2))
+        height = rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks()))
+        # The panels keep their height below a long legend, which takes its own from the figure.
+        figure.set_size_inches(columns * width, height + 0.2 * max(0, -(-len(handles) // across) - 3))
         if handles:
-            across = max(1, int(columns * width / 2))
             figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
         return figure
 
@@ -188,28 +192,31 @@ def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row
     ]
 
 
-def look(method: str) -> tuple[str, str]:
-    """Colour and marker of a method. A rescaled one without its own has its start's colour, paler, and a diamond;
-    among the labels, paler still, and a plus.
+def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each method. A rescaled one without its own has its start's colour, paler, and a diamond;
+    among the labels, paler still, and a plus. Other methods take a hue far from the last one, and the markers in turn.
 
-    >>> look("dpo+catto")
-    ('#0E9F6E', '*')
+    >>> looks(["mine", "dpo+catto"])
+    {'dpo+catto': ('#0E9F6E', '*'), 'mine': ('#4767b2', 'v')}
     """
-    start = unscaled(method)
-    if method in LOOKS or start not in LOOKS:
-        return LOOKS.get(method, (GREY, "o"))
-    paler, marker = (0.62, "P") if method.endswith(AMONG_LABELS) else (0.38, "d")
-    red, green, blue = ((1 - paler) * part + paler for part in to_rgb(LOOKS[start][0]))
-    return to_hex((red, green, blue)), marker
+    found, markers = {}, [marker for _, marker in LOOKS.values()]
+    for place, method in enumerate(sorted({*methods}, key=method_order)):
+        own = to_hex(colorsys.hsv_to_rgb(0.618 * place % 1, 0.6, 0.7)), markers[place % len(markers)]
+        found[method] = LOOKS.get(method, own)
+        if method not in LOOKS and (start := unscaled(method)) in LOOKS:
+            paler, marker = (0.62, "P") if method.endswith(AMONG_LABELS) else (0.38, "d")
+            red, green, blue = ((1 - paler) * part + paler for part in to_rgb(LOOKS[start][0]))
+            found[method] = to_hex((red, green, blue)), marker
+    return found
 
 
-def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]]) -> Iterator[tuple[int, str, Any]]:
+def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]], looks: Looks) -> Iterator[tuple[int, str, Any]]:
     """Name the rows of a panel, the first on top; yield the place, colour and items of each."""
     names = [method_title(method) + (f" ({budget})" if budget else "") for method, budget in rows]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for row, ((method, _), items) in enumerate(rows.items()):
-        yield row, look(method)[0], items
+        yield row, looks[method][0], items
 
 
 def ends(band: Interval | NullBand) -> tuple[float, float]:
@@ -217,17 +224,17 @@ def ends(band: Interval | NullBand) -> tuple[float, float]:
     return 100 * band.low, 100 * band.high
 
 
-def name_forced(axes: Axes, group: GroupNumbers, x: float, y: float) -> None:
-    """Write beside a mark that it describes the fallback."""
-    if group.sources.forced:
-        share = f"{100 * group.others['fallback_rate'].mean:.0f} % forced"
-        axes.annotate(share, (x, y), (8, 6), textcoords="offset points", fontsize=7, color=INK)
+def draw_chance(axes: Axes, rows: Groups, looks: Looks) -> None:
+    """ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open).
 
-
-def draw_chance(axes: Axes, rows: Groups) -> None:
-    """ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open)."""
-    for row, shade, groups in named_rows(axes, rows):
+    Forced answers are named in place of their numbers, which describe the fallback and could dwarf all others.
+    """
+    for row, shade, groups in named_rows(axes, rows, looks):
         for group in groups:
+            if group.sources.forced:
+                share = f"{100 * group.others['fallback_rate'].mean:.0f} % forced"
+                axes.annotate(share, (0, row), (8, 0), textcoords="offset points", va="center", fontsize=7, color=INK)
+                continue
             ece, debiased, smooth = (100 * group.metrics[name].mean for name in ("ece", "debiased_ece", "smooth_ece"))
             low, high = ends(group.null)
             axes.barh(row, high - low, 0.62, low, color=GREY, alpha=0.35, linewidth=0)
@@ -235,35 +242,33 @@ def draw_chance(axes: Axes, rows: Groups) -> None:
             axes.plot(ece, row, "o", color=shade, markersize=6.5)
             axes.plot(debiased, row, "|", color=shade, markersize=11)
             axes.plot(smooth, row, "o", color=shade, markersize=6.5, markerfacecolor="none")
-            name_forced(axes, group, ece, row)
 
 
-def draw_scatter(axes: Axes, rows: Groups) -> None:
-    """Accuracy against ECE with their intervals, and the null band of the ECE (grey)."""
+def draw_scatter(axes: Axes, rows: Groups, looks: Looks) -> None:
+    """Accuracy against ECE with their intervals, and the null band of the ECE (grey), without forced answers."""
     for (method, _), groups in rows.items():
-        shade, mark = look(method)
-        for group in groups:
+        shade, mark = looks[method]
+        for group in (group for group in groups if not group.sources.forced):
             x, y = 100 * group.metrics["accuracy"].mean, 100 * group.metrics["ece"].mean
             axes.plot((x, x), ends(group.null), color=GREY, linewidth=5, alpha=0.35)
             axes.plot(ends(group.intervals["accuracy"]), (y, y), color=shade, linewidth=0.8, alpha=0.5)
             axes.plot((x, x), ends(group.intervals["ece"]), color=shade, linewidth=0.8, alpha=0.5)
             (point,) = axes.plot(x, y, mark, color=shade, markersize=10 if mark == "*" else 7)
             point.set(markeredgecolor=INK, markeredgewidth=0.4, label=method_title(method))
-            name_forced(axes, group, x, y)
 
 
-def draw_seeds(axes: Axes, rows: Mapping[Row, Sequence[CellNumbers]]) -> None:
+def draw_seeds(axes: Axes, rows: Mapping[Row, Sequence[CellNumbers]], looks: Looks) -> None:
     """ECE of every seed, and a long mark at their mean."""
-    for row, shade, cells in named_rows(axes, rows):
+    for row, shade, cells in named_rows(axes, rows, looks):
         values = [100 * cell.metrics["ece"].value for cell in cells]
         axes.plot(values, [row] * len(values), "o", color=shade, alpha=0.55, markersize=6)
         if values:
             axes.plot(np.mean(values), row, "|", color=shade, markersize=15, markeredgewidth=2.0)
 
 
-def draw_world(axes: Axes, rows: Groups) -> None:
+def draw_world(axes: Axes, rows: Groups, looks: Looks) -> None:
     """Measured ECE (filled) and true calibration error (open)."""
-    for row, shade, groups in named_rows(axes, rows):
+    for row, shade, groups in named_rows(axes, rows, looks):
         for group in groups:
             ece, true = 100 * group.metrics["ece"].mean, 100 * group.others["true_error"].mean
             axes.plot((ece, true), (row, row), color=GREY, linewidth=2.0, zorder=1)
@@ -271,7 +276,7 @@ def draw_world(axes: Axes, rows: Groups) -> None:
             axes.plot(true, row, "o", color=shade, markersize=7, markerfacecolor="#ffffff")
 
 
-def draw_selection(axes: Axes, group: GroupNumbers) -> None:
+def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
     """Accuracy of each way to pick one of k answers, and of the greedy answer."""
     sizes = sorted(group.selection)
     for rule, (shade, line) in RULES.items():
@@ -283,7 +288,7 @@ def draw_selection(axes: Axes, group: GroupNumbers) -> None:
     axes.set_xticks(sizes, [str(k) for k in sizes])
 
 
-def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
+def draw_histogram(axes: Axes, content: tuple[Answered, int], _: Looks) -> None:
     """How often each confidence occurs: right answers, and wrong ones on top of them."""
     answers, bins = content
     parts = [answers.confidence[answers.correct], answers.confidence[~answers.correct]]
@@ -294,29 +299,29 @@ def draw_histogram(axes: Axes, content: tuple[Answered, int]) -> None:
         patch.sticky_edges.y.extend([0, 1])
 
 
-def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage]) -> None:
-    """How often answers are wrong when only the most confident are given, one curve a method."""
+def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> None:
+    """How often answers are wrong when only the most confident are given, one curve per method."""
     for place, (method, curve) in enumerate(curves.items()):
         line, label = ("-", "--", ":", "-.")[place % 4], method_title(method)  # for grey print
-        axes.step(curve.coverage, curve.risk, line, where="pre", color=look(method)[0], linewidth=1.4, label=label)
+        axes.step(curve.coverage, curve.risk, line, where="pre", color=looks[method][0], linewidth=1.4, label=label)
     axes.set_ylim(0, min(1, axes.get_ylim()[1]))
 
 
-def draw_history(axes: Axes, content: tuple[str, Mapping[Row, Sequence[Training]]]) -> None:
+def draw_history(axes: Axes, content: tuple[str, Mapping[Row, Sequence[Training]]], looks: Looks) -> None:
     """A validation metric over the steps, one line per method: the mean over seeds where they have the value."""
     metric, rows = content
     for (method, _), trainings in rows.items():
         points = [point for training in trainings for point in training.history if {"step", metric} <= point.keys()]
         steps = sorted({point["step"] for point in points})
         means = [100 * np.mean([point[metric] for point in points if point["step"] == step]) for step in steps]
-        shade, mark = look(method)
+        shade, mark = looks[method]
         axes.plot(steps, means, f"{mark}-", color=shade, markersize=4, linewidth=1.3, label=method_title(method))
 
 
 class Kind(NamedTuple):
     """How a kind of figure is drawn: the content of a panel, the labels of its axes, and its height in inches."""
 
-    draw: Callable[[Axes, Any], None]
+    draw: Callable[[Axes, Any, Looks], None]
     x: str
     y: str = ""
     height: float | None = None  # None: by the number of rows

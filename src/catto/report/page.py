@@ -23,7 +23,7 @@ from catto.prompts import parse
 from catto.records import Prediction, Question
 from catto.report import tables as names
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
-from catto.report.figures import Picture, look
+from catto.report.figures import Picture, looks
 from catto.report.measuring import BASELINE, COMPARED
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.render import TEMPLATES, Table
@@ -94,7 +94,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         names=names,
         inline_svg=inline_svg,
         place_of={group.input: index for index, group in enumerate(numbers.groups)},
-        theme_colour=theme_colour,
+        colours={name: THEMED.get(colour, colour) for name, (colour, _) in looks(methods).items()},
     )
 
 
@@ -119,16 +119,6 @@ def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
         if group.holds(cell)
     ]
     return dict(json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7)))
-
-
-def theme_colour(method: str) -> str:
-    """The colour of a method on the page, as CSS.
-
-    >>> theme_colour("dpo"), theme_colour("dpo+catto")
-    ('var(--red)', '#0E9F6E')
-    """
-    colour = look(method)[0]
-    return THEMED.get(colour, colour)
 
 
 def inline_svg(text: str, name: str) -> Markup:
