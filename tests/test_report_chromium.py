@@ -254,7 +254,7 @@ def test_every_number_opens_its_definition_and_escape_closes_it(page: Page) -> N
     page.run("document.querySelector('#in button.num[data-metric=ece]').click()")
     text = page.run("document.getElementById('card').textContent")
     assert page.run("document.getElementById('card').open")
-    assert "Mean distance of accuracy and confidence" in text
+    assert "Mean distance between accuracy and confidence" in text
     assert "Null band" in text
     page.press("Escape")
     page.wait("!document.getElementById('card').open")

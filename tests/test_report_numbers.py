@@ -375,3 +375,14 @@ def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measur
         if one.cell.method == "dpo"
     ]
     assert decide(twins, [*world.cells, *same], settings).leaders == ["dpo", "twin"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_brier_score_of_answers_that_are_all_alike_decides_nothing(right: bool) -> None:
+    """Of right answers it is lowest for the surest method, whatever that method knows."""
+    world = measured(TINY)
+    alike = [replace(one, correct=np.full(len(one), right)) for one in world.cells]
+    one_wrong = [*alike[:-1], replace(alike[-1], correct=world.cells[-1].correct)]
+    settings, groups = MeasureSettings(resamples=50), world.numbers.first_screen
+    assert decide(groups, alike, settings) is None
+    assert decide(groups, one_wrong, settings) is not None

@@ -106,6 +106,27 @@ def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
     assert "All metrics as tables" in alone
 
 
+def test_a_page_of_one_method_says_nothing_of_others(plain: str) -> None:
+    world = measured(replace(TINY, methods=("sft",), tasks=("witnesses",)))
+    results = world.results.model_copy(update={"recipe_hash": ""})
+    text = page(results, world.numbers, all_tables(world.numbers, results), [], world.browser)
+    (answer,) = re.findall(r"<h1>(.*?)</h1>", text)
+    assert text.count(answer) == 1
+    bodies = (one.partition("<body>")[2].partition('<section id="definitions">')[0] for one in (text, plain))
+    read, others = ("".join(Reader(body).text) for body in bodies)
+    for words in ("DPO", "budget", "paper"):
+        assert words not in read, words
+        assert words in others, words
+    assert "<ul" not in text.partition("<script")[0]
+    assert re.search(r"it would score \d+(\.\d)? on average", text)
+    assert re.search(r"the 30 questions of these runs it would score \d+(\.\d)? to \d+", plain)
+    assert re.search(r'<aside class="filters"[^>]* hidden>', text)
+    assert not re.search(r'<aside class="filters"[^>]* hidden>', plain)
+    assert re.findall(r"<dt>Recipe</dt><dd>(.*?)</dd>", text) == ["synthetic"]
+    assert re.findall(r"<dt>Recipe</dt><dd>(.*?)</dd>", plain) == ["synthetic (0123456789abcdef)"]
+    assert "<p>synthetic. This file" in text
+
+
 def test_figures_hold_plain_words_and_no_date(built: Path) -> None:
     for path in (built / "out" / "figures").glob("*.svg"):
         text = path.read_text()

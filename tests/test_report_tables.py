@@ -95,7 +95,7 @@ def test_every_row_of_the_paper_is_complete() -> None:
 
 def test_the_texts_of_the_tables_state_what_is_computed() -> None:
     by_kind = {spec.kind: spec for spec in specs().values()}
-    assert f"p < {ALPHA} in a swap test" in by_kind["in"].caption
+    assert f"p < {ALPHA} in a swap test" in by_kind["in"].notes["mark"]
     assert (
         f"error rate is at most {100 * RISK:g} % with a confidence of {100 * (1 - DELTA):g} %"
         in by_kind["risk"].caption
@@ -107,7 +107,7 @@ def test_the_texts_of_the_tables_state_what_is_computed() -> None:
     assert [column.metric for column in shown] == list(HEADLINE)
     for column in shown:
         metric = METRICS[column.metric]
-        assert (column.name, column.better, column.scale == 100) == (metric.title, metric.better, metric.percent)
+        assert (column.name, column.scale == 100) == (metric.title, metric.percent)
 
 
 def test_the_tables_of_the_paper_are_there_for_both_budgets(tables: Tables) -> None:
@@ -177,13 +177,33 @@ def test_a_difference_below_the_smallest_of_interest_gets_no_mark() -> None:
     assert versus(-0.004, -0.006, -0.002, 0.004).mark("brier") == ""
 
 
-def test_the_best_of_each_block_is_told_apart(tables: Tables) -> None:
-    table = tables["in-distribution-paper"]
-    for place, column in enumerate(table.columns):
-        for _, lines in table.blocks():
-            values = [line.entries[place] for line in lines]
-            best = (max if column.better == "higher" else min)(float(entry.text) for entry in values)
-            assert [entry.best for entry in values] == [float(entry.text) == best for entry in values]
+def test_bold_is_only_where_the_best_was_tested(tables: Tables) -> None:
+    """A first value by chance is no finding: bold needs the verdict of the first table."""
+    others = [table for name, table in tables.items() if name != "summary"]
+    assert not [entry for table in others for line in table.lines for entry in line.entries if entry.best]
+
+
+@pytest.mark.parametrize("methods", [("sft",), SMALL.methods], ids=len)
+def test_a_caption_explains_what_its_table_has_and_nothing_else(methods: tuple[str, ...]) -> None:
+    world, by_kind = measured(replace(SMALL, methods=methods)), {spec.kind: spec for spec in specs().values()}
+    explained = Counter()
+    for table in all_tables(world.numbers, world.results):
+        for name, note in by_kind[table.kind].notes.items():
+            there = any(getattr(entry, name) for line in table.lines for entry in line.entries)
+            assert (note in table.caption) == there, (table.name, name)
+            explained[name] += there
+        assert ("DPO" in table.caption) <= (len(methods) > 1), table.name
+    assert explained["interval"]
+    assert explained["null"]
+    assert bool(explained["versus"]) == (len(methods) > 1)
+    assert {"best", "mark", "forced", "paper"} <= explained.keys()
+
+
+def test_a_table_of_runs_without_a_budget_names_none() -> None:
+    world = measured(replace(TINY, methods=("sft",)))
+    titles = [table.title for table in all_tables(world.numbers, world.results)]
+    assert "In distribution" in titles
+    assert not [title for title in titles if "budget" in title]
 
 
 def test_training_time_is_total_and_per_row_and_epoch(tables: Tables) -> None:
@@ -293,17 +313,93 @@ def test_the_terminal_shows_value_interval_null_band_and_the_papers_number(table
     assert "paper: 26.74" in text
 
 
+INSIDE = {"null": NullBand(0.5, 0.0, 1.0, 0.95), "gap": Interval(0.0, -0.1, 0.1, 0.95)}
+OUTSIDE = {"null": NullBand(0.0, 0.0, 0.0, 0.95), "gap": Interval(0.0, -0.1, 0.1, 0.95)}
+OVER = {"null": NullBand(0.0, 0.0, 0.0, 0.95), "gap": Interval(0.9, 0.8, 1.0, 0.95)}
+
+
 def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> None:
-    numbers = measured(SMALL).numbers
-    inside = [g.model_copy(update={"null": replace(g.null, high=1.0)}) for g in numbers.groups]
-    outside = [g.model_copy(update={"null": replace(g.null, high=0.0)}) for g in numbers.groups]
-    none = headline(numbers.model_copy(update={"groups": tuple(outside)}))
-    assert none.lead.startswith("No method is calibrated to within sampling noise")
-    assert "all 5 are measurably miscalibrated" in none.lead
-    mixed = [i if i.method == "rcft" else o for i, o in zip(inside, outside, strict=True)]
-    one = headline(numbers.model_copy(update={"groups": tuple(mixed)}))
-    assert one.lead.startswith("RCFT is calibrated to within sampling noise")
-    assert "the other 4 are measurably miscalibrated" in one.lead
+    places = [(name, task) for name in SMALL.methods for task in SMALL.tasks]
+    none = headline(regrouped(*((*place, OUTSIDE) for place in places)))
+    assert none.lead == "SFT and 4 others are measurably miscalibrated at the matched budget."
+    sure = headline(regrouped(*((*place, OVER) for place in places)))
+    assert sure.lead == "SFT and 4 others are over-confident by 90 points at the matched budget."
+    one = [(*place, INSIDE if place[0] == "rcft" else OUTSIDE) for place in places]
+    told = "No miscalibration of RCFT shows in 30 questions of each task at the matched budget"
+    assert headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
+    some = headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
+    rest = "SFT and DPO are miscalibrated on some tasks; SFT + temperature scaling and DPO + CATTO are"
+    assert some == f"{told}; {rest} measurably miscalibrated."
+
+
+def alone(n: int, stated: float, right: float, gap: tuple[float, float], ece: float, high: float) -> Numbers:
+    """One method on one task with these numbers."""
+    numbers = measured(replace(TINY, methods=("sft",))).numbers
+    (group,) = numbers.groups
+    means = {"mean_confidence": stated, "accuracy": right, "ece": ece}
+    update = {
+        "n": n,
+        "metrics": group.metrics | {name: SeedSummary(mean, None, 1) for name, mean in means.items()},
+        "gap": Interval(stated - right, *gap, 0.95),
+        "null": NullBand(high / 2, 0.02, high, 0.95),
+    }
+    return numbers.model_copy(update={"groups": (group.model_copy(update=update),)})
+
+
+ALONE = {
+    "SFT is over-confident by 20 points: it states 92 % and is right 72 % of the time (ECE 21; by chance 2 to 5).": (
+        400,
+        0.92,
+        0.72,
+        (0.15, 0.25),
+        0.21,
+        0.05,
+    ),
+    "SFT is too sure of some answers and not sure enough of others: it states 74 % and is right 72 % of the time "
+    "(ECE 21; by chance 2 to 5).": (400, 0.74, 0.72, (0.01, 0.03), 0.21, 0.05),
+    "No miscalibration of SFT shows in 400 questions: it states 74 % and is right 72 % of the time (ECE 4; by chance 2 "
+    "to 5).": (400, 0.74, 0.72, (-0.01, 0.05), 0.04, 0.05),
+    # The null band holds the ECE, and the interval of the gap excludes 0.
+    "SFT is under-confident by 1 point: it states 71 % and is right 72 % of the time (ECE 4; by chance 2 to 5).": (
+        400,
+        0.71,
+        0.72,
+        (-0.02, -0.001),
+        0.04,
+        0.05,
+    ),
+    # One question, and answers that are all right, have a gap that no resample moves: an interval of no width.
+    "No miscalibration of SFT shows in 1 question: it states 90 % and is right 100 % of the time (ECE 10; by chance 2 "
+    "to 90).": (1, 0.9, 1.0, (-0.1, -0.1), 0.1, 0.9),
+    "No miscalibration of SFT shows in 3 questions: it states 90 % and is right 67 % of the time (ECE 24; by chance 2 "
+    "to 60).": (3, 0.9, 2 / 3, (0.1, 0.3), 0.24, 0.6),
+    "No miscalibration of SFT shows in 40 questions: it states 98 % and is right 100 % of the time (ECE 2; by chance 2 "
+    "to 9).": (40, 0.98, 1.0, (-0.02, -0.02), 0.02, 0.09),
+}
+
+
+@pytest.mark.parametrize("sentence", ALONE)
+def test_one_method_is_told_by_what_it_states_and_how_often_it_is_right(sentence: str) -> None:
+    n = ALONE[sentence][0]
+    told = headline(alone(*ALONE[sentence]))
+    assert told.lead == told.answer == sentence
+    only = f"SNLI: only {n} question{'s' * (n > 1)}; below 30"
+    few = (f"{only} intervals are too narrow and little miscalibration shows.",)
+    assert told.warnings == (few if n < 30 else ())
+
+
+@pytest.mark.parametrize(("right", "said"), [(1.0, "All answers are right. "), (0.0, "No answer is right. ")])
+def test_answers_that_are_all_right_or_all_wrong_are_told_first(right: float, said: str) -> None:
+    numbers = measured(replace(TINY, tasks=("snli",))).numbers
+    gaps, groups = {"sft": 0.2, "dpo": 0.26}, []
+    for group in numbers.groups:
+        gap = gaps[group.method] * (1 - 2 * right)
+        metrics = group.metrics | {"accuracy": SeedSummary(right, None, 1), "ece": SeedSummary(abs(gap), None, 1)}
+        update = {"gap": Interval(gap, gap, gap, 0.95), "null": NullBand(0.02, 0.0, 0.05, 0.95), "metrics": metrics}
+        groups.append(group.model_copy(update=update))
+    told = headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
+    side = "under" if right else "over"
+    assert told.answer == f"{said}SFT and DPO are {side}-confident by 20 to 26 points at the matched budget."
 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
@@ -333,6 +429,9 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     near = versus(-0.1, -0.2, -0.01, float("nan"))  # an answer too many was forced: not compared
     far = near
     assert points() == ()
+    near = versus(-0.1, -0.2, -0.01, 0.9)
+    one = numbers.model_copy(update={"groups": tuple(g.model_copy(update={"budget": None}) for g in numbers.groups)})
+    assert headline(one).points[0].startswith("Against DPO on the same questions: ")
 
 
 def test_the_ks_of_a_table_are_the_papers_and_the_largest() -> None:
@@ -373,12 +472,10 @@ def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
 
 def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None:
     """RCFT would be within chance everywhere; its answers on one task were forced, so nothing is said of it."""
-    inside = {"null": NullBand(0.5, 0.0, 1.0, 0.95)}
-    outside = {"null": NullBand(0.0, 0.0, 0.0, 0.95)}
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
-    base = [(name, task, outside) for name in methods for task in tasks] + [("rcft", task, inside) for task in tasks]
-    assert headline(regrouped(*base)).lead.startswith("RCFT is calibrated to within sampling noise")
+    base = [(name, task, OUTSIDE) for name in methods for task in tasks] + [("rcft", task, INSIDE) for task in tasks]
+    assert headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
     told = headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
     assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
     assert "RCFT" not in told.lead
@@ -461,7 +558,7 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
     assert columns == ["Threshold", "Coverage ↑", "Errors", "Bound"]
     for line in tables["risk-paper"].lines:
         assert [entry.text for entry in line.entries[:4]] == ["none", "0.00", "-", "-"]
-    assert "| none | **0.00**" in markdown(tables["risk-paper"])
+    assert "| none | 0.00<br>" in markdown(tables["risk-paper"])
     shares = {"risk_promised": 0.5, "risk_threshold": 0.72, "risk_coverage": 0.4, "risk_errors": 0.01}
     changed = regrouped(
         ("dpo", "snli", {"others": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
@@ -539,20 +636,20 @@ def verdict(metric: str, n: int = 400, **losses: float) -> Verdict:
 
 
 ANSWERS = {
-    "DPO + CATTO states the most honest confidence: 18 points from the true probability; DPO: 27.": verdict(
+    "The confidence of DPO + CATTO is closest to the truth: 18 points from the true probability; DPO: 27.": verdict(
         "true_error", dpo_catto=0.178, dpo=0.267
     ),
-    "RCFT and SFT state the most honest confidence, as far as 1,000 questions can tell: 17.8 to 18.0 points from the "
-    "true probability; DPO: 26.7.": verdict("true_error", 1000, rcft=0.178, sft=0.18, dpo=0.267),
-    "RCFT and 3 others state the most honest confidence, as far as 400 questions can tell: 18 points from the true "
-    "probability.": verdict("true_error", rcft=0.178, sft=0.179, cft=0.18, dpo=0.18, dpo_catto=0.267),
-    "400 questions cannot tell the 2 methods apart: 18 to 22 points from the true probability.": verdict(
+    "The confidence of RCFT and SFT is closest to the truth, as far as 1,000 questions can tell: 17.8 to 18.0 points "
+    "from the true probability; DPO: 26.7.": verdict("true_error", 1000, rcft=0.178, sft=0.18, dpo=0.267),
+    "The confidence of RCFT and 3 others is closest to the truth, as far as 400 questions can tell: 18 points from the "
+    "true probability.": verdict("true_error", rcft=0.178, sft=0.179, cft=0.18, dpo=0.18, dpo_catto=0.267),
+    "400 questions cannot tell the two methods apart: 18 to 22 points from the true probability.": verdict(
         "true_error", dpo=0.18, sft=0.22
     ),
-    "The confidence of RCFT says best whether an answer is right: Brier score 0.18; DPO: 0.25.": verdict(
+    "The confidence of RCFT best predicts correctness: Brier score 0.18; DPO: 0.25.": verdict(
         "brier", rcft=0.1849, dpo=0.2482
     ),
-    "The confidence of RCFT and SFT says best whether an answer is right, as far as 400 questions can tell: Brier "
+    "The confidence of RCFT and SFT best predicts correctness, as far as 400 questions can tell: Brier "
     "score 0.18 to 0.21.": verdict("brier", rcft=0.1849, sft=0.21, dpo_bce=0.4),
 }
 
@@ -560,7 +657,13 @@ ANSWERS = {
 @pytest.mark.parametrize("sentence", ANSWERS)
 def test_the_page_is_answered_in_one_sentence_without_breaking_ties(sentence: str) -> None:
     numbers = measured(SMALL).numbers.model_copy(update={"verdict": ANSWERS[sentence]})
-    assert headline(numbers).answer == sentence
+    told = headline(numbers)
+    assert told.answer == sentence
+    assert told.question == (
+        "Which method's confidence is closest to the truth?"
+        if numbers.verdict.metric == "true_error"
+        else "Which method's confidence best predicts correctness?"
+    )
 
 
 def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best() -> None:

@@ -44,11 +44,11 @@ _loss = partial(Metric, better="lower", percent=False)
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(errors.accuracy, "Accuracy", "Share of answers that are right.", "higher", True),
     "mean_confidence": Metric(errors.mean_confidence, "Mean confidence", "Mean of the stated confidences.", None, True),
-    "ece": _error(errors.ece, "ECE", "Mean distance of accuracy and confidence over bins of equal width."),
+    "ece": _error(errors.ece, "ECE", "Mean distance between accuracy and confidence over bins of equal width."),
     "debiased_ece": _error(
         errors.debiased_ece,
         "Debiased ECE",
-        "ECE less the part that chance adds to each bin, as far as it can be estimated.",
+        "ECE minus the part that chance adds to each bin, as far as it can be estimated.",
     ),
     "smooth_ece": _error(
         errors.smooth_ece,
@@ -58,13 +58,13 @@ METRICS: dict[str, Metric] = {
     "ece_mass": _error(
         errors.ece_mass,
         "ECE, equal mass",
-        "Mean distance of accuracy and confidence over bins that hold equally many answers.",
+        "Mean distance between accuracy and confidence over bins that hold equally many answers.",
     ),
-    "mce": _error(errors.mce, "MCE", "Largest distance of accuracy and confidence over bins of equal width."),
+    "mce": _error(errors.mce, "MCE", "Largest distance between accuracy and confidence over bins of equal width."),
     "rms": _error(
         errors.rms_calibration_error,
         "RMS calibration error",
-        "Root of the mean squared distance of accuracy and confidence over bins of equal width.",
+        "Root of the mean squared distance between accuracy and confidence over bins of equal width.",
     ),
     "brier": _loss(errors.brier, "Brier score", "Mean squared distance between confidence and correctness."),
     "nll": _loss(

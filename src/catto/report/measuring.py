@@ -365,7 +365,7 @@ def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
 def decide(
     groups: Sequence[GroupNumbers], answers: Sequence[Answered], settings: MeasureSettings, known: Numbers | None = None
 ) -> Verdict | None:
-    """Compare the method with the lowest loss with all others; None of fewer than two methods on the same questions.
+    """Compare the method with the lowest loss with all others; None where `Numbers` says that there is no verdict.
 
     The loss of an answer is |confidence - posterior| where every posterior is known, and the Brier score elsewhere:
     both are means over questions, which an ECE is not. The first is picked after the fact, so p-values are multiplied
@@ -387,7 +387,8 @@ def decide(
     complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
     means = {name: np.mean([np.asarray(run.confidence).mean() for run in mine]) for name, mine in complete.items()}
     losses = {name: float(loss) for name, loss in sorted(means.items(), key=lambda pair: pair[1])}
-    if len(losses) < 2:
+    outcomes = {right for mine in complete.values() for run in mine for right in np.unique(run.correct)}
+    if len(losses) < 2 or (len(outcomes) == 1 and not exact):
         return None
     first, *others = losses
     pairs, settings = len(losses) * (len(losses) - 1) // 2, replace(settings, metrics=("mean_confidence",))

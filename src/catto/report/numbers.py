@@ -24,6 +24,9 @@ from catto.recipe import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
 
+# Below so many questions bootstrap intervals are too narrow, and the null band is so wide that little is outside it.
+FEW_QUESTIONS = 30
+
 
 def supported_decimals(n: int) -> int:
     """Return how many decimals of a per cent n questions support: the last digit is worth at least one question.
@@ -130,7 +133,7 @@ Difference = Annotated[Versus, *_stored(Versus, "difference low high p_value p_c
 class MeasuredPlace(Place):
     """What one seed and a group of seeds have in common.
 
-    input: hash of everything that was read. gap: mean confidence less accuracy. sources: how the answers were read.
+    input: hash of everything that was read. gap: mean confidence minus accuracy. sources: how the answers were read.
     """
 
     input: str
@@ -178,6 +181,18 @@ class GroupNumbers(MeasuredPlace):
         """Whether the ECE lies at or below the upper end of the null band."""
         return self.metrics["ece"].mean <= self.null.high
 
+    @property
+    def shown_gap(self) -> float:
+        """The gap of a group that is measurably miscalibrated; nan where bins of both signs cancel, 0 of any other.
+
+        An ECE within its null band is outweighed by a gap whose interval excludes 0. That interval is too narrow of few
+        questions, and of answers that are all right or all wrong: their accuracy does not vary between resamples.
+        """
+        gap, varied = self.gap, 0 < self.metrics["accuracy"].mean < 1
+        if self.within_null:
+            return gap.value if varied and self.n >= FEW_QUESTIONS and (gap.low > 0 or gap.high < 0) else 0.0
+        return gap.value if abs(gap.value) >= self.metrics["ece"].mean / 2 else nan
+
     def number(self, name: str) -> Spread | None:
         """Look a number up by its name; None where the group does not have it."""
         return self.metrics.get(name) or self.others.get(name)
@@ -204,7 +219,11 @@ class Verdict(Record):
 
 
 class Numbers(Record):
-    """Everything that the report prints. verdict: on the groups that the first screen shows; None of fewer than two."""
+    """Everything that the report prints.
+
+    verdict: on the groups that the first screen shows; None of fewer than two, and where there is only a Brier score of
+    answers that are all right, or all wrong: it is best for whoever is surest, or least sure, whatever the question.
+    """
 
     version: int = VERSION
     level: float

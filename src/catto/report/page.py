@@ -25,7 +25,7 @@ from catto.report import tables as names
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, looks
 from catto.report.measuring import BASELINE, COMPARED
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
+from catto.report.numbers import FEW_QUESTIONS, Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
@@ -48,7 +48,7 @@ THEMED = {
 Drawn = Sequence[tuple[Picture, str]]  # each with its SVG text
 
 
-def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Drawn, browser: Browser) -> str:
+def page(results: Results, numbers: Numbers, tables: Sequence[Table], drawn: Drawn, browser: Browser) -> str:
     """Render the page."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
@@ -71,7 +71,7 @@ def page(results: Results, numbers: Numbers, tables: Iterable[Table], drawn: Dra
         "groups": [_card(group, numbers) for group in numbers.groups],
         "methods": {name: method_title(name) for name in methods},
         "tasks": {name: task_title(name) for name in sorted({*tasks, *sources}, key=task_order)},
-        "budgets": {str(budget): names.BUDGET_TITLES[budget] for budget in numbers.budgets},
+        "budgets": {str(budget): names.BUDGET_TITLES[budget] for budget in numbers.budgets if budget},
         "browser": browser.data(),
     }
     return environment.get_template("report.html.j2").render(
@@ -202,7 +202,7 @@ class Browser:
 class Headline(NamedTuple):
     """The page in words.
 
-    question, answer: one sentence each. warnings: which numbers to mistrust. lead: which methods are calibrated.
+    question, answer: one sentence each. warnings: which numbers to mistrust. lead: which methods are miscalibrated.
     points: for each budget, how the methods compare with DPO.
     """
 
@@ -217,6 +217,9 @@ def headline(numbers: Numbers) -> Headline:
     """Sum up the in-distribution numbers, or the out-of-distribution ones where there are no others."""
     warnings: dict[str, None] = {}  # a model that both budgets share is named once
     for group in numbers.groups:
+        if group.n < FEW_QUESTIONS:
+            only = f"{task_title(group.task)}: only {group.n} {'question' if group.n == 1 else 'questions'}"
+            warnings[f"{only}; below {FEW_QUESTIONS} intervals are too narrow and little miscalibration shows."] = None
         if group.sources.forced:
             budgeted = group.budget is not None and known(group.method) and method(group.method).budgeted
             where = f"{method_title(group.method)} on {setting_title(group)}"
@@ -228,9 +231,10 @@ def headline(numbers: Numbers) -> Headline:
     for budget in numbers.budgets:
         groups = numbers.block(first[0].setting, budget)
         if judged := [one for one in groups if one.versus and not isnan(one.versus["ece"].p_corrected)]:
-            compared[_against_dpo(judged, len({one.task for one in groups}))].append(names.BUDGET_TITLES[budget])
-    whose = {text: titles[0] if len(titles) == 1 else "Both budgets" for text, titles in compared.items()}
-    points = (f"{title}, against DPO on the same questions: {text}." for text, title in whose.items())
+            title = f"{names.BUDGET_TITLES[budget]}, against" if budget else "Against"
+            compared[_against_dpo(judged, len({one.task for one in groups}))].append(title)
+    whose = {text: titles[0] if len(titles) == 1 else "Both budgets, against" for text, titles in compared.items()}
+    points = (f"{title} DPO on the same questions: {text}." for text, title in whose.items())
     return Headline(*_answer(numbers.verdict, lead), tuple(warnings), lead, tuple(points))
 
 
@@ -243,16 +247,12 @@ def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
     texts = {name: f"{scale * value:.{digits}f}" for name, value in verdict.losses.items()}
     span = " to ".join(dict.fromkeys((texts[leaders[0]], texts[leaders[-1]])))
     loss = f"{span} points from the true probability" if exact else f"Brier score {span}"
-    best = "is closest to the truth" if exact else "says best whether an answer is right"
-    question = f"Whose stated confidence {best}?"
+    best = "is closest to the truth" if exact else "best predicts correctness"
+    question = f"Which method's confidence {best}?"
     if len(leaders) == judged:
-        return question, f"{verdict.n:,} questions cannot tell the {judged} methods apart: {loss}."
-    named = [method_title(name) for name in leaders]
-    who = _join(named if len(named) < 4 else [named[0], f"{len(named) - 1} others"])
-    if exact:
-        claim = f"{who} {'states' if len(leaders) == 1 else 'state'} the most honest confidence"
-    else:
-        claim = f"The confidence of {who} says best whether an answer is right"
+        count = "two" if judged == 2 else judged
+        return question, f"{verdict.n:,} questions cannot tell the {count} methods apart: {loss}."
+    claim = f"The confidence of {_join(map(method_title, leaders))} {best}"
     if len(leaders) > 1:
         claim += f", as far as {verdict.n:,} questions can tell"
     baseline = f"; {method_title(BASELINE)}: {texts[BASELINE]}" if BASELINE in texts and BASELINE not in leaders else ""
@@ -260,25 +260,39 @@ def _answer(verdict: Verdict | None, calibrated: str) -> tuple[str, str]:
 
 
 def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
-    """Say which methods have an ECE within the null band; a method with forced answers is not judged."""
+    """Say of which methods no miscalibration shows, and how far off the others are; forced answers are not judged."""
     forced = {group.method for group in groups if group.sources.forced}
     judged = [group for group in groups if group.method not in forced]
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."
-    tasks = len({group.task for group in judged})
-    names_judged = sorted({group.method for group in judged}, key=method_order)
-    within = {name: sum(group.within_null for group in judged if group.method == name) for name in names_judged}
-    always = [name for name, count in within.items() if count == tasks]
-    sometimes, others = sum(0 < count < tasks for count in within.values()), len(within) - len(always)
-    who = f"{_join(map(method_title, always))} {'is' if len(always) == 1 else 'are'}" if always else "No method is"
-    where = {1: "", 2: " on both tasks"}.get(tasks, f" on all {tasks} tasks")
-    rest = ""
-    if sometimes:
-        rest = f"; {sometimes} of {others} {'others' if always else 'methods'} are so on some"
-    elif others:
-        verb = "is" if others == 1 else "are"
-        rest = f"; {'the other' if always else 'all'} {others} {verb} measurably miscalibrated"
-    return f"{who} calibrated to within sampling noise{where}{of_budget}{rest}."
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for group in sorted(judged, key=lambda group: method_order(group.method)):
+        gaps[method_title(group.method)].append(100 * group.shown_gap)
+    clear, off = [name for name in gaps if not any(gaps[name])], [name for name in gaps if all(gaps[name])]
+    mixed, clauses = [name for name in gaps if name not in (*clear, *off)], []
+    sizes, shown = [group.n for group in judged], [gap for name in off for gap in gaps[name]]
+    digits = supported_decimals(min(sizes))
+    how = "measurably miscalibrated" if judged[1:] else "too sure of some answers and not sure enough of others"
+    if {(gap > 0) - (gap < 0) for gap in shown} in ({1}, {-1}):  # nan is neither
+        points = names.span(map(abs, shown), digits)
+        how = f"{'over' if shown[0] > 0 else 'under'}-confident by {points} point{'s' * (points != '1')}"
+    if clear:
+        asked = f"{names.span(sizes)} question{'s' * (max(sizes) > 1)}"
+        each = " of each task" if len({group.task for group in judged}) > 1 else ""
+        clauses = [f"No miscalibration of {_join(clear, len(clear))} shows in {asked}{each}"]
+    for found, what in ((mixed, "miscalibrated on some tasks"), (off, how)):
+        if found:
+            clauses.append(f"{_join(found)} {'is' if len(found) == 1 else 'are'} {what}")
+    clauses[0] += of_budget
+    if judged[1:]:
+        right = {group.metrics["accuracy"].mean for group in judged}
+        opening = "All answers are right. " if right == {1.0} else "No answer is right. " if right == {0.0} else ""
+        return f"{opening}{'; '.join(clauses)}."
+    (one,) = judged
+    values = *(one.metrics[name].mean for name in ("mean_confidence", "accuracy", "ece")), one.null.low, one.null.high
+    stated, correct, ece, low, high = (f"{100 * value:.{digits}f}" for value in values)
+    chance = f"(ECE {ece}; by chance {low} to {high})"
+    return f"{clauses[0]}: it states {stated} % and is right {correct} % of the time {chance}."
 
 
 def _against_dpo(judged: Sequence[GroupNumbers], tasks: int) -> str:
@@ -290,12 +304,14 @@ def _against_dpo(judged: Sequence[GroupNumbers], tasks: int) -> str:
             counts = Counter(group.method for group in judged if group.versus[metric].mark(metric) == mark)
             shares = {name: "" if count == tasks else f" ({count} of {tasks} tasks)" for name, count in counts.items()}
             titles = [method_title(name) + shares[name] for name in sorted(shares, key=method_order)]
-            parts += [f"{word} for {_join(titles)}"] if titles else []
+            parts += [f"{word} for {_join(titles, len(titles))}"] if titles else []
         none = f"no significant difference in {title}"
         clauses.append(f"{title} is significantly {' and '.join(parts)}" if parts else none)
     return "; ".join(clauses)
 
 
-def _join(items: Iterable[str]) -> str:
-    *most, last = items
-    return f"{', '.join(most)} and {last}" if most else last
+def _join(items: Iterable[str], most: int = 3) -> str:
+    """Name the items: `a, b and c`; of more than `most` the first and how many others there are."""
+    named = [*items]
+    *some, last = named if len(named) <= most else [named[0], f"{len(named) - 1} others"]
+    return f"{', '.join(some)} and {last}" if some else last

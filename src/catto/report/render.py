@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.box import SIMPLE_HEAD
@@ -18,8 +18,6 @@ from rich.text import Text
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
 from catto.report.numbers import GroupNumbers
-
-Better = Literal["higher", "lower"] | None
 
 TEMPLATES = Path(__file__).parent / "templates"
 LATEX_SPECIAL = str.maketrans(
@@ -90,7 +88,6 @@ class Column:
 
     name: str
     metric: str
-    better: Better = None
     in_paper: bool = True
     scale: float = 100.0
     decimals: int = 2

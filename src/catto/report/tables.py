@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
 from itertools import product
@@ -41,7 +41,7 @@ TASK_TITLES = {
     "mmlu": "MMLU",
     "witnesses": "Witnesses",
 }
-BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget", None: "One budget"}
+BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget"}
 SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}
 PAPERS_K = (4, 8)
 PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution table were trained on
@@ -95,7 +95,7 @@ class Spec:
 
     shows: the mean over seeds, the mean with its mark, these with interval, null band and difference to DPO, or the
     deviation over seeds. needs: the number that a group without it is left out for. each: one table for each task and
-    training set.
+    training set. notes: field of Entry -> what the caption says where an entry of the table has it.
     """
 
     kind: str
@@ -107,6 +107,7 @@ class Spec:
     shows: Literal["mean", "short", "all", "std"] = "mean"
     needs: str = "accuracy"
     each: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -142,7 +143,10 @@ def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: C
         title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
         block = methods.method(method).group if methods.known(method) else "Other"
         lines.append(Line(method, title, block, tuple(entry((method, budget), column) for column in columns)))
-    return Table(spec.stem, spec.title, spec.caption, columns, tuple(lines), None, spec.kind)
+    entries = [entry for line in lines for entry in line.entries]
+    notes = [note for name, note in spec.notes.items() if any(getattr(entry, name) for entry in entries)]
+    caption = " ".join([spec.caption, *notes, *(column.note for column in columns if column.note)])
+    return Table(spec.stem, spec.title, caption, columns, tuple(lines), None, spec.kind)
 
 
 # ---- tables of results
@@ -183,8 +187,7 @@ def summary(numbers: Numbers) -> Table:
 
     budget = groups[0].budget
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
-    caption = " ".join([spec.caption, *(column.note for column in columns if column.note)])
-    spec = replace(spec, title=", ".join(facts), caption=caption)
+    spec = replace(spec, title=", ".join(facts))
     return _filled(spec, columns, ((group.method, None) for group in groups), entry)
 
 
@@ -220,17 +223,10 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
         for column, k in repeated
     ]
     places = {(group.method, group.task): group for group in groups}
-    title, name = f"{title}, {BUDGET_TITLES[budget].lower()}", "-".join(filter(None, (name, budget)))
+    if budget:
+        name, title = f"{name}-{budget}", f"{title}, {BUDGET_TITLES[budget].lower()}"
     named, rows = replace(spec, stem=name, title=title), ((group.method, None) for group in groups)
     table = _filled(named, columns, rows, lambda row, column: _entry(spec, column, places.get((row[0], column.task))))
-    for place, column in enumerate(columns):  # the best printed value of each block; forced answers cannot win
-        for _, block in table.blocks() if column.better else ():
-            rivals = [line.entries[place] for line in block]
-            values = [entry.value for entry in rivals if entry.value is not None and not entry.forced]
-            if len(values) > 1:
-                best = f"{max(values) if column.better == 'higher' else min(values):.{column.decimals}f}"
-                for rival in rivals:
-                    rival.best = rival.text == best and not rival.forced
     return replace(table, budget=budget)
 
 
@@ -302,16 +298,20 @@ def budget_note(results: Results, budget: Budget | None) -> str:
             trained.setdefault(cell.method, []).append(run)
     efforts: dict[str, list[str]] = {}
     for name, runs in trained.items():
-        pairs, epochs = _range([run.rows for run in runs]), _range([run.epochs for run in runs])
-        kept = _range([run.epochs if run.kept_epochs is None else run.kept_epochs for run in runs])
+        pairs, epochs = span([run.rows for run in runs]), span([run.epochs for run in runs])
+        kept = span([run.epochs if run.kept_epochs is None else run.kept_epochs for run in runs])
         early = "" if kept == epochs else f", kept after {kept}"
         efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
     return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in efforts.items())
 
 
-def _range(values: Iterable[float | None]) -> str:
-    """Print the lowest and the highest value, with at most two decimals."""
-    known = [round(value, 2) for value in values if value is not None]
+def span(values: Iterable[float | None], digits: int = 2) -> str:
+    """Print the lowest and the highest value, with at most so many decimals, or the one that both are.
+
+    >>> span([3.14, 3.149]), span([3.14, 1400], 1)
+    ('3.14 to 3.15', '3.1 to 1,400')
+    """
+    known = [round(value, digits) for value in values if value is not None]
     low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
     return low if low == high else f"{low} to {high}"
 
@@ -346,7 +346,7 @@ def training_tables(results: Results) -> list[Table]:
         mean = sum(values) / len(values)
         made = Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
         if quantity == "kept":
-            made.text = f"{_range(values)} of {_range(training.steps for training, _ in recorded)}"
+            made.text = f"{span(values)} of {span(training.steps for training, _ in recorded)}"
         if all(papers_budget(*row, training) for training in trainings):
             made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
         return made
