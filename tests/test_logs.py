@@ -566,6 +566,30 @@ def test_a_label_that_is_a_token_of_its_own_is_no_rival(tmp_path: Path) -> None:
     assert read(write_lines(tmp_path / "a.jsonl", [known, other]), gold="gold")[0] == pytest.approx([0.6, 0.7])
 
 
+def test_a_label_whose_first_token_is_another_label_is_refused(tmp_path: Path) -> None:
+    """Of digits written one by one, `1` has the probability of 1 and of 10 together."""
+    ten = {"gold": "10", "response": completion("10", [token("1", 0.9, **{"1": 0.9, "9": 0.05}), token("0", 0.5)])}
+    one = {"gold": "1", "response": completion("1", [token("1", 0.9, **{"1": 0.9, "9": 0.05})])}
+    for first, second in ((ten, one), (one, ten)):
+        labels = f"{first['gold']!r} and {second['gold']!r}"
+        with pytest.raises(DataError, match=f"row 1: logprobs: labels {labels} begin with the same token '1'"):
+            read(write_lines(tmp_path / "a.jsonl", [first, second]), gold="gold")
+
+
+def test_labels_that_begin_alike_are_read_where_a_longer_candidate_begins_one(tmp_path: Path) -> None:
+    no = {"gold": "no", "response": completion("no", [token("no", 0.7, **{" Not": 0.1})])}
+    not_sure = {"gold": "not sure", "response": completion("not sure", [token("not", 0.6, no=0.2), token(" sure", 0.9)])}
+    assert read(write_lines(tmp_path / "a.jsonl", [no, not_sure]), gold="gold")[0] == pytest.approx([0.7, 0.6])
+
+
+def test_an_answer_in_its_tags_is_a_free_one(tmp_path: Path) -> None:
+    tagged = completion("<answer>B</answer>", [token("<answer>", 0.9), token("B", 0.7), token("</answer>", 0.9)])
+    rows = [{"gold": "B", "response": tagged}, {"gold": "B", "response": completion("B", [token("B", 0.5)])}]
+    answers = read_graded(write_lines(tmp_path / "a.jsonl", rows), ColumnNames(gold="gold"))
+    assert answers.read_as is not None
+    assert list(answers.read_as) == ["free", "plain"]
+
+
 def test_several_choices_in_one_completion_are_refused(tmp_path: Path) -> None:
     made = completion("B", [token("B", 0.3)])
     made["choices"] *= 3

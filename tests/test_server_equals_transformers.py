@@ -286,6 +286,26 @@ def test_a_label_that_begins_another_is_read_where_that_one_is_a_token() -> None
     answer = _served(labels, ("1", shown))
     assert (answer.label, answer.confidence) == ("1", pytest.approx(math.exp(-0.1)))
     assert "'1' and '10' begin with the same token" in _served(labels, ("1", {"1": -0.1})).refused
+    assert _served(("1", "10"), ("1.", {"1.": -0.1})).label == "1"  # the token ends behind the label
+
+
+def test_a_label_in_two_tokens_does_not_get_the_probability_of_another_that_is_the_first() -> None:
+    """Of digits written one by one, `1` has the probability of 1 and of 10 together."""
+    labels = tuple(map(str, range(1, 11)))
+    for shown in ({"1": -0.1, "9": -3.0}, {"1": -0.1, "10": -5.0}):
+        assert "'10' and '1' begin with the same token '1'" in _served(labels, ("1", shown), ("0", {"0": -2.3})).refused
+
+
+@pytest.mark.parametrize(("third", "token"), [("not sure", "not"), ("none", "none"), ("none", "non")])
+def test_labels_that_begin_alike_are_told_apart_where_a_longer_candidate_begins_one(third: str, token: str) -> None:
+    labels, shown = ("yes", "no", third), {"no": -0.4, "yes": -1.6, token: -2.5}
+    answer = _served(labels, ("no", shown))
+    assert (answer.label, answer.label_logprobs) == ("no", {"yes": -1.6, "no": -0.4, third: -2.5})
+    capital = {name.capitalize(): value for name, value in shown.items()}
+    assert _served(labels, ("No", capital)).label_logprobs == answer.label_logprobs
+    rest = third.removeprefix(token)
+    assert _served(labels, (token, shown), *([(rest, {rest: -0.1})] if rest else [])).confidence == math.exp(-2.5)
+    assert "begin with the same token" in _served(labels, ("no", {"no": -0.4, "nod": -2.0})).refused
 
 
 @pytest.mark.parametrize(
@@ -294,6 +314,8 @@ def test_a_label_that_begins_another_is_read_where_that_one_is_a_token() -> None
         (tuple(map(str, range(1, 11))), {"1": -0.2, "2": -3.0}, None),
         (("yes", "yellow", "no"), {"ye": -0.1, "no": -3.9}, None),
         (("yes", "yellow", "no"), {"ye": -3.9, "no": -0.1}, "no"),
+        (("yes", "no", "not sure"), {"no": -0.1, "not": -2.6, "yes": -4.0}, "no"),
+        (("yes", "no", "not sure"), {"no": -0.1, "yes": -4.0}, None),
     ],
 )
 def test_no_label_is_forced_where_a_likelier_token_begins_two_others(

@@ -356,16 +356,19 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
         whole = sum(token["logprob"] for token in tokens)
         return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
     place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
-    token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])].lower()
+    token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])]
     if len(labels) == 1 and reading.span[1] > ends[place]:
         raise ValueError("logprobs: an open answer of several tokens has no token of its own: name a --confidence")
     known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
-    rivals = (label for label in labels if label != reading.label and label not in known)  # 10 may be a token beside 1
-    if alike := next((label for label in rivals if label.lower().startswith(own)), None):
-        raise ValueError(f"logprobs: labels {reading.label!r} and {alike!r} begin with the same token {own!r}")
+    own = (own if said == reading.label else said).lower()
+    # A rival that begins alike has a token of its own where a longer candidate begins it: 10 beside 1.
+    longer = tuple(top.lower() for top in known if len(top) > len(own))
+    rivals = (label for label in labels if label != said and label.lower().startswith(own))
+    if alike := next((label for label in rivals if not label.lower().startswith(longer)), None):
+        raise ValueError(f"logprobs: labels {said!r} and {alike!r} begin with the same token {own!r}")
     known[reading.label] = token["logprob"]
     if said not in known:
         raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")
-    answer = {"label": said, "confidence": exp(min(known[said], 0.0)), "source": "plain"}
+    answer = {"label": said, "confidence": exp(min(known[said], 0.0)), "source": reading.source}
     whole = {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
     return answer | whole

@@ -261,13 +261,13 @@ def _written(case: Case) -> _Written | Refusal | None:
         if generation.text[begin:end] != token[: max(0, len(generation.text) - begin)]:
             break
         if begin <= start < end:
-            own = token[start - begin : stop - begin]
+            lead, own, after = token[: start - begin], token[start - begin :], token[stop - begin :]
             forms = restyle(question.labels, parsed.label, generation.text[start:stop])
-            lead = token[: start - begin]
-            rivals = {name: form for name, form in forms.items() if lead + form not in tops}  # 10 may be one beside 1
-            other = next((x for x, form in rivals.items() if x != parsed.label and form.startswith(own)), None)
+            rivals = {x: form for x, form in forms.items() if x != parsed.label and (form + after).startswith(own)}
+            # A rival that begins alike has a token of its own where a longer candidate begins it: 10 beside 1.
+            longer = [rest[len(lead) :] for rest in tops if rest.startswith(lead) and len(rest) > len(token)]
+            other = next((x for x, form in rivals.items() if not (form + after).startswith(tuple(longer))), None)
             if other is None:
-                after = token[stop - begin :] if end > stop else ""
                 return _Written(parsed.label, parsed.source, begin, token, lead, after, tops, forms)
             why = f"labels {parsed.label!r} and {other!r} begin with the same token {own!r}"
             break
@@ -281,13 +281,15 @@ def label_logprobs(
     """Each label's log-probability among candidate tokens: that of the likeliest token that begins it as written.
 
     forms: label -> as it would be written. Labels that no candidate begins are left out, and so are labels that share
-    a token.
+    a token. The whole of another label (`no`) does not begin one that a longer token begins (`not` of `not sure`).
 
     >>> label_logprobs({"a": "A", "b": "B", "c": "C"}, {"A": -1.0, " A": -0.5, "B": -1.5})
     {'a': -1.0, 'b': -1.5}
     """
     rests = {token: token[len(lead) :] for token in tops if token.startswith(lead) and len(token) > len(lead)}
-    begins = {name: [t for t, rest in rests.items() if (form + after).startswith(rest)] for name, form in forms.items()}
-    best = {label: max((tops[token], token) for token in tokens) for label, tokens in begins.items() if tokens}
+    best, whole = {}, {lead + form + after for form in forms.values()}
+    for label, form in forms.items():
+        if begins := sorted((token for token, rest in rests.items() if (form + after).startswith(rest)), key=len):
+            best[label] = max((tops[token], token) for token in begins if token == begins[-1] or token not in whole)
     shared = [token for _, token in best.values()]
     return {label: logprob for label, (logprob, token) in best.items() if shared.count(token) == 1}
