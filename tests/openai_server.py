@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import threading
@@ -51,6 +52,11 @@ def chat(text: str | None, *, model: str = "tiny-teacher", **message: Any) -> Bo
         ],
         "usage": {"prompt_tokens": 7, "completion_tokens": len((text or "").split()), "total_tokens": 0},
     }
+
+
+def counted(seen: Seen) -> int:
+    """How long a prompt is for a server that continues a final message: words and line breaks."""
+    return sum(len(re.findall(r"\S+|\n", message["content"])) for message in seen.body["messages"])
 
 
 def ok(payload: Body | str, **more: Any) -> Reply:

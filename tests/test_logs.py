@@ -578,7 +578,10 @@ def test_a_label_whose_first_token_is_another_label_is_refused(tmp_path: Path) -
 
 def test_labels_that_begin_alike_are_read_where_a_longer_candidate_begins_one(tmp_path: Path) -> None:
     no = {"gold": "no", "response": completion("no", [token("no", 0.7, **{" Not": 0.1})])}
-    not_sure = {"gold": "not sure", "response": completion("not sure", [token("not", 0.6, no=0.2), token(" sure", 0.9)])}
+    not_sure = {
+        "gold": "not sure",
+        "response": completion("not sure", [token("not", 0.6, no=0.2), token(" sure", 0.9)]),
+    }
     assert read(write_lines(tmp_path / "a.jsonl", [no, not_sure]), gold="gold")[0] == pytest.approx([0.7, 0.6])
 
 

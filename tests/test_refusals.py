@@ -33,7 +33,7 @@ from catto.records import Prediction, Question, Refusal, Response, SftRow
 from catto.tasks import Loaded, LoadReport
 from catto.teacher import dry_run
 from catto.teacher.responses import forget_refusals, refusals
-from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
+from openai_server import OpenAIServer, Reply, Seen, chat, counted, error, ok
 from teacher_world import Scripted, calm, questions, scripted, serve, server_settings, teach
 
 SIX = ("q0", "q1", "q2", "q3", "q4", "q5")
@@ -297,6 +297,7 @@ def answering(seen: Seen) -> Reply:
     label = "ABCD"[number(seen) % 4]
     texts = [label] if seen.body.get("continue_final_message") else ["<answer>\n", label, "\n</answer>"]
     reply = chat("".join(texts), model="m")
+    reply["usage"]["prompt_tokens"] = counted(seen)
     if seen.body.get("logprobs"):
         tops = [{"token": x, "logprob": -0.5 if x == label else -2.5} for x in "ABCD"]
         tokens = [{"token": text, "logprob": -0.5, "top_logprobs": tops} for text in texts]

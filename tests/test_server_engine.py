@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import httpx2 as httpx
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from catto.engines import Generation, model_name
 from catto.engines.server import ServerEngine, ServerError
 from catto.engines.server import _certificates as certificates
-from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
+from openai_server import Body, OpenAIServer, Reply, Seen, chat, counted, error, ok
 from server_cases import by_seed, engine, refused, request
 
 
@@ -74,11 +77,107 @@ def test_a_probe_never_makes_later_requests_ask_for_more_than_was_accepted(limit
 
     with OpenAIServer(respond) as server:
         asking = engine(server, top_logprobs=wanted)
-        asking.probe()
+        asking.probe(lambda _: None)
         (answer,) = asking.generate([request(0).model_copy(update={"begun": True})])
     assert isinstance(answer, Generation)
     assert answer.tops is not None
     assert server.seen[-1].body["top_logprobs"] == limit
+
+
+LOGITS = {"A": 2.0, "B": 0.0, "C": -1.0, "D": -3.0}
+
+
+def reporting(scaled: bool) -> Callable[[Seen], Reply]:
+    """A server whose log-probabilities are those at the request's temperature, or at 1."""
+
+    def respond(seen: Seen) -> Reply:
+        heat = (seen.body["temperature"] or 1.0) if scaled else 1.0
+        total = math.log(sum(math.exp(logit / heat) for logit in LOGITS.values()))
+        tops = [{"token": label, "logprob": logit / heat - total} for label, logit in LOGITS.items()]
+        body = chat("A")
+        body["usage"]["prompt_tokens"] = counted(seen)
+        body["choices"][0]["logprobs"] = {"content": [{**tops[0], "top_logprobs": tops}]}
+        return ok(body)
+
+    return respond
+
+
+def test_log_probabilities_that_the_temperature_scales_are_told_and_not_used() -> None:
+    missing: list[str] = []
+    with OpenAIServer(reporting(scaled=True)) as server:
+        asking = engine(server, top_logprobs=20)
+        for _ in range(2):  # also of an engine that knows already
+            asking.probe(missing.append)
+            assert asking.scales
+            assert "scales log-probabilities by the temperature" in missing.pop()
+            assert missing == []
+        assert [
+            asked.text for asked in asking.generate([request(0, temperature=0.0), request(1, temperature=1.0)])
+        ] == ["A"] * 2
+        sent = len(server.seen)
+        with pytest.raises(ServerError, match="question q sample 0: the server scales log-probabilities"):
+            list(asking.generate([request(0, temperature=0.7)]))
+        assert len(server.seen) == sent
+        asking.top_logprobs = 0  # nothing is read from them
+        assert len(list(asking.generate([request(0, temperature=0.7)]))) == 1
+    with OpenAIServer(reporting(scaled=False)) as server:
+        asking = engine(server, top_logprobs=20)
+        asking.probe(missing.append)
+        assert (asking.scales, asking.continues, missing) == (False, True, [])
+
+
+Template = Callable[[Body], str]
+
+
+def chatml(body: Body, *, goes_on: bool = False, trims: bool = False) -> str:
+    turns = [
+        f"<s> {turn['role']} \n {turn['content'].strip() if trims else turn['content']}" for turn in body["messages"]
+    ]
+    begun = body["messages"][-1]["role"] == "assistant" and (goes_on or body.get("continue_final_message"))
+    return " <e> \n ".join(turns) + ("" if begun else " <e> \n <s> assistant \n ")
+
+
+def mistral(body: Body) -> str:
+    """No generation prompt, one token ends a turn, and the wish to continue is not known."""
+    return "<s> " + "".join(
+        f"[INST] {turn['content']} [/INST] " if turn["role"] == "user" else f"{turn['content']} </s>"
+        for turn in body["messages"]
+    )
+
+
+def llama(body: Body) -> str:
+    """Leaves the generation prompt away on demand, but ends the turn all the same."""
+    turns = "".join(f"<h> {turn['role']} </h> {turn['content']} <eot> " for turn in body["messages"])
+    return turns + ("<h> assistant </h>" if body.get("add_generation_prompt", True) else "")
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        (chatml, None),
+        (partial(chatml, goes_on=True), None),  # llama.cpp continues a final message without being asked
+        (partial(chatml, trims=True), "its chat template trims the message"),  # Llama 3, Gemma
+        (lambda body: chatml({**body, "continue_final_message": False}), "ignores or refuses"),
+        (mistral, "ignores or refuses"),
+        (llama, "ignores or refuses"),
+        (lambda _: "always as long", "ignores or refuses"),
+    ],
+)
+def test_the_probe_believes_in_a_continuation_that_costs_the_text_and_nothing_else(
+    template: Template, what: str | None
+) -> None:
+    def respond(seen: Seen) -> Reply:
+        body = json.loads(reporting(scaled=False)(seen).payload)
+        body["usage"]["prompt_tokens"] = len(re.findall(r"\S+|\n", template(seen.body)))
+        return ok(body)
+
+    missing: list[str] = []
+    with OpenAIServer(respond) as server:
+        asking = engine(server, top_logprobs=20)
+        asking.probe(missing.append)
+    assert asking.continues is (what is None)
+    assert len(missing) == (what is not None)
+    assert what is None or what in missing[0]
 
 
 def test_certificates_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

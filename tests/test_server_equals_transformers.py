@@ -153,10 +153,12 @@ def test_candidates_of_a_text_that_was_read_otherwise_are_not_used() -> None:
     question = questions(1)[0]
     reply = Generation(question="q", sample=0, text="A", tops=(("A", {"A": -0.5}),), model="m")
     case = Case(question, (), reply)
-    more = dict.fromkeys(question.labels, -2.0)
+    more = {**dict.fromkeys(question.labels, -2.0), "A": -0.6}
     known = read_reply(case, reply.model_copy(update={"tops": (("A", more),)}))
     assert isinstance(known, Answer)
     assert known.label_logprobs == {**more, "A": -0.5}
+    elsewhere = {**more, "A": -1.0}  # the drawn token is not as probable: another context
+    assert read_reply(case, reply.model_copy(update={"tops": (("A", elsewhere),)})) == read_reply(case)
     others = {label: -2.0 for label in question.labels if label != "A"}
     assert read_reply(case, reply.model_copy(update={"tops": (("B", others),)})) == read_reply(case)
 
@@ -238,7 +240,7 @@ def test_the_probe_asks_for_single_tokens() -> None:
     with serving(respond) as remote:
         remote.probe()
     assert {body["max_tokens"] for body in bodies} == {1}
-    assert json.dumps(bodies).count("continue_final_message") == 2
+    assert json.dumps(bodies).count("continue_final_message") == 3
 
 
 def test_an_engine_that_asks_for_no_candidates_is_refused() -> None:

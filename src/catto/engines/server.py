@@ -41,6 +41,9 @@ MOST_BYTES = 256 * 2**20
 # many as its --max-logprobs allows.
 MOST_TOPS, MORE_TOPS, FEWER_TOPS = 20, 1000, 5
 PROBE_RETRIES = 2
+# At this temperature log-probabilities that are scaled by it lie twice as far apart, others as before up to noise.
+COLD, NOISE = 0.5, 0.2
+SCALED = "the server scales log-probabilities by the temperature, so requests are answered at temperature 0 and 1 only"
 # What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
@@ -97,8 +100,9 @@ class ServerEngine(Engine):
         self.name = f"server httpx2-{httpx.__version__}"
         # the model's name as it is stored and shown, and the server's own, which may be a path
         self.model, self.served, self.batch_size = model_name(model), model, concurrency
-        # candidates after a begun answer, and whether the server continues one: `probe` finds out
-        self.more_tops, self.continues = top_logprobs or MOST_TOPS, False
+        # candidates after a begun answer, whether the server continues one, and whether the temperature scales
+        # log-probabilities: `probe` finds out
+        self.more_tops, self.continues, self.scales = top_logprobs or MOST_TOPS, False, False
         self.base_url, login = server_address(base_url)
         try:  # parsed once: every request would take 0.1 ms for it
             self._chat = httpx.URL(f"{self.base_url}/chat/completions")
@@ -165,17 +169,18 @@ class ServerEngine(Engine):
 
         One that cannot answer or gives no log-probabilities raises ServerError. Whether it continues a final message
         shows in the prompt's length: twice the text then costs twice the tokens, while a server that ignores the wish
-        adds the end of a turn and a new one.
+        adds the end of a turn. If a line break costs nothing, the chat template trims messages: a label after
+        `<answer>` and a line break would be asked for in another place.
         """
 
-        def ask(text: str, tops: int) -> Generation | Refusal:
+        def ask(text: str, tops: int, temperature: float = 0.0) -> Generation | Refusal:
             chat = [Message(role="user", content="Count.")]
             chat += [Message(role="assistant", content=text)] if text else []
             twin = copy.copy(self)
-            twin.top_logprobs = twin.more_tops = tops
+            twin.top_logprobs, twin.more_tops, twin.scales = tops, tops, False
             twin.max_retries = min(self.max_retries, PROBE_RETRIES)
-            request = Request(question="probe", messages=tuple(chat), max_tokens=1, begun=bool(text))
-            return next(iter(twin.generate([request])))
+            how: Any = {"max_tokens": 1, "temperature": temperature, "begun": bool(text)}
+            return next(iter(twin.generate([Request(question="probe", messages=tuple(chat), **how)])))
 
         plain = ask("", 0)
         if isinstance(plain, Refusal):
@@ -183,19 +188,32 @@ class ServerEngine(Engine):
         for asked in (MORE_TOPS, self.top_logprobs or MOST_TOPS, FEWER_TOPS):
             if isinstance(known := ask("", asked), Generation):
                 break
-        tops = max((len(tops) for _, tops in (isinstance(known, Generation) and known.tops) or ()), default=0)
-        if not tops:
+        none: dict[str, float] = {}
+        warm, cold = (
+            max((tops for _, tops in getattr(reply, "tops", None) or ()), key=len, default=none)
+            for reply in (known, ask("", asked, COLD))
+        )
+        if not warm:
             raise ServerError(f"{self.base_url}: no log-probabilities: {getattr(known, 'refused', 'none came')}")
-        tops = min(tops, asked)  # a drawn token outside the best is counted too
+        tops = min(len(warm), asked)  # a drawn token outside the best is counted too
         self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
         self.top_logprobs = min(self.top_logprobs, asked)
         if tops < 2:
             warn(f"{self.model}: top_logprobs gives {tops} candidates: other labels may be unknown")
-        replies = [plain, *(ask(" ".join(["one"] * words), 0) for words in (4, 8))]
-        lengths = [reply.prompt_tokens for reply in replies if isinstance(reply, Generation) and reply.prompt_tokens]
-        self.continues = len(lengths) == 3 and lengths[1] - lengths[0] <= lengths[2] - lengths[1] + 1
+        both = [[shown[token] for token in warm.keys() & cold.keys()] or [0.0] for shown in (warm, cold)]
+        spread, spread_cold = (max(values) - min(values) for values in both)
+        self.scales = spread_cold > 1.5 * spread + NOISE
+        if self.scales:
+            warn(f"{self.model}: {SCALED}")
+        four = "A A A A"
+        replies = [plain, *(ask(text, 0) for text in (four, f"{four} {four}", f"{four}\n"))]
+        lengths = [(isinstance(reply, Generation) and reply.prompt_tokens) or 0 for reply in replies]
+        start, once, twice, broken = lengths
+        goes_on, trims = all(lengths) and once < twice and once - start <= twice - once, once == broken
+        self.continues = goes_on and not trims
         if not self.continues:
-            warn(f"{self.model}: the server cannot continue a partial message, so unanswered responses stay unanswered")
+            what = "its chat template trims the message" if goes_on else "the server ignores or refuses the wish"
+            warn(f"{self.model}: cannot continue a partial message ({what}), so unanswered responses stay unanswered")
 
     def find_model(self) -> None:
         """Take the one model that the server lists; ServerError where there are others, or none."""
@@ -257,6 +275,8 @@ class ServerEngine(Engine):
         body: dict[str, Any] = {name: getattr(request, name) for name in ("temperature", "seed", "max_tokens")}
         body |= {"model": self.served, "messages": messages}
         if wanted := self.more_tops if request.begun else self.top_logprobs:
+            if self.scales and request.temperature not in (0, 1):
+                raise FaultError(SCALED, again=False, of_all=True, code=400)
             body |= {"logprobs": True, "top_logprobs": wanted}
         body |= self.extra_body | (CONTINUE if request.begun else {})
         content = bytearray()

@@ -44,6 +44,9 @@ class Answer(NamedTuple):
 
 Reader = Callable[[Sequence[Case]], Sequence[Answer | Refusal]]
 NO_ANSWER = Answer(None, "fallback", 0.0, None, None)
+# A server that reads a text otherwise than it had written it gives the drawn token another log-probability; one in
+# eight-bit arithmetic moves it by less than this.
+SAME = 0.3
 
 
 def _answer(
@@ -215,16 +218,17 @@ def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Req
 def read_reply(case: Case, reply: Generation | Refusal | None = None) -> Answer | Refusal:
     """The answer as it was written, at the token that holds the label's first character.
 
-    `reply`: to the request for what is `left_open`. It tells more labels, unless the server read the text otherwise
-    than it had written it, or the most probable one of a response without an answer.
+    `reply`: to the request for what is `left_open`. It tells more labels, unless the drawn token is not as probable
+    there, or the most probable one of a response without an answer.
     """
     question, written = case.question, _written(case)
     more = reply.tops[0][1] if isinstance(reply, Generation) and reply.tops else {}
     if isinstance(written, _Written):
-        tops = {**more, **written.tops} if written.token in more else written.tops
+        drawn = written.tops[written.token]
+        tops = {**more, **written.tops} if abs(more.get(written.token, math.inf) - drawn) <= SAME else written.tops
         logprobs = label_logprobs(written.forms, tops, written.lead, written.after)
         # The token that was drawn counts, and not the likeliest beginning of the label.
-        logprobs[written.label] = written.tops[written.token]
+        logprobs[written.label] = drawn
         return _answer(question, written.label, written.source, logprobs)
     refusal = written or reply
     if isinstance(refusal, Refusal):
