@@ -22,7 +22,7 @@ from catto.records import Question
 from catto.tasks import load
 from command import run
 from gateway_world import MODEL, ask, gateway, stating
-from openai_server import OpenAIServer, Reply, Seen, ok
+from openai_server import OpenAIServer, Reply, Seen, counted, ok
 
 SHARP = 2.0
 EACH = 250
@@ -38,7 +38,7 @@ def upstream(questions: list[Question]) -> Any:
         stated = {label: math.log(value / sum(weights.values())) for label, value in weights.items()}
         draw = random.Random(seen.body["seed"]).choices(list(posterior), list(posterior.values()))[0]
         reply = stating(draw, stated[draw], stated)
-        reply["usage"]["prompt_tokens"] = 10 + sum(len(turn["content"].split()) for turn in seen.body["messages"])
+        reply["usage"]["prompt_tokens"] = counted(seen)
         return ok(reply)
 
     return respond

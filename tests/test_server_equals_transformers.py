@@ -376,6 +376,20 @@ def test_tokens_of_a_reasoning_that_is_reported_apart_are_left_out() -> None:
     assert cut_after_stop(choice, ()) == ("A", (("A", {"A": -0.05}),), -0.05)
 
 
+@pytest.mark.parametrize("before", [(), ("Let", " me", "</think>", "\n\n"), ("A", "</think>"), ("\n\n",)])
+@pytest.mark.parametrize("end", [(), ("<|im_end|>",), ("<|EOT A|>",), ("\n",)])
+@pytest.mark.parametrize("texts", [("A",), ("<answer>", "A", "</answer>")])
+def test_tokens_around_the_text_are_left_out(
+    before: tuple[str, ...], texts: tuple[str, ...], end: tuple[str, ...]
+) -> None:
+    """A reasoning, blank lines that were stripped, and the token that ends the turn, which may contain a label."""
+    tokens = [{"token": token, "logprob": -1.0} for token in (*before, *texts, *end)]
+    choice = Choice.model_validate({"message": {"content": "".join(texts)}, "logprobs": {"content": tokens}})
+    _, tops, _ = cut_after_stop(choice, ())
+    assert tops is not None
+    assert [token for token, _ in tops] == [*texts]
+
+
 def test_a_server_that_allows_fewer_candidates_is_asked_for_fewer() -> None:
     def respond(seen: Seen) -> Reply:
         few = seen.body.get("top_logprobs", 0) <= 5

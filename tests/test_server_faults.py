@@ -494,6 +494,13 @@ def test_a_wait_may_be_a_date() -> None:
     assert 300 <= wait <= 600
 
 
+def test_a_date_is_compared_with_the_servers_own_clock() -> None:
+    ahead = time.time() + 3600
+    headers = {"retry-after": formatdate(ahead + 2, usegmt=True), "date": formatdate(ahead, usegmt=True)}
+    assert wished_wait(headers) == 2.0
+    assert wished_wait({**headers, "date": "noon"}) is None
+
+
 @pytest.mark.parametrize("given", ["0", "-5", "soon", "nan", "inf", "", "Thu, 01 Jan 1970 00:00:00 GMT"])
 def test_a_wait_that_is_none_leaves_the_usual_one(given: str) -> None:
     assert wished_wait({"retry-after": given}) is None

@@ -219,11 +219,10 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
         decode = getincrementaldecoder("utf-8")("replace").decode
         texts = [token.token if token.bytes is None else decode(bytes(token.bytes)) for token in tokens]
         tokens = tuple(one.model_copy(update={"token": text}) for one, text in zip(tokens, texts, strict=True))
-    written = "".join(token.token for token in tokens)
-    # Some servers log the tokens of a reasoning that they report apart.
-    before = len(written) - len(choice.message.text) if written.endswith(choice.message.text) else 0
-    begins = accumulate((len(token.token) for token in tokens), initial=-before)
-    kept = [token for token, begin in zip(tokens, begins, strict=False) if 0 <= begin < len(text) or not text]
+    written, begins = "".join(one.token for one in tokens), [*accumulate((len(one.token) for one in tokens), initial=0)]
+    # Some servers log the tokens of a reasoning that they report apart, and one that ends the turn.
+    first = max((begin for begin in begins if written.startswith(choice.message.text, begin)), default=0)
+    kept = [one for one, begin in zip(tokens, begins, strict=False) if 0 <= begin - first < len(text) or not text]
     if not kept:
         return text, None, None
     tops = tuple((token.token, token.candidates) for token in kept)
@@ -232,6 +231,8 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | Non
 
 def wished_wait(headers: Mapping[str, str]) -> float | None:
     """Seconds after which a server asks to be called again, from its headers; None where they say nothing usable.
+
+    A date is compared with the `Date` of the reply, where it has one.
 
     Example:
         >>> wished_wait({"retry-after": "20"})
@@ -244,5 +245,6 @@ def wished_wait(headers: Mapping[str, str]) -> float | None:
         elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
             wait = float(given)
         else:
-            wait = parsedate_to_datetime(given).timestamp() - time.time()
+            now = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
+            wait = parsedate_to_datetime(given).timestamp() - now
     return wait if 0 < wait < inf else None
