@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -305,8 +306,10 @@ def answering(seen: Seen) -> Reply:
     return ok(reply)
 
 
-def evaluated(server: OpenAIServer, out: Path | None, count: int = 12, **more: Any) -> list[Prediction]:
-    settings = {"top_logprobs": 20, "concurrency": 1, "max_retries": 0}
+def evaluated(
+    server: OpenAIServer, out: Path | None, count: int = 12, concurrency: int = 1, **more: Any
+) -> list[Prediction]:
+    settings = {"top_logprobs": 20, "concurrency": concurrency, "max_retries": 0}
     return evaluate(ServerEngine(server.url, "m", **settings), held_out(count), out=out, **more)  # type: ignore[arg-type]
 
 
@@ -352,7 +355,7 @@ def test_an_evaluation_asks_refused_requests_again_on_demand(tmp_path: Path) -> 
 
 
 def test_an_evaluation_resumes_behind_its_refusals(tmp_path: Path) -> None:
-    """Chunks hold four questions: the stop is in the third, the refusals in the first two."""
+    """What came before the stop is not asked again, refusals neither."""
     out, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
 
     def respond(seen: Seen) -> Reply:
@@ -362,10 +365,70 @@ def test_an_evaluation_resumes_behind_its_refusals(tmp_path: Path) -> None:
         evaluated(server, out)
     with serve(refusing(0, 5, answer=answering)) as server:
         evaluated(server, out)
-        assert asked_questions(server) == [8, 9, 10, 11]
+        assert asked_questions(server) == [9, 10, 11]
         evaluated(server, whole)
     for path in (lambda x: x, manifest_path, refused_path):
         assert path(out).read_bytes() == path(whole).read_bytes()
+
+
+def test_what_is_in_flight_when_an_evaluation_stops_is_stored(tmp_path: Path) -> None:
+    """Four at once: question 5 stops the run, and the replies to later ones come after that."""
+    out, whole, stopped = tmp_path / "a.jsonl", tmp_path / "b.jsonl", threading.Event()
+
+    def respond(seen: Seen) -> Reply:
+        if number(seen) == 5:
+            stopped.set()
+            return error(402, "no money")
+        if number(seen) > 5:
+            stopped.wait(30)
+        return answering(seen)._replace(delay=0.2 if number(seen) > 5 else 0.0)
+
+    with serve(respond) as server, pytest.raises(ServerError, match="no money"):
+        evaluated(server, out, concurrency=4)
+    paid = {number(seen) for seen in server.seen if number(seen) >= 0} - {5}
+    assert max(paid) > 5
+    stored = {json.loads(line)["question"] for line in (tmp_path / "a.part.jsonl").read_text().splitlines()}
+    assert stored == {f"q{n}" for n in paid}
+    with serve(answering) as server:
+        evaluated(server, out, concurrency=3)
+        assert sorted(asked_questions(server)) == sorted({*range(12)} - paid)
+        evaluated(server, whole, concurrency=1)
+    assert out.read_bytes() == whole.read_bytes()
+    assert manifest_path(out).read_bytes() == manifest_path(whole).read_bytes()
+
+
+def test_replies_that_are_continued_are_stored_one_by_one(tmp_path: Path) -> None:
+    """Even questions have no answer and are continued; the run stops at the last of them."""
+    out, part = tmp_path / "a.jsonl", tmp_path / "a.part.jsonl"
+
+    def respond(seen: Seen) -> Reply:
+        goes_on = seen.body.get("continue_final_message")
+        if goes_on and number(seen) == 10:
+            assert part.read_text().count("\n") == 10
+            return error(402, "no money")
+        reply = json.loads(answering(seen).payload)
+        if number(seen) >= 0 and number(seen) % 2 == 0 and not goes_on:
+            reply["choices"][0] = chat("so")["choices"][0]
+        return ok(reply)
+
+    with serve(respond) as server, pytest.raises(ServerError, match="no money"):
+        evaluated(server, out)
+    stored = [json.loads(line) for line in part.read_text().splitlines()]
+    assert [(one["question"], one["source"]) for one in stored] == [
+        (f"q{n}", "free" if n % 2 else "fallback") for n in range(10)
+    ]
+
+
+def test_an_evaluation_resumes_with_another_client_and_another_number_of_requests_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a.jsonl"
+    with serve(refusing(9, answer=answering, reply=error(402))) as server, pytest.raises(ServerError):
+        evaluated(server, out)
+    monkeypatch.setattr("httpx2.__version__", "99.0")
+    with serve(answering) as server:
+        assert len(evaluated(server, out, concurrency=40)) == 12
+        assert sorted(asked_questions(server)) == [9, 10, 11]
 
 
 @pytest.mark.parametrize("state", ["before the predictions", "before the manifest", "before the clean-up"])
@@ -476,7 +539,7 @@ def test_an_evaluation_without_a_file_warns_of_refusals() -> None:
 
 def test_an_unfinished_evaluation_that_stored_nothing_does_not_block_another(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
-    with serve(refusing(1, answer=answering, reply=error(403))) as server, pytest.raises(ServerError):
+    with serve(refusing(0, answer=answering, reply=error(403))) as server, pytest.raises(ServerError):
         evaluated(server, out)
     assert manifest_path(tmp_path / "p.part.jsonl").exists()
     with serve(answering) as server:

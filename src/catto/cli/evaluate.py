@@ -83,7 +83,8 @@ def evaluate(
     size = batch_size or (256 if engine == "vllm" else 16)
     load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
     stored = model_name(model) if engine == "server" else model
-    expected = {**settings, "engine": engine, "model": stored, "chunk": predictor.chunk_size(size, k)}
+    chunk = predictor.chunk_size(Engine.batch_size if engine == "server" else size, k)
+    expected = {**settings, "engine": engine, "model": stored, "chunk": chunk}
     with refusing(ServerError, ImportError):
         asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)

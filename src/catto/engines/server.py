@@ -16,6 +16,7 @@ import re
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
@@ -97,9 +98,11 @@ class ServerEngine(Engine):
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
-        self.name = f"server httpx2-{httpx.__version__}"
+        # What changes no reply is not part of the engine's name or of the chunks that shards are cut by: the client's
+        # version and how many requests are sent at once. `batch_size` keeps its default.
+        self.name = "server"
         # the model's name as it is stored and shown, and the server's own, which may be a path
-        self.model, self.served, self.batch_size = model_name(model), model, concurrency
+        self.model, self.served, self.concurrency = model_name(model), model, concurrency
         # candidates after a begun answer, whether the server continues one, and whether the temperature scales
         # log-probabilities: `probe` finds out
         self.more_tops, self.continues, self.scales = top_logprobs or MOST_TOPS, False, False
@@ -113,9 +116,10 @@ class ServerEngine(Engine):
             raise ServerError(f"environment variable {api_key_env}: not a key that an HTTP header can carry")
         basic = base64.b64encode(":".join(login).encode()).decode() if login else ""
         self._secrets = (self._key, basic, *(login or ()))  # no message may show them
-        self._headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
+        headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
         if basic or self._key:
-            self._headers["Authorization"] = f"Basic {basic}" if basic else f"Bearer {self._key}"
+            headers["Authorization"] = f"Basic {basic}" if basic else f"Bearer {self._key}"
+        self._http: Any = {"headers": headers, "follow_redirects": True}
         self.api_key_env, self.timeout, self.deadline = api_key_env, timeout, deadline
         self.max_retries, self.retries = max_retries, 0
         self.top_logprobs, self.extra_body = top_logprobs, dict(extra_body or {})
@@ -127,15 +131,17 @@ class ServerEngine(Engine):
 
         A request that cannot be answered, but does not speak against the others, yields a `Refusal`. A fault of the
         server or of the settings, or 20 requests in a row that run out of retries, stops the run; what is in flight
-        is still awaited and yielded, then a `ServerError` is raised.
+        is still awaited and yielded, then a `ServerError` is raised. A deque is emptied as its requests are sent, and
+        may be given more of them meanwhile.
         """
-        for outcome in in_thread(self._arriving(request for request in requests if request.key not in done)):
+        todo = requests if isinstance(requests, deque) else deque(one for one in requests if one.key not in done)
+        for outcome in in_thread(self._arriving(todo)):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
                 warnings.warn(f"{outcome.model} thinks before it answers: the temperature does not act", stacklevel=2)
 
-    async def _arriving(self, todo: Iterator[Request]) -> AsyncGenerator[Generation | Refusal, None]:
+    async def _arriving(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
         """Yield outcomes as they arrive. The next request is sent once an outcome was taken: a caller that stops is
         never some paid requests behind.
         """
@@ -143,7 +149,8 @@ class ServerEngine(Engine):
         failure: ServerError | None = None
         async with self.client() as client:
             while True:
-                while failure is None and len(flying) < self.batch_size and (request := next(todo, None)) is not None:
+                while failure is None and len(flying) < self.concurrency and todo:
+                    request = todo.popleft()
                     flying[task := asyncio.create_task(self.ask(client, request))] = request
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as seen
                 if not flying:
@@ -188,9 +195,8 @@ class ServerEngine(Engine):
         for asked in (MORE_TOPS, self.top_logprobs or MOST_TOPS, FEWER_TOPS):
             if isinstance(known := ask("", asked), Generation):
                 break
-        none: dict[str, float] = {}
         warm, cold = (
-            max((tops for _, tops in getattr(reply, "tops", None) or ()), key=len, default=none)
+            {token: value for _, tops in getattr(reply, "tops", None) or () for token, value in tops.items()}
             for reply in (known, ask("", asked, COLD))
         )
         if not warm:
@@ -205,12 +211,10 @@ class ServerEngine(Engine):
         self.scales = spread_cold > 1.5 * spread + NOISE
         if self.scales:
             warn(f"{self.model}: {SCALED}")
-        four = "A A A A"
-        replies = [plain, *(ask(text, 0) for text in (four, f"{four} {four}", f"{four}\n"))]
-        lengths = [(isinstance(reply, Generation) and reply.prompt_tokens) or 0 for reply in replies]
-        start, once, twice, broken = lengths
-        goes_on, trims = all(lengths) and once < twice and once - start <= twice - once, once == broken
-        self.continues = goes_on and not trims
+        replies = [plain, *(ask(text, 0) for text in ("A A A A", "A A A A A A A A", "A A A A\n"))]
+        start, once, twice, broken = (getattr(reply, "prompt_tokens", None) or 0 for reply in replies)
+        goes_on = min(start, once) > 0 and 0 < twice - once >= once - start
+        self.continues = goes_on and once < broken
         if not self.continues:
             what = "its chat template trims the message" if goes_on else "the server ignores or refuses the wish"
             warn(f"{self.model}: cannot continue a partial message ({what}), so unanswered responses stay unanswered")
@@ -218,8 +222,7 @@ class ServerEngine(Engine):
     def find_model(self) -> None:
         """Take the one model that the server lists; ServerError where there are others, or none."""
         try:
-            settings: Any = {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
-            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, **settings)
+            reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, verify=_certificates(), **self._http)
             if not reply.is_success:
                 said = error_message(reply.content) or reply.reason_phrase or "no message"
                 raise ValueError(f"{reply.status_code}: {said}")
@@ -235,10 +238,9 @@ class ServerEngine(Engine):
         """A client for `ask`, to be closed by the caller."""
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
         # Idle connections are left before vLLM's own server closes them, after 5 s.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.batch_size, keepalive_expiry=4.0)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=4.0)
         try:
-            settings: Any = {"headers": self._headers, "verify": _certificates(), "follow_redirects": True}
-            return httpx.AsyncClient(timeout=timeout, limits=limits, **settings)
+            return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), **self._http)
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
             raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets)}") from None
 

@@ -11,11 +11,12 @@ A response without an answer is closed, so that the next token is a label, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from catto.engines import Context, Engine, Generation, LabelScores, Request, ScoredGeneration, Scores
+from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
 from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, restyle, token_at
 from catto.prompts import TAGS, answer_tag, common, completion, find_tags, parse_answer
 from catto.records import Message, Question, Refusal
@@ -42,7 +43,7 @@ class Answer(NamedTuple):
     logsumexp: dict[str, float] | None
 
 
-Reader = Callable[[Sequence[Case]], Sequence[Answer | Refusal]]
+Asked = tuple[Question, tuple[Message, ...]]
 NO_ANSWER = Answer(None, "fallback", 0.0, None, None)
 # A server that reads a text otherwise than it had written it gives the drawn token another log-probability; one in
 # eight-bit arithmetic moves it by less than this.
@@ -50,11 +51,7 @@ SAME = 0.3
 
 
 def _answer(
-    question: Question,
-    label: str,
-    source: Source,
-    logprobs: Mapping[str, float],
-    logsumexp: dict[str, float] | None = None,
+    question: Question, label: str, source: Source, logprobs: Mapping[str, float], logsumexp: dict[str, float] | None
 ) -> Answer:
     """An answer with the probability of its label, never renormalised."""
     complete = {name: logprobs[name] for name in question.labels} if set(question.labels) <= set(logprobs) else None
@@ -179,18 +176,29 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
     return generations
 
 
-def read_replies(engine: ServerEngine, cases: Sequence[Case]) -> list[Answer | Refusal]:
-    """The answer of every reply; what a reply leaves open is asked by continuing it, where the server can.
+def read_replies(
+    engine: ServerEngine, asked: Mapping[str, Asked], todo: deque[Request], outcomes: Iterable[Generation | Refusal]
+) -> Iterator[tuple[Case, Answer] | Refusal]:
+    """The answer of every reply, as they arrive; what one leaves open is asked by continuing it, where the server can.
 
-    A response whose label has no readable log-probability is refused, and so is one without an answer whose
-    continuation was.
+    Such a request is the next of `todo`, and its reply one of the outcomes. A response whose label has no readable
+    log-probability is refused, and so is one without an answer whose continuation was.
     """
-    asked = {case.generation.key: case for case in cases}
-    answers = {key: read_reply(case) for key, case in asked.items()}
-    requests = [left_open(engine, case, answers[key]) for key, case in asked.items()]
-    for reply in engine.generate([request for request in requests if request is not None]):
-        answers[reply.key] = read_reply(asked[reply.key], reply)
-    return list(answers.values())
+    continued: dict[Key, Case] = {}
+    for outcome in outcomes:
+        if (case := continued.pop(outcome.key, None)) is not None:
+            answer = read_reply(case, outcome)
+        elif isinstance(outcome, Refusal):
+            yield outcome
+            continue
+        else:
+            case = Case(*asked[outcome.question], outcome)
+            answer = read_reply(case)
+            if (more := left_open(engine, case, answer)) is not None:
+                continued[outcome.key] = case
+                todo.appendleft(more)
+                continue
+        yield answer if isinstance(answer, Refusal) else (case, answer)
 
 
 def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
@@ -229,15 +237,16 @@ def read_reply(case: Case, reply: Generation | Refusal | None = None) -> Answer 
         logprobs = label_logprobs(written.forms, tops, written.lead, written.after)
         # The token that was drawn counts, and not the likeliest beginning of the label.
         logprobs[written.label] = drawn
-        return _answer(question, written.label, written.source, logprobs)
+        return _answer(question, written.label, written.source, logprobs, None)
     refusal = written or reply
     if isinstance(refusal, Refusal):
         return refusal
     logprobs = label_logprobs({label: label for label in question.labels}, more)
-    best = max(logprobs, key=lambda label: logprobs[label], default=None)
+    best = max(logprobs, key=lambda label: logprobs[label], default="")
     # A likelier token that begins two labels tells neither, and rules out the others.
     begun = [value for token, value in more.items() if token and any(one.startswith(token) for one in question.labels)]
-    return NO_ANSWER if best is None or max(begun) > logprobs[best] else _answer(question, best, "fallback", logprobs)
+    told = best and max(begun) <= logprobs[best]
+    return _answer(question, best, "fallback", logprobs, None) if told else NO_ANSWER
 
 
 class _Written(NamedTuple):

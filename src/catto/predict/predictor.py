@@ -7,13 +7,14 @@ response without an answer is closed and the most probable label taken there: `s
 Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
 whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`. For the
 same reason shards are made of whole chunks, every n-th one: `merge` joins them to the file of one run, byte for byte.
+A server's replies depend on no batch and may be paid for: each is stored as it arrives.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,12 +28,13 @@ from catto.files import library_versions, manifest_path, read_manifest, read_rec
 from catto.journal import Journal, read_refusals
 from catto.labels import check_labels
 from catto.metrics.selection import token_certainty
-from catto.predict.label_reader import Answer, Case, Reader, read_replies, read_tokens, score_labels
+from catto.predict.label_reader import Answer, Case, read_replies, read_tokens, score_labels
 from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
-from catto.records import Manifest, Prediction, Question, Refusal, content_hash
+from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
 
 R = TypeVar("R", ScoredGeneration, Prediction)
+T = TypeVar("T")
 Progress = Callable[[int, int, int], None]  # records done, of how many, how many of them are right predictions
 Shard = tuple[int, int]  # its number, from 1, and how many there are
 STOP = ("</answer>",)
@@ -75,8 +77,7 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Op
     With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
     """
     job = _Job(engine, questions, **options)
-    # The reader comes first: a server whose replies cannot be read is refused before anything is generated.
-    return job.collect(Prediction, lambda keys: job.each(partial(job.predictions, job.reader), job.generate(keys)))
+    return job.collect(Prediction, lambda keys: job.predictions(job.generate(keys)))
 
 
 def generate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[ScoredGeneration]:
@@ -106,15 +107,16 @@ def read(
     """
     job = _Job(engine, questions, out=out, progress=progress, max_refused=1.0, **settings)
     written = {generation.key: generation for generation in generations}
-    if foreign := written.keys() - set(job.keys):
+    if foreign := written.keys() - job.keys.keys():
         raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
 
-    def predict(keys: Sequence[Key]) -> list[Prediction | Refusal]:
+    def outcomes(keys: Sequence[Key]) -> Iterator[Generation | Refusal]:
         why = "the request was refused when it was generated"
-        outcomes = [written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys]
-        return job.each(partial(job.predictions, job.reader), outcomes)
+        yield from (written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys)
+        if job.todo:
+            yield from engine.generate(job.todo)
 
-    return job.collect(Prediction, predict)
+    return job.collect(Prediction, lambda keys: job.predictions(outcomes(keys)))
 
 
 def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
@@ -257,63 +259,57 @@ class _Job:
         self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
         number, shards = shard or (1, 1)
         answered = [question for place, question in enumerate(listed) if place // self.chunk % shards == number - 1]
-        self.keys = [(question.id, sample) for question in answered for sample in range(k)]
-        self.cap = RefusalCap(1.0)
+        keys = [(question.id, sample) for question in answered for sample in range(k)]
+        self.keys = {key: place for place, key in enumerate(keys)}
+        self.streams = engine.tokenizer is None  # outcomes depend on no batch, so they are stored one by one
+        self.todo: deque[Request] = deque()
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> Callable[[Iterable[Generation | Refusal]], Iterator[tuple[Case, Answer] | Refusal]]:
         """What reads the labels of this engine's responses."""
         if self.engine.tokenizer is not None:
-            return partial(read_tokens, self.engine)
+            return partial(self.each, lambda cases: zip(cases, read_tokens(self.engine, cases), strict=True))
         from catto.engines.server import ServerEngine
 
         assert isinstance(self.engine, ServerEngine)
         if self.engine.top_logprobs == 0:
             raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
         self.engine.probe()
-        return partial(read_replies, self.engine)
+        return partial(read_replies, self.engine, self.cases, self.todo)
 
-    def generate(self, keys: Sequence[Key]) -> list[Generation | Refusal]:
-        """What the engine gives for these keys, in their order."""
-        requests = [
-            Request(
-                question=question,
-                sample=sample,
-                messages=self.cases[question][1],
-                temperature=self.temperatures[sample],
-                seed=request_seed(self.seed, question, sample),
-                max_tokens=self.max_tokens,
-                stop=STOP,
-                keep_states=True,
-            )
-            for question, sample in keys
-        ]
-        outcomes: dict[Key, Generation | Refusal] = {}
-        for outcome in self.engine.generate(requests):
-            outcomes[outcome.key] = outcome
-            self.cap.count(outcome)
-        return [outcomes[key] for key in keys]
+    def generate(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
+        """What the engine gives for these keys, as it arrives."""
+        self.todo.clear()
+        for question, sample in keys:
+            how: Any = {"temperature": self.temperatures[sample], "seed": request_seed(self.seed, question, sample)}
+            how |= {"max_tokens": self.max_tokens, "stop": STOP, "keep_states": True}
+            self.todo.append(Request(question=question, sample=sample, messages=self.cases[question][1], **how))
+        return self.engine.generate(self.todo)
 
     def each(
-        self, make: Callable[[list[Case]], Iterable[R | Refusal]], outcomes: Sequence[Generation | Refusal]
-    ) -> list[R | Refusal]:
-        """Each generation as what `make` makes of it; a refusal stays in its place."""
-        answered = [outcome for outcome in outcomes if isinstance(outcome, Generation)]
-        made = iter(make([Case(*self.cases[generation.question], generation) for generation in answered]))
-        return [outcome if isinstance(outcome, Refusal) else next(made) for outcome in outcomes]
+        self, make: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
+    ) -> Iterator[T | Refusal]:
+        """What `make` makes of the generations, as they arrive or all at once and in order, and the refusals."""
+        in_order = partial(sorted, key=lambda outcome: self.keys[outcome.key])
+        for group in ([outcome] for outcome in outcomes) if self.streams else [in_order(outcomes)]:
+            yield from (outcome for outcome in group if isinstance(outcome, Refusal))
+            yield from make([Case(*self.cases[one.question], one) for one in group if isinstance(one, Generation)])
 
-    def predictions(self, reader: Reader, cases: Sequence[Case]) -> Iterator[Prediction | Refusal]:
-        """What `reader` reads of each response; a refusal where a reply came, but its label cannot be read."""
-        for (question, _, generation), answer in zip(cases, reader(cases), strict=True):
-            if isinstance(answer, Refusal):
-                self.cap.count(answer)
-                yield answer
-            else:
-                temperature = self.temperatures[generation.sample]
-                yield prediction(question, generation, answer, temperature, self.seed, self.engine.name)
+    def predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
+        """What is read of each response; a refusal where a reply came, but its label cannot be read.
 
-    def collect(self, kind: type[R], make: Callable[[Sequence[Key]], list[R | Refusal]]) -> list[R]:
-        """All records: from the file as far as it has them, the others from `make`, chunk by chunk.
+        The reader comes first: a server whose replies cannot be read is refused before anything is generated.
+        """
+        for read in self.reader(outcomes):
+            if isinstance(read, Refusal):
+                yield read
+                continue
+            (question, _, generation), answer = read
+            temperature = self.temperatures[generation.sample]
+            yield prediction(question, generation, answer, temperature, self.seed, self.engine.name)
+
+    def collect(self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]]) -> list[R]:
+        """All records: from the file as far as it has them, the others from `make`, chunk by chunk or one by one.
 
         Refused requests are taken off the total of `progress`.
         """
@@ -321,41 +317,47 @@ class _Job:
         if (out := self.out) is not None:
             journal = Journal(out, kind, self.manifest(kind), self.keys, refused=refused_path(out), other=OTHER_RUN)
             if journal.finished():
-                records, refused = self.published(out, kind)
+                published, left_out = self.published(out, kind)
                 journal.remove()
-                if not (self.retry_refused and refused):
-                    return records
+                if not (self.retry_refused and left_out):
+                    return published
                 journal.reopen(refusals=True)
         with journal or nullcontext():
-            done: dict[Key, R | Refusal] = {}
-            width = self.chunk * self.k
-            if journal is not None:
-                if len(journal.places) < len(self.keys):
-                    journal.cut(len(journal.places) // width * width)
-                done = {outcome.key: outcome for outcome in journal.outcomes()}
-            refused_before: list[Key] = [key for key, outcome in done.items() if isinstance(outcome, Refusal)]
-            chunks = [self.keys[start : start + width] for start in range(len(done), len(self.keys), width)]
-            if self.retry_refused and refused_before:
-                chunks.append(refused_before)
+            width = (len(self.keys) or 1) if self.streams else self.chunk * self.k
+            if journal is not None and not self.streams and len(journal.places) < len(self.keys):
+                journal.cut(len(journal.places) // width * width)
+            stored = list(journal.outcomes()) if journal is not None else []
+            refused = {outcome.key: outcome for outcome in stored if isinstance(outcome, Refusal)}
+            done = {outcome.key: outcome for outcome in stored if not isinstance(outcome, Refusal)}
+            missing = [key for key in self.keys if key not in done and key not in refused]
+            chunks = [missing[start : start + width] for start in range(0, len(missing), width)]
+            again = list(refused) if self.retry_refused else []
+            chunks += [again] if again else []
             if chunks and self.engine.tokenizer is not None:  # labels that tokens cannot tell apart are refused first
                 for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
                     check_labels(self.engine.tokenizer, labels)
-            self.cap = RefusalCap(self.max_refused, done.keys() - {*refused_before}, refused_before)
+            cap, right = RefusalCap(self.max_refused, done, refused), _right(done.values())
             for chunk in chunks:
-                self.cap = RefusalCap(1.0) if chunk is refused_before else self.cap
-                outcomes = make(chunk)
-                outcomes = outcomes if journal is None else journal.append(*outcomes, sync=True)
-                done |= {outcome.key: outcome for outcome in outcomes}
-                records, refused = _parted(done.values())
-                if self.progress is not None and records:
-                    self.progress(len(records), len(self.keys) - len(refused), _right(records))
-            records, refused = _parted(done.values())
-            RefusalCap.check_some(len(records), refused)
+                cap, made = RefusalCap(1.0) if chunk is again else cap, make(chunk)
+                for outcomes in ([outcome] for outcome in made) if self.streams else [list(made)]:
+                    for outcome in outcomes if journal is None else journal.append(*outcomes, sync=not self.streams):
+                        refused.pop(outcome.key, None)
+                        if isinstance(outcome, Refusal):
+                            refused[outcome.key] = outcome
+                        else:
+                            done[outcome.key] = outcome
+                            right += _right([outcome])
+                        cap.count(outcome)
+                    if self.progress is not None and done:
+                        self.progress(len(done), len(self.keys) - len(refused), right)
+            records = [done[key] for key in self.keys if key not in refused]
+            refusals = [refused[key] for key in self.keys if key in refused]
+            RefusalCap.check_some(len(records), refusals)
             if journal is not None:
-                journal.publish(self.manifest(kind, records, refused))
-            elif refused:
-                why = count_reasons(refused)
-                warnings.warn(f"{len(refused)} of {len(done)} requests were refused: {why}", stacklevel=3)
+                journal.publish(self.manifest(kind, records, refusals))
+            elif refusals:
+                why = count_reasons(refusals)
+                warnings.warn(f"{len(refusals)} of {len(self.keys)} requests were refused: {why}", stacklevel=3)
         return records
 
     def published(self, out: Path, kind: type[R]) -> tuple[list[R], list[Refusal]]:
@@ -382,10 +384,8 @@ class _Job:
             notes["shard"] = "{}/{}".format(*self.shard)
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
-        if parser is not None:
-            notes["parser"] = parser
-        else:
-            notes["positions"] = self.engine.positions  # `read` closes responses within them
+        # `read` closes generated responses within the positions
+        notes |= {"positions": self.engine.positions} if parser is None else {"parser": parser}
         counts: dict[str, int] = {}
         if records:
             counts = {PLURALS[kind]: len(records), "questions": len(self.cases), "refused": len(refused)}
@@ -404,11 +404,5 @@ class _Job:
         )
 
 
-def _right(records: Iterable[ScoredGeneration | Prediction]) -> int:
+def _right(records: Iterable[Sampled]) -> int:
     return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
-
-
-def _parted(outcomes: Collection[R | Refusal]) -> tuple[list[R], list[Refusal]]:
-    """Records and refusals, each in order."""
-    records = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
-    return records, [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
