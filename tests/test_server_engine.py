@@ -185,8 +185,15 @@ def test_certificates_that_are_not_there_are_one_line(monkeypatch: pytest.Monkey
     certificates.cache_clear()
     with pytest.raises(ServerError, match="No such file"):
         list(ServerEngine("http://127.0.0.1:9/v1", "m").generate([request()]))
-    with pytest.raises(ServerError, match=r"it does not list its models: .*No such file"):
+    with pytest.raises(ServerError, match=r"it lists no models: .*No such file"):
         ServerEngine("http://127.0.0.1:9/v1", "").find_model()
+
+
+def test_no_server_at_all_is_not_one_that_does_not_list_its_models() -> None:
+    with OpenAIServer(by_seed) as server:
+        url = server.url
+    with pytest.raises(ServerError, match=r"/v1: no connection: .*refused$"):
+        ServerEngine(url, "").find_model()
 
 
 def test_no_further_request_is_sent_while_an_answer_waits_to_be_taken() -> None:

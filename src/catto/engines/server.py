@@ -229,7 +229,8 @@ class ServerEngine(Engine):
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
         except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
             reason = one_line(first_problem(error) if isinstance(error, ValidationError) else str(error), self._secrets)
-            raise ServerError(f"{self.base_url}: it does not list its models: {reason}; name one") from None
+            what = "no connection: {}" if type(error).__name__ in _UNREACHED else "it lists no models: {}; name one"
+            raise ServerError(f"{self.base_url}: {what.format(reason)}") from None
         if len(names) != 1:
             raise ServerError(f"{self.base_url}: serves {', '.join(names[:5]) or 'no model'}; name one")
         self.model, self.served = model_name(names[0]), names[0]
