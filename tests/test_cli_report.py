@@ -42,6 +42,7 @@ def test_the_page_of_tables_has_the_numbers_of_measure(tmp_path: Path, capsys: C
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "second" in page
     assert "<b>7</b>" not in page
+    assert "Trained" not in page  # a file of answers does not say on what
 
 
 def test_models_are_named_by_their_folders_where_files_are_alike(tmp_path: Path, capsys: Capture) -> None:
