@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pairs
@@ -291,6 +292,55 @@ def test_the_term_alone_has_no_preference_loss_whatever_the_recipe_gives_the_oth
     for method, weights in (("sft+outcome", [0.0]), ("dpo+outcome", [1.0, 0.3])):
         work = made_work(tmp_path / method, method, preference={"checkpoint_steps": 2, "trl": given})
         assert _trained(work, monkeypatch)[0].args.loss_weights == weights
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def _adapted(
+    folder: Path, method: str, monkeypatch: pytest.MonkeyPatch, *, tied: bool = False, **peft: Any
+) -> dict[str, torch.Tensor]:
+    """The merged weights after four steps at a large learning rate."""
+    trl = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    blocks = {stage: {"checkpoint_steps": 2, "trl": trl} for stage in ("preference", "rcft")}
+    model = {"path": "unused", "peft": {"r": 4, "target_modules": ["q_proj", "v_proj"], **peft}}
+    work = made_work(folder, method, keep="last", model=model, **blocks)
+    tiny_model(tie_word_embeddings=tied).save_pretrained(work.model("start"))
+    stop = _Clock.on_step_end
+
+    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stop(self, args, state, control, **kwargs)
+        if state.global_step == 3 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            raise KeyboardInterrupt
+
+    if "killed" in folder.name:
+        monkeypatch.setattr(_Clock, "on_step_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_train(work)
+    run_train(work)
+    return load_file(work.out / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ["dpo+catto", "cft"])
+def test_an_adapter_starts_by_the_seed_and_a_killed_run_goes_on_with_it(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _adapted(tmp_path / "whole", method, monkeypatch)
+    torch.rand(7)  # whatever else the process has drawn
+    killed = _adapted(tmp_path / "killed", method, monkeypatch)
+    start = tiny_model().state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (whole[name] - start[name]).abs().max() > 1e-4
+    assert all(torch.equal(value, killed[name]) for name, value in whole.items())
+
+
+def test_pairs_refuse_an_adapter_that_takes_its_start_out_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="init_lora_weights is 'pissa', expected true or gaussian: the reference is"):
+        _adapted(tmp_path / "dpo", "dpo", monkeypatch, init_lora_weights="pissa")
+    _adapted(tmp_path / "cft", "cft", monkeypatch, init_lora_weights="pissa")  # it has no reference
 
 
 # ---- what is saved --------------------------------------------------------------------------------------------------

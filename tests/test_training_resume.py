@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
+import pairs
 import train_run
 from catto.experiment import attempts
+from catto.training.config import CATTOConfig
 from catto.training.monitor import copy_newest, newest_complete
+from catto.training.preference import CATTOTrainer
 from forked import Forked
+from steps import lora
+from tiny import tiny_model
 
 STEPS = 14
 RUN: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
@@ -54,6 +60,20 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
     resumed = train_run.run(str(killed), stream=stream, **RUN)
     assert resumed.state.global_step == STEPS
     _assert_same_bits(killed, whole)
+
+
+def test_an_adapted_model_goes_on_with_its_adapter_not_with_that_of_the_reference(tmp_path: Path) -> None:
+    """TRL gives an adapted model a frozen copy of its adapter; the checkpoint then has both."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "peft_config": None}
+    adapters = []
+    for checkpoint in (None, tmp_path / "checkpoint-2"):
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_model(), lora())
+        trainer = pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, model=model, **options)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        adapters.append({name: w.clone() for name, w in trainer.model.state_dict().items() if ".default." in name})
+    assert (tmp_path / "checkpoint-2" / "ref").is_dir()
+    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

@@ -31,6 +31,7 @@ def test_signatures_that_are_overridden() -> None:
     assert _parameters(DPOTrainer._prepare_dataset) == ["self", "dataset", "processing_class", "args", "dataset_name"]
     assert _parameters(DPOTrainer._set_signature_columns_if_needed) == ["self"]
     assert _parameters(DPOTrainer._get_dataloader)[:2] == ["self", "dataset"]
+    assert _parameters(DPOTrainer._load_from_checkpoint) == ["self", "resume_from_checkpoint", "model"]
     assert _parameters(DPOTrainer.__init__)[:4] == ["self", "model", "ref_model", "args"]
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
@@ -79,9 +80,9 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
 
     The fields of training.json are those of `report.numbers.Training`.
     """
-    model, tokenizer = _start(job)
-    prepare = _preference if job.settings.method.stage == "preference" else _supervised
-    trainer, rows, tokens, dropped = prepare(job, model, tokenizer)
+    on_pairs = job.settings.method.stage == "preference"
+    model, tokenizer = _start(job, adapted=not on_pairs)
+    trainer, rows, tokens, dropped = (_preference if on_pairs else _supervised)(job, model, tokenizer)
     processes = job.settings.launch.processes
     if processes > 1 and (filled := -rows % (trainer.args.per_device_train_batch_size * processes)):
         logger.warning("%d rows are no multiple of the batch: each epoch ends with %d rows again", rows, filled)
@@ -157,8 +158,8 @@ def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
         raise RuntimeError(f"the gathered weights are not those of the model: {len(strange)} differ, as {strange[0]}")
 
 
-def _start(job: Job) -> tuple[Any, Any]:
-    """Return the model that this training starts from, with new adapters if there are to be, and its tokenizer."""
+def _start(job: Job, *, adapted: bool = True) -> tuple[Any, Any]:
+    """Return the model that this training starts from, `adapted` by what `model.peft` says, and its tokenizer."""
     settings, started = job.settings.model, "start" in job.inputs
     if settings.scratch is not None and not started:
         rows = list(read_records(job.inputs["teacher"] / "outcome.jsonl", SftRow))
@@ -173,9 +174,8 @@ def _start(job: Job) -> tuple[Any, Any]:
             tokenizer.pad_token = tokenizer.eos_token
         dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=settings.attention)
-    if settings.peft is not None:
-        from peft import LoraConfig, get_peft_model
-
+    if adapted and settings.peft is not None:
+        torch.manual_seed(job.settings.seed)  # the trainer's comes too late for the adapter's random weights
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
     return model, tokenizer
 
@@ -307,6 +307,12 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
         if method.stream != "none":
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
+    adapter = None
+    if settings.model.peft is not None:
+        adapter = LoraConfig(task_type="CAUSAL_LM", **settings.model.peft)
+        if (kind := adapter.init_lora_weights) not in (True, "gaussian", "eva", "mica"):
+            told = "the reference is the model without its adapter, which is not where training would start"
+            raise ValueError(f"model.peft.init_lora_weights is {kind!r}, expected true or gaussian: {told}")
     alone = {} if method.preference_loss else {"loss_type": ["sigmoid"], "loss_weights": [0.0]}  # whatever `trl` says
     config = CATTOConfig(**(options | _arguments(job) | alone))
     # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
@@ -319,6 +325,8 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         processing_class=tokenizer,
         validation=_validation(job, "reasoning", tokenizer),
         outcome_examples=stream,
+        # Of an adapted model TRL would train against a second, frozen adapter, which checkpoints would hold too.
+        peft_config=adapter,
     )
     tokens = sum(2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in columns)
     if stream:  # so many rows of the stream beside every pair, up to the label where the loss reads nothing after it

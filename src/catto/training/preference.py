@@ -271,6 +271,13 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     # ---- the reference
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Transformers', which loads only the reference where the checkpoint of an adapted model has one beside it."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        beside = (Path(resume_from_checkpoint) / "ref").is_dir() and "ref" in getattr(self.model, "peft_config", {})
+        if beside and not self.is_fsdp_enabled:
+            self.model.load_adapter(resume_from_checkpoint, self.model.active_adapters[0], is_trainable=True)
+
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
         self._set_collator(dataset)
