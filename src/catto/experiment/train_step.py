@@ -86,6 +86,9 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     processes = job.settings.launch.processes
     if processes > 1 and (filled := -rows % (trainer.args.per_device_train_batch_size * processes)):
         logger.warning("%d rows are no multiple of the batch: each epoch ends with %d rows again", rows, filled)
+    embedding, head = trainer.model.get_input_embeddings(), trainer.model.get_output_embeddings()
+    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is head.weight:
+        raise ValueError("model.peft: an adapter of the input embedding would, once merged, move the head tied to it")
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
