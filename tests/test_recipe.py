@@ -105,6 +105,11 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sft": {"trl": {"learning_rate": -1}}}, "sft.trl.learning_rate: expected a number above 0, got -1"),
     ({"sft": {"trl": {"seed": -1}}}, "sft.trl.seed: expected a number of at least 0, got -1"),
+    ({"rcft": {"trl": {"num_train_epochs": 0}}}, "rcft.trl.num_train_epochs: expected a number above 0, got 0"),
+    (
+        {"preference": {"learning_rates": [1e-4, 1e-5], "trl": {"learning_rate": 1e-3}}},
+        "preference.trl.learning_rate: each of preference.learning_rates would train at this",
+    ),
     ({"evaluation": {"sampling": "fited"}}, "evaluation.sampling: expected validation or fitted"),
     ({"methods": ["sft", "dpo+cato+ts"]}, "did you mean dpo+catto+ts?"),
     ({"methods": ["sft", "sft+ts+ts"]}, "methods: 'sft+ts+ts' is not one of sft,"),
@@ -216,6 +221,13 @@ def test_a_whole_number_for_a_float_keyword_is_that_float(tmp_path: Path) -> Non
         ("tasks={mine: {path: a.jsonl, data_dir: d}}", "tasks.mine.data_dir: not read for this task"),
         ("model.dtype=bfloat16", "model: dtype and attention go with a path"),
         ("sft.trl.label_smoothing_factor=0.1", "is not set here: sft+ls smooths labels"),
+        ("preference.trl.outcome_score=brier", "preference.trl.outcome_score: is not set here: outcome.score gives it"),
+        ("preference.trl.outcome_rows_per_pair=5", "is not set here: outcome.rows_per_pair gives it"),
+        ("preference.trl.prefix_sharing=false", "is not set here: it is set at the top of the recipe"),
+        ("rcft.trl.load_best_model_at_end=false", "is not set here: keep gives it"),
+        ("sft.trl.metric_for_best_model=loss", "is not set here: keep gives it"),
+        ("sft.trl.save_only_model=true", "is not set here: a run that was killed would end with another model"),
+        ("preference.trl.ignore_data_skip=true", "is not set here: a run that was killed would end with another model"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(override: str, expected: str) -> None:

@@ -330,10 +330,14 @@ class Recipe(Settings):
             start = method(name).start
             if start != "base" and start not in self.methods:
                 raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
-        rates = {f"{name}.learning_rates": getattr(self, name).learning_rates for name in ("sft", "preference", "rcft")}
+        blocks: dict[str, TrainerSettings] = {name: getattr(self, name) for name in ("sft", "preference", "rcft")}
+        rates = {f"{name}.learning_rates": block.learning_rates for name, block in blocks.items()}
         for name, values in {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}.items():
             if values is not None and len(set(values)) < len(values):
                 raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
+        for name, block in blocks.items():
+            if "learning_rate" in block.trl and len(block.learning_rates or ()) > 1:
+                raise ValueError(f"{name}.trl.learning_rate: each of {name}.learning_rates would train at this")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         if self.outcome.held_out:

@@ -188,9 +188,14 @@ def keywords(config: str) -> dict[str, str]:
 _KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str}, "bool": {bool}, "None": {type(None)}}
 
 
-# Keywords that the recipe fills itself.
+# Keywords that the recipe or the run fills itself: a second value would win over the one that is read and reported.
 _GIVEN = {"calibration": "the method gives it", "max_length": "context gives it", "output_dir": "the run has its own"}
 _GIVEN |= {"task_type": "it is always CAUSAL_LM", "label_smoothing_factor": "sft+ls smooths labels"}
+_GIVEN |= {"outcome_score": "outcome.score gives it", "outcome_rows_per_pair": "outcome.rows_per_pair gives it"}
+_GIVEN |= {"prefix_sharing": "it is set at the top of the recipe", "model_init_kwargs": "the block model gives them"}
+_GIVEN |= dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "keep gives it")
+_GIVEN |= {"resume_from_checkpoint": "a run resumes by itself", "push_to_hub": "models stay in the folder of the run"}
+_GIVEN |= dict.fromkeys(("save_only_model", "ignore_data_skip"), "a run that was killed would end with another model")
 
 
 def _refused(config: str, name: str, value: Any) -> str | None:
@@ -205,7 +210,7 @@ def _refused(config: str, name: str, value: Any) -> str | None:
         with suppress(ValueError, OverflowError):
             meant = int(float(value)) if kinds[0] == "int" else f"{float(value):.1e}"
             return f"{value!r} is text in YAML; write {meant}"
-    if name == "learning_rate" and not (isinstance(value, int | float) and value > 0):
+    if name in ("learning_rate", "num_train_epochs") and not (isinstance(value, int | float) and value > 0):
         return f"expected a number above 0, got {value!r}"
     if name in ("seed", "data_seed") and isinstance(value, int) and value < 0:
         return f"expected a number of at least 0, got {value}"
