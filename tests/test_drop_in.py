@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import IntervalStrategy, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import pairs
 from catto.training.config import CATTOConfig
+from catto.training.monitor import EvaluateAtEnd
 from catto.training.preference import CATTOTrainer
 from catto.training.tokenize import examples
 from steps import distance, facts, made, step
@@ -244,6 +246,35 @@ def test_several_eval_datasets_measure_the_validation_examples_once() -> None:
     found = trainer.evaluate()
     assert {"eval_one_loss", "eval_two_loss", "eval_val_ece"} <= set(found)
     assert [name for name in found if name.endswith("val_ece")] == ["eval_val_ece"]
+
+
+class _Heard(TrainerCallback):  # type: ignore[misc]
+    """Keeps the step and the numbers of every evaluation that callbacks hear of."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, set[str]]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.events.append((state.global_step, set(metrics)))
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("steps", [1, 2, 3]), ("epoch", [2, 3])])
+@pytest.mark.parametrize("datasets", [0, 1, 2])
+def test_callbacks_hear_once_of_each_evaluation(strategy: str, steps: list[int], datasets: int) -> None:
+    """So early stopping counts an evaluation once, whether it watches the loss or the calibration."""
+    heard, best = _Heard(), {"metric_for_best_model": "val_ece", "greater_is_better": False}
+    size = {"per_device_train_batch_size": 8, "max_steps": 3, "eval_steps": 1}
+    trainer = made(CATTOTrainer, CATTOConfig, callbacks=[heard], **size, **best)
+    trainer.validation = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    trainer.add_callback(EvaluateAtEnd())
+    trainer.args.eval_strategy = IntervalStrategy(strategy)
+    sets = dict.fromkeys(("one", "two")[:datasets], trainer.train_dataset)
+    trainer.eval_dataset = trainer.train_dataset if datasets == 1 else sets or None
+    trainer.train()
+    assert [step for step, _ in heard.events] == [step for step in steps for _ in range(max(datasets, 1))]
+    assert [step for step, names in heard.events if "eval_val_ece" in names] == steps
+    assert [log["step"] for log in trainer.state.log_history if "eval_val_ece" in log] == steps
+    assert datasets != 1 or all({"eval_loss", "eval_val_ece"} <= names for _, names in heard.events)
 
 
 @pytest.mark.parametrize("options", [{"calibration": "catto"}, {"calibration": "outcome"}, {"calibration": "none"}])

@@ -137,26 +137,26 @@ class Monitored(Trainer):  # type: ignore[misc]
     """
 
     validation: Sequence[Example] = ()
+    _measured: Sequence[tuple[str, float]] = ()  # what the next log adds to its numbers
     _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
     _watched: tuple[tuple[Tensor, int, Callable[[], str]], ...] = ()  # losses not read yet, their steps and rows
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as the trainer does, where it has a dataset for that, and measure calibration."""
-        results: dict[str, float] = {}
-        if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
-            results = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        # A name is one dataset of several, for which Transformers calls this method once each: measure only once.
-        if self.validation and not isinstance(eval_dataset, str):
+        """Evaluate as the trainer does, where it has a dataset, and measure calibration: one event for both."""
+        # Transformers calls this method for each of several datasets: of the trainer's own by name, to measure once.
+        if self.validation and not isinstance(eval_dataset, str | dict):
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
             logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
             measured = measure(logprobs, [example.label.gold for example in self.validation])
-            ours = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-            self.model.eval()  # TRL's log reads the mode to tell training from evaluation
-            self.log(ours)
-            results |= ours
-            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, results)
+            self._measured = [(f"{metric_key_prefix}_{name}", value) for name, value in measured.items()]
+        if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
+        results: dict[str, float] = {}
+        self.model.eval()  # TRL's log reads the mode to tell training from evaluation
+        self.log(results)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, results)
         return results
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -206,8 +206,10 @@ class Monitored(Trainer):  # type: ignore[misc]
                 raise FloatingPointError(f"loss is {value} at step {step} on {rows()}; {before}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stop if a loss since the last log was not a number, else log."""
+        """Stop if a loss since the last log was not a number, else log, with what an evaluation has measured."""
         self._stop_at_nan()
+        logs.update(self._measured)  # as TRL does: the trainer's evaluation hands the same object to the callbacks
+        self._measured = ()
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -232,10 +234,10 @@ def evaluating_without_dataset(args: Any, validation: Sequence[Example]) -> Iter
 
 
 class EvaluateAtEnd(TrainerCallback):  # type: ignore[misc]
-    """The last step is evaluated too, whatever the interval: it may be the best."""
+    """The last step is evaluated too, whatever the interval in steps: it may be the best."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Ask for an evaluation at the last step."""
-        if state.global_step >= state.max_steps and args.eval_strategy != IntervalStrategy.NO:
+        if state.global_step >= state.max_steps and args.eval_strategy == IntervalStrategy.STEPS:
             control.should_evaluate = True
         return control
