@@ -231,6 +231,14 @@ TWO = {"witnesses": None, "snli": None}
         ),
         (["plan", "quickstart", "--set", "preference.trl.betta=1"], "trl.betta: not a keyword of CATTOConfig"),
         (["run", "quickstart", "--set", "preference.trl.betta=1"], "did you mean beta?"),
+        (
+            ["run", "quickstart", "--set", "preference.trl.loss_type=sigmiod"],
+            "quickstart: preference (dpo): ValueError: Unknown loss type: sigmiod. Should be one of",
+        ),
+        (
+            ["train", "quickstart", "--method", "dpo", "--set", "model.peft={r: 0}"],
+            "quickstart: sft (sft): ValueError: `r` should be a positive integer value",
+        ),
         (["plan", "quickstart", "--set", "sft.learning_rates=[.nan]"], "0: expected a finite number"),
         (["plan", "quickstart", "--seed", "-1"], "Invalid value for '--seed': Input should be"),
         (["plan", "quickstart", "--seed", "1", "--seed", "1"], "--seed: 1, 1 names a seed twice"),

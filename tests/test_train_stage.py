@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pairs
-from catto.experiment.graph import open_recipe
+from catto.experiment.graph import Graph, open_recipe
 from catto.experiment.stages import Work
 from catto.experiment.train_step import (
     _arguments,
@@ -23,11 +23,14 @@ from catto.experiment.train_step import (
     _start,
     job_of,
     label_share,
+    rehearse,
     right_responses,
     run_train,
 )
 from catto.files import write_records
+from catto.problems import DataError
 from catto.prompts import completion
+from catto.recipe import Recipe
 from catto.records import Message, Prediction
 from catto.report.numbers import Training
 from catto.training import monitor
@@ -35,9 +38,10 @@ from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.tokenize import examples, pair_tokens, preference_columns
+from experiment_world import RECIPE
 from steps import lora
 from tiny import tiny_model, tiny_tokenizer
-from train_world import LIMIT, LONG, made_work, pair_rows, sft_rows
+from train_world import LIMIT, LONG, METHODS, made_work, pair_rows, sft_rows
 
 
 def _trained(work: Work, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
@@ -294,6 +298,53 @@ def test_the_term_alone_has_no_preference_loss_whatever_the_recipe_gives_the_oth
         assert _trained(work, monkeypatch)[0].args.loss_weights == weights
 
 
+# ---- the rehearsal --------------------------------------------------------------------------------------------------
+
+
+def _rehearsed(method: str, **blocks: Any) -> None:
+    recipe = Recipe.model_validate({**RECIPE, "methods": METHODS, "model": {"path": "unused"}, **blocks})
+    rehearse("mine.yaml", [Graph(recipe).trained("witnesses", 0, method, "matched", 1e-4)])
+
+
+@pytest.mark.parametrize("method", ["sft", "rcft", "dpo+catto", "dpo+outcome", "sft+outcome", "dpo+outcome-pairs"])
+def test_a_rehearsal_passes_what_trains_and_leaves_nothing(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever goes by the model's own parts, by its tokens or by the number of rows is not for a toy to refuse."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    trl: dict[str, Any] = {"per_device_train_batch_size": 32, "dataloader_drop_last": True, "fsdp": "full_shard"}
+    pairs_alone = {"pad_token": "<|endoftext|>", "router_aux_loss_coef": 0.1, "calibration_weight": 2.0}
+    blocks = {"sft": {"trl": trl}, "rcft": {"trl": trl}, "preference": {"trl": {**trl, **pairs_alone}}}
+    peft = {"r": 64, "target_modules": ["c_attn"], "modules_to_save": ["wte"]}
+    _rehearsed(method, **blocks, model={"path": "unused", "peft": peft}, launch={"processes": 8})
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("method", "blocks", "told"),
+    [
+        ("dpo", {"preference": {"trl": {"sync_ref_model": True}}}, r"preference \(dpo\): ValueError: You cannot use"),
+        ("dpo+catto", {"preference": {"trl": {"reduce": "avg"}}}, r"preference \(dpo\+catto\): ValueError: reduce is"),
+        ("cft", {"rcft": {"trl": {"optim": "adamw"}}}, r"rcft \(cft\): ValueError: adamw is not a valid Optimizer"),
+        ("sft", {"sft": {"trl": {"report_to": "wandb"}}}, r"sft \(sft\): RuntimeError: WandbCallback requires wandb"),
+        (
+            "sft",
+            {"sft": {"trl": {"save_strategy": "no"}}},
+            r"sft \(sft\): ValueError: --load_best_model_at_end requires",
+        ),
+        (
+            "dpo",
+            {"model": {"path": "m", "peft": {"bias": "foo"}}},
+            r"preference \(dpo\): NotImplementedError: Requested",
+        ),
+    ],
+)
+def test_a_rehearsal_refuses_in_the_words_of_the_library(method: str, blocks: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match=f"mine.yaml: {told}"):
+        _rehearsed(method, **blocks)
+
+
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +389,9 @@ def test_an_adapter_starts_by_the_seed_and_a_killed_run_goes_on_with_it(
 def test_pairs_refuse_an_adapter_that_takes_its_start_out_of_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="init_lora_weights is 'pissa', expected true or gaussian: the reference is"):
+    with pytest.raises(
+        ValueError, match="init_lora_weights is 'pissa', expected true or gaussian: the reference is the"
+    ):
         _adapted(tmp_path / "dpo", "dpo", monkeypatch, init_lora_weights="pissa")
     _adapted(tmp_path / "cft", "cft", monkeypatch, init_lora_weights="pissa")  # it has no reference
 

@@ -79,13 +79,18 @@ def go(
     check_places(source, recipe)
     for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
-    missing = {stage.kind for stage in ordered(list(goals)) if not done(root, stage)}
-    if "train" in missing:
+    missing = [stage for stage in ordered(list(goals)) if not done(root, stage)]
+    training = [stage for stage in missing if stage.kind == "train"]
+    if training:
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
-    if recipe.evaluation.engine == "vllm" and missing & {"generated", "sampled"}:
+    if recipe.evaluation.engine == "vllm" and any(stage.kind in ("generated", "sampled") for stage in missing):
         console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
-    freeze(root, recipe)
     with running() as shown:
+        if training and execute is None:  # elsewhere are other devices and libraries
+            from catto.experiment.train_step import rehearse
+
+            rehearse(source, training)
+        freeze(root, recipe)
         display = RunDisplay(shown, root, goals)
         if retry_refused:
             runner.forget_refused(root, goals)

@@ -147,7 +147,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
                 attempt.progress(finished, total, note)
                 progress(finished, total, note)
 
-            with _logging_to(attempt.out / LOG):
+            with logging_to(attempt.out / LOG):
                 _work(Work(stage, root, attempt.out, report), checked)
             # The last bits of what torch computes depend on how many threads it has.
             torch = sys.modules.get("torch")
@@ -216,7 +216,7 @@ def _work(work: Work, checked: set[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
+def logging_to(path: Path) -> Iterator[None]:
     """Send logging, warnings and whatever libraries print during a stage to its log."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))

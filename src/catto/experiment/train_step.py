@@ -6,9 +6,10 @@ import json
 import logging
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,16 +19,20 @@ from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
 
 from catto.experiment import launch
-from catto.experiment.stages import TrainSettings, Work, write
+from catto.experiment.runner import logging_to
+from catto.experiment.stages import LOG, Stage, TrainSettings, Work, write
 from catto.experiment.steps import read_questions
-from catto.files import building, read_records, write_text
+from catto.files import building, read_records, write_records, write_text
 from catto.labels import check_labels
 from catto.methods import acting
 from catto.metrics.temperature import confidence_at
 from catto.predict.predictor import evaluate_model, is_correct
+from catto.problems import DataError
 from catto.prompts import completion
+from catto.recipe import LaunchSettings, ModelSettings, ScratchModel
 from catto.records import Message, Prediction, PreferenceRow, SftRow
 from catto.training.config import CATTOConfig
 from catto.training.models import scratch_model, word_tokenizer
@@ -222,6 +227,48 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
     return {**arguments, **launch.shared(arguments, settings.launch.processes)}
 
 
+# ---- before anything runs -------------------------------------------------------------------------------------------
+
+# Keywords that name parts or tokens of a model, go by the processes that share it, or compile it: not for a toy.
+_APART = {"target_modules", "exclude_modules", "target_parameters", "modules_to_save", "trainable_token_indices"}
+_APART |= {"layers_to_transform", "layers_pattern", "layer_replication", "rank_pattern", "alpha_pattern", "pad_token"}
+_APART |= {"router_aux_loss_coef", "fsdp", "fsdp_config", "deepspeed", "torch_compile", "torch_compile_backend"}
+_ONE_STEP = {"max_steps": 1, "report_to": "none", "disable_tqdm": True, "dataloader_drop_last": False}
+_ONE_STEP |= {"padding_free": False, "optim_target_modules": "all-linear"}
+
+
+def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
+    """Train each method for a step on a toy model; DataError, in a library's words, for a block that it refuses.
+
+    Otherwise that would be known after the teacher was paid and the models to start from were trained.
+    """
+    right, wrong = ((Message(role="assistant", content=completion(None, label)),) for label in "AB")
+    row: dict[str, Any] = {"prompt": (Message(role="user", content="A\nB"),), "question": "q", "task": "t"}
+    row |= {"labels": ("A", "B"), "gold": "A", "correctness_rate": 0.5}
+    pair = PreferenceRow(**row, chosen=right, rejected=wrong, chosen_label="A", rejected_label="B")
+    trace = SftRow(**row, completion=right, label="A")
+    toy = ScratchModel(layers=1, width=8, heads=1, intermediate=8, positions=64)
+    # One process and the plain layout of a batch: neither is a library's keyword.
+    plain: dict[str, Any] = {"context": toy.positions, "prefix_sharing": False, "launch": LaunchSettings()}
+    with tempfile.TemporaryDirectory() as name, logging_to(Path(name) / LOG):
+        for file, one in (("preferences", pair), ("sft", trace), ("outcome", trace)):
+            write_records(Path(name, f"{file}.jsonl"), [one] * 4)
+        for stage in {stage.settings.name: stage for stage in stages}.values():
+            settings, block, peft = stage.settings, stage.settings.block, stage.settings.model.peft
+            trl, adapter = ({key: given[key] for key in given.keys() - _APART} for given in (block.trl, peft or {}))
+            plain["block"] = block.model_copy(update={"checkpoint_steps": 1, "trl": {**trl, **_ONE_STEP}})
+            plain["model"] = ModelSettings(scratch=toy, peft=adapter if peft else None)
+            plain["method"] = replace(settings.method, rcft_weight=0.0)  # RCFT would generate
+            inputs = {role: Path(name) for role in stage.needs if role != "start"}
+            try:
+                for tracker in get_reporting_integration_callbacks(trl.get("report_to")):
+                    tracker()  # says if its library is missing
+                train(Job(replace(settings, **plain), inputs, Path(name, settings.name)), lambda *_: None)
+            except Exception as error:
+                kind = f"{settings.method.stage} ({settings.name}): {type(error).__name__}"
+                raise DataError(source, None, f"{kind}: {error}") from error
+
+
 # ---- supervised -----------------------------------------------------------------------------------------------------
 
 
@@ -232,16 +279,10 @@ def _supervised(job: Job, model: Any, tokenizer: Any) -> Prepared:
     drawn = labelled(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
     watched = "traces" if method.stage == "sft" else "reasoning"
     validation = _validation(job, watched, tokenizer) if watched in job.inputs else []
-    trainer = SupervisedTrainer(
-        model,
-        SupervisedConfig(**_arguments(job, monitored=bool(validation))),
-        drawn,
-        tokenizer,
-        validation=validation,
-        epsilon=method.label_smoothing,
-        bins=_bins(job, tokenizer) if method.rcft_weight else None,
-        rcft_weight=method.rcft_weight,
-    )
+    config = SupervisedConfig(**_arguments(job, monitored=bool(validation)))
+    terms: dict[str, Any] = {"epsilon": method.label_smoothing, "rcft_weight": method.rcft_weight}
+    terms |= {"bins": _bins(job, tokenizer)} if method.rcft_weight else {}
+    trainer = SupervisedTrainer(model, config, drawn, tokenizer, validation=validation, **terms)
     return trainer, len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)}
 
 
@@ -300,37 +341,24 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         responses = sampled if method.stream == "sampled" else right_responses(job, sampled)
         stream = examples(tokenizer, responses, settings.context)
         dropped["stream"] = len(sampled) - len(stream)
-    options: dict[str, Any] = {
-        "max_length": settings.context,
-        "precompute_ref_log_probs": True,
-        "calibration": method.calibration,
-        "prefix_sharing": settings.prefix_sharing,
-    }
+    options: dict[str, Any] = {"calibration": method.calibration, "prefix_sharing": settings.prefix_sharing}
+    options |= {"max_length": settings.context, "precompute_ref_log_probs": True}
     if settings.outcome is not None:
         options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
         if method.stream != "none":
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
-    adapter = None
-    if settings.model.peft is not None:
-        adapter = LoraConfig(task_type="CAUSAL_LM", **settings.model.peft)
-        if (kind := adapter.init_lora_weights) not in (True, "gaussian", "eva", "mica"):
-            told = "the reference is the model without its adapter, which is not where training would start"
-            raise ValueError(f"model.peft.init_lora_weights is {kind!r}, expected true or gaussian: {told}")
     alone = {} if method.preference_loss else {"loss_type": ["sigmoid"], "loss_weights": [0.0]}  # whatever `trl` says
     config = CATTOConfig(**(options | _arguments(job) | alone))
     # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
     rows_on_disk = Dataset.from_generator(lambda: iter(columns), cache_dir=str(job.out / "checkpoints"))
-    trainer = CATTOTrainer(
-        model,
-        None,
-        config,
-        train_dataset=rows_on_disk,
-        processing_class=tokenizer,
-        validation=_validation(job, "reasoning", tokenizer),
-        outcome_examples=stream,
+    more: dict[str, Any] = {"validation": _validation(job, "reasoning", tokenizer), "outcome_examples": stream}
+    if (peft := settings.model.peft) is not None:
+        if (kind := peft.get("init_lora_weights", True)) not in (True, "gaussian", "eva", "mica"):
+            told = "expected true or gaussian: the reference is the model without its adapter, which must be the start"
+            raise ValueError(f"model.peft.init_lora_weights is {kind!r}, {told}")
         # Of an adapted model TRL would train against a second, frozen adapter, which checkpoints would hold too.
-        peft_config=adapter,
-    )
+        more["peft_config"] = LoraConfig(task_type="CAUSAL_LM", **peft)
+    trainer = CATTOTrainer(model, None, config, train_dataset=rows_on_disk, processing_class=tokenizer, **more)
     tokens = sum(2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in columns)
     if stream:  # so many rows of the stream beside every pair, up to the label where the loss reads nothing after it
         each = [row.tokens if method.stream == "right" else len(row.row.prompt) + row.label.at for row in stream]
