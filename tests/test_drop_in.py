@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import IntervalStrategy, TrainerCallback
+from transformers import HfArgumentParser, IntervalStrategy, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -218,6 +219,54 @@ def test_a_given_collator_drops_the_rows_whose_label_it_would_cut(objective: str
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_a_constructor_that_raises_leaves_the_arguments_as_they_were(tmp_path: Path) -> None:
+    args = CATTOConfig(output_dir=str(tmp_path), padding_free=True, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        CATTOTrainer(tiny_model(), None, args, processing_class=tiny_tokenizer())
+    assert args.padding_free is True
+
+
+def test_a_configuration_of_a_users_own_class_is_not_turned_into_ours(tmp_path: Path) -> None:
+    @dataclass
+    class Mine(DPOConfig):  # type: ignore[misc]
+        mine: int = 3
+
+    @dataclass
+    class Ours(CATTOConfig):
+        mine: int = 3
+
+    with pytest.raises(TypeError, match="args is a Mine, whose class would be lost: inherit from CATTOConfig"):
+        made(CATTOTrainer, Mine)
+    assert made(CATTOTrainer, Ours).args.mine == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "packed"), [([], None), (["--padding_free"], True), (["--padding_free", "no"], False)]
+)
+def test_packing_is_a_flag_of_the_command_line_as_with_trl(
+    words: list[str], packed: bool | None, tmp_path: Path
+) -> None:
+    (args,) = HfArgumentParser(CATTOConfig).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *words])
+    assert args.padding_free is packed
+
+
+def test_without_arguments_the_folder_is_named_after_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained(tmp_path / "models" / "tiny")
+    rows = pairs.dataset(pairs.preference_rows(4))
+    options: dict[str, Any] = {"train_dataset": rows, "processing_class": tiny_tokenizer()}
+    assert CATTOTrainer("models/tiny", **options).args.output_dir == "tiny-CATTO"
+
+
+@pytest.mark.parametrize("column", ["chosen_label_at", "gold_index", "row"])
+def test_a_column_of_a_name_that_is_ours_changes_nothing(column: str) -> None:
+    rows = pairs.dataset(pairs.preference_rows())
+    named = rows.add_column(column, ["mine"] * len(rows))
+    for options in ({}, {"calibration": "outcome"}):
+        expected = step(CATTOTrainer, CATTOConfig, rows=rows, **options).loss
+        assert torch.equal(step(CATTOTrainer, CATTOConfig, rows=named, **options).loss, expected)
 
 
 def test_evaluate_without_a_dataset_raises_what_trl_raises() -> None:

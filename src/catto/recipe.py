@@ -174,9 +174,7 @@ class ModelSettings(Settings):
         if (self.path is None) == (self.scratch is None):
             raise ValueError("name exactly one of path (a folder or hub id) and scratch")
         if self.scratch is not None and (self.dtype or self.attention):
-            raise ValueError(
-                "dtype and attention go with a path: a model from scratch has float32 and its own attention"
-            )
+            raise ValueError("dtype and attention go with a path: of a model from scratch they are given")
         return self
 
 

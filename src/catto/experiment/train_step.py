@@ -215,9 +215,8 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
         "per_device_train_batch_size": settings.batch_size,
         "lr_scheduler_type": "linear",
         "use_cpu": not accelerated,
-        "bf16": accelerated,  # what is computed; the weights have the recipe's dtype
-        "gradient_checkpointing": accelerated,
-        "dataloader_pin_memory": accelerated,
+        # bf16: what is computed; the weights have the recipe's dtype
+        **dict.fromkeys(("bf16", "gradient_checkpointing", "dataloader_pin_memory"), accelerated),
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": min(10, block.checkpoint_steps),  # a training of few steps is logged too

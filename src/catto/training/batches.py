@@ -228,7 +228,7 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
         output: dict[str, Any] = super().torch_call(examples)
         both = [(example, side) for side in ("chosen", "rejected") for example in examples]
         known: dict[str, Any] = {"row": torch.tensor([example.get("row", -1) for example, _ in both])}
-        if LABEL_COLUMNS[0] in examples[0]:
+        if examples[0].keys() >= {*LABEL_COLUMNS, "rate"}:  # a user may have a column of one of these names
             known["label_at"] = torch.tensor([example[f"{side}_label_at"] for example, side in both])
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
             known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)

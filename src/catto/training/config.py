@@ -33,9 +33,9 @@ def warn_of_slow_bf16(args: TrainingArguments) -> None:
         logger.warning("bf16 is on, and takes %.1f times as long as fp32 on this processor: set bf16=False", slowdown)
 
 
-def knob(default: Any, text: str) -> Any:
-    """Return an option of a configuration with its help text."""
-    return field(default=default, metadata={"help": text})
+def knob(default: Any, text: str, **more: Any) -> Any:
+    """Return an option of a configuration with its help text, and what else `HfArgumentParser` makes of it."""
+    return field(default=default, metadata={"help": text, **more})
 
 
 @dataclass
@@ -53,8 +53,8 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     outcome_score: str = knob("log", "The outcome's proper score: log or brier.")
     outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
-    padding_free: bool | None = knob(
-        None, "Whether rows are packed into one line and not padded. None: on CUDA, where FlexAttention runs."
+    padding_free: bool | None = knob(  # as a flag too, which the parser makes by itself only of what is never None
+        None, "Whether rows are packed, not padded. None: on CUDA, where FlexAttention runs.", nargs="?", const=True
     )
     head_precision: str = knob("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
 
@@ -78,9 +78,8 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             value = getattr(self, name)
             without_effect = value == defaults[name] or (name == "calibration_weight" and value == 0)
             if self.calibration not in terms and not without_effect:
-                raise ValueError(
-                    f"{name} is {value!r} but calibration is {self.calibration!r}: it acts with {', '.join(terms)} only"
-                )
+                acts = f"it acts with {', '.join(terms)} only"
+                raise ValueError(f"{name} is {value!r} but calibration is {self.calibration!r}: {acts}")
 
     @property
     def weight(self) -> float:
@@ -93,9 +92,9 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         """The same configuration, with our options at their defaults if it has none."""
         if isinstance(config, cls):
             return config
+        if type(config) is not DPOConfig:
+            raise TypeError(f"args is a {type(config).__name__}, whose class would be lost: inherit from CATTOConfig")
         made = copy.copy(config)
         made.__class__ = cls
-        for option in fields(cls):
-            if option.name not in vars(made):
-                setattr(made, option.name, option.default)
+        vars(made).update({option.name: option.default for option in fields(cls)} | vars(made))
         return made  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
 
 from catto.files import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
@@ -172,11 +172,13 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         validation: Sequence[Example] = (),
         **kwargs: Any,
     ) -> None:
-        args = CATTOConfig(output_dir="catto") if args is None else CATTOConfig.of(args)
+        if args is None:  # a folder as TRL names it
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = CATTOConfig(output_dir=f"{name.split('/')[-1]}-CATTO")
+        args = CATTOConfig.of(args)
         # decided at the first batch: precomputation runs inside TRL's constructor
         self._arrangement: dict[str, bool] | None = None
-        # TRL does not implement its option and says so: it sees it unset
-        self._padding_free, args.padding_free = args.padding_free, None
+        self._padding_free = args.padding_free
         self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
         self._stream = _stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
@@ -184,9 +186,12 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._name, self._paper, self._tag_names = _card(args)
         for argument in (*more, *kwargs.values()):  # TRL looks at the first row before it prepares the data
             _refuse_empty(argument)
-        with evaluating_without_dataset(args, () if kwargs.get("eval_dataset") is not None else validation):
-            super().__init__(model, ref_model, args, *more, **kwargs)
-        args.padding_free = self._padding_free
+        args.padding_free = None  # TRL does not implement its option and says so: it sees it unset
+        try:
+            with evaluating_without_dataset(args, () if kwargs.get("eval_dataset") is not None else validation):
+                super().__init__(model, ref_model, args, *more, **kwargs)
+        finally:
+            args.padding_free = self._padding_free
         if validation:
             self.add_callback(EvaluateAtEnd())
         model_forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too

@@ -47,11 +47,7 @@ def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bo
 class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
     """Transformers' arguments, with TRL's name for a layout of the batch."""
 
-    padding_free: bool | None = knob(
-        None,
-        "Whether rows are packed into one line, which opens with what their prompts share, and not padded. "
-        "None: on CUDA, where FlexAttention runs.",
-    )
+    padding_free: bool | None = knob(None, "Whether rows are packed into one line. None: on CUDA, with FlexAttention.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
