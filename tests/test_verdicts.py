@@ -153,7 +153,7 @@ def test_measure_prints_what_holds_in_place_of_the_interval(tmp_path: Path, caps
     gap, null = bootstrap(confidence_gap, c, z, resamples=50), null_band(ece, c, resamples=50)
     shown = run(capsys, "measure", path, "--metrics", "ece", "--resamples", "50").out
     assert f"by chance {100 * null.low:.1f} to {100 * null.high:.1f}, debiased ECE 0.0, " in shown
-    assert f"less accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})." in shown
+    assert f"minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})." in shown
     assert found["gap"]["low"] == gap.low
     assert found["debiased_ece"] == debiased_ece(c, z)
 
