@@ -5,6 +5,7 @@ A new interpreter needs seconds to import torch and what stands on it, more than
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -51,6 +52,8 @@ def _call(
     reader: int, writer: int, function: Callable[..., object], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """In the new process: print into the pipe, call, and leave with 0, or with 1 after a traceback."""
+    # What the parent left to its collector stays there: a finaliser may reach for a thread that only the parent has.
+    gc.freeze()
     os.close(reader)
     os.dup2(writer, 1)
     os.close(writer)
