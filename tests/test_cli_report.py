@@ -61,6 +61,7 @@ def test_models_are_named_by_their_folders_where_files_are_alike(tmp_path: Path,
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     nameless = write_lines(tmp_path / "a.jsonl", [{"confidence": 0.5, "correct": True}] * 2)
     twice = write_lines(tmp_path / "b.jsonl", [{"id": 1, "confidence": 0.5, "correct": True}] * 2)
+    spaced = write_lines(tmp_path / "s.jsonl", [{"id": 1, "confidence": 0.5, "correct": True, "task": "high school"}])
     out = ("--out", tmp_path / "page")
     told: dict[tuple[str | Path, ...], str] = {
         (nameless, twice): "a.jsonl: no column that names the question to pair the files by: name it with --question",
@@ -68,6 +69,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Capture) ->
         (f"x={twice}", f"x={nameless}"): "two files are named x: give them names, NAME=FILE",
         (f"../x={twice}",): "model name '../x': expected letters, digits and ._-+",
         (tmp_path / "none.jsonl",): "none.jsonl: No such file",
+        (spaced,): "s.jsonl: task name 'high school': expected letters, digits and ._-",
     }
     for files, message in told.items():
         shown = run(capsys, "report", *files, *out)

@@ -29,6 +29,7 @@ from catto.metrics.errors import confidence_gap, debiased_ece
 from catto.metrics.statistics import Answers, Comparison, Interval, MetricFunction, NullBand, Tick, held
 from catto.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
 from catto.problems import DataError, did_you_mean, listed, locating, nested
+from catto.recipe import FEW_QUESTIONS
 
 Unparsed = Literal["fallback", "wrong"]
 
@@ -413,6 +414,15 @@ def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, t
     )
 
 
+def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
+    """Whether the mean confidence is measurably off, which one mean may show where the noise of many bins hides it.
+
+    The interval is too narrow of few questions, and of answers that are all right or all wrong: their accuracy does not
+    vary between resamples.
+    """
+    return questions >= FEW_QUESTIONS and 0 < accuracy < 1 and not gap.low <= 0 <= gap.high
+
+
 def verdict(summary: Summary) -> str | None:
     """Say in one sentence what the ECE means; None where it was not measured, or too many answers were forced."""
     ece = summary.metrics.get("ece")
@@ -430,8 +440,7 @@ def verdict(summary: Summary) -> str | None:
     if value > high:  # |mean confidence - accuracy| <= ECE; where it is less than half, bins of both signs cancel
         mixed = f"too sure in some bins and not sure enough in others, {gap:+.1f} points on average"
         return f"ECE {value:.1f} lies above {chance}: {mixed if abs(gap) < value / 2 else confident}."
-    # One mean has less noise than many bins; but the accuracy of answers that are all right never varies.
-    if 0 < summary.accuracy < 1 and (summary.gap.low > 0 or summary.gap.high < 0):
+    if shows_gap(summary.gap, summary.accuracy, summary.questions or summary.rows):
         return f"ECE {value:.1f} lies within {chance}, but the answers are {confident} ({ends})."
     return f"ECE {value:.1f} lies within {chance}: no miscalibration shows in {summary.rows:,} answers."
 

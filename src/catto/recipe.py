@@ -24,6 +24,8 @@ from catto.records import Split, checked_name
 
 # With more bins than this no two answers of any file share one, and a resample takes time for each.
 MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
+# Below this many questions bootstrap intervals are too narrow, and a fit follows single rows.
+FEW_QUESTIONS = 30
 
 
 class Settings(BaseModel):
@@ -174,7 +176,7 @@ class ModelSettings(Settings):
         if (self.path is None) == (self.scratch is None):
             raise ValueError("name exactly one of path (a folder or hub id) and scratch")
         if self.scratch is not None and (self.dtype or self.attention):
-            raise ValueError("dtype and attention go with a path: of a model from scratch they are given")
+            raise ValueError("dtype and attention go with a path: a model from scratch has its own")
         return self
 
 

@@ -113,8 +113,8 @@ def threshold(
 ) -> None:
     """Find the lowest confidence above which at most this share of the answers is wrong, for `catto serve`.
 
-    The answers must be to questions that fitted neither the model nor the calibrator, and did not choose the stop. What
-    they were made with (rule, k, temperature, fallback, calibrator) is stored: the promise is for answers made like it.
+    The answers must be to questions that fitted neither the model nor the calibrator, and did not choose the stop. How
+    they were made (rule, k, temperature, fallback, calibrator) is stored: the promise is for answers made so.
 
     Examples:
     catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json

@@ -20,12 +20,11 @@ from rich.table import Table
 from typer import Option
 
 from catto.problems import DataError, did_you_mean, shortened
+from catto.recipe import FEW_QUESTIONS
 from catto.tasks import TASKS
 
 # A path or two, and a message that is itself limited in length.
 LONGEST = 1200
-# Below this many answers bootstrap intervals are too narrow, and a fit follows single rows.
-FEW = 30
 # Seeds go to NumPy and torch, which take at most 64 bits.
 MOST_SEED = 2**32 - 1
 
@@ -55,8 +54,8 @@ def warn(message: str) -> None:
 
 def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") -> None:
     """Warn that numbers from so few answers, or questions, are unreliable."""
-    if count < FEW:
-        warn(f"{source}: only {count} {unit}{'s' if count > 1 else ''}; below {FEW} {what}")
+    if count < FEW_QUESTIONS:
+        warn(f"{source}: only {count} {unit}{'s' if count > 1 else ''}; below {FEW_QUESTIONS} {what}")
 
 
 def print_json(value: object) -> None:

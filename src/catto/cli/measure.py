@@ -171,10 +171,11 @@ def _show(
         gap = summary.gap
         rows.append(["Confidence - accuracy", number(gap.value, True, signed=True), span(gap, True, signed=True)])
         console.show_table(title, ("metric", "value", level, "by chance,\nif calibrated"), rows)
-    grouped = f" to {whole.questions or 0:,} question{'s' if whole.questions != 1 else ''}"
-    grouped = "" if whole.questions == whole.rows else grouped
+    grouped = ""
     if whole.questions is None:
         grouped = " taken as independent (--question names their questions)"
+    elif whole.questions < whole.rows:
+        grouped = f" to {whole.questions:,} question{'s' * (whole.questions > 1)}"
     counts = [f"N = {whole.rows:,} answers{grouped}", f"{settings.bins} bins", f"{draws} resamples"]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
         note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"

@@ -40,16 +40,18 @@ def report(
     from catto.report.build import build, results_of_files
 
     # A file whose own name holds a = is taken as it is.
-    given = [("", text) if Path(text).exists() or "=" not in text else text.split("=", 1) for text in files]
-    paths = [Path(path) for _, path in given]
-    alike = len({path.stem for path in paths}) < len(paths)
-    titles = [name or (Path(path).absolute().parent.name if alike else Path(path).stem) for name, path in given]
+    parts = [("", "", text) if "=" not in text or Path(text).exists() else text.partition("=") for text in files]
+    given = [(name, Path(path)) for name, _, path in parts]
+    alike = len({path.stem for _, path in given}) < len(given)
+    titles = [name or (path.absolute().parent.name if alike else path.stem) for name, path in given]
     if twice := {title for title in titles if titles.count(title) > 1}:
         refuse(f"two files are named {min(twice)}: give them names, NAME=FILE")
     console.writable_folder("--out", out)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     with console.refusing(), running() as shown:
-        results = results_of_files(dict(zip(titles, paths, strict=True)), names, out, task, unparsed)
+        results = results_of_files(
+            {title: path for title, (_, path) in zip(titles, given, strict=True)}, names, out, task, unparsed
+        )
         bar = Bar(shown, "measuring")
         page = build(results, out, out, lambda done, total: bar.update(done, total, ""))
     say(f"Wrote {page}.")

@@ -86,7 +86,7 @@ def select(
             protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop, applied.protocol if applied else None)
             mean = _means(write_final(out, predictions, protocol, applied, own_stop=stop is None and rule == MOST))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
-            written = f"\nWrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
+            written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
     within, counts = selection.within_questions(samples, seed=seed), Sources.of(row.source for row in predictions)
     if as_json:
         known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
@@ -101,7 +101,9 @@ def select(
     say(f"N = {questions:,} questions, {size} samples each, {counts.told()}.")
     drawn = ", ".join(f"{value:g}" for value in sorted({row.temperature for row in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
-    say(f"Sampled at temperature {drawn}, ranked by {ranked}.{written}")
+    say(f"Sampled at temperature {drawn}, ranked by {ranked}.")
+    if written:
+        say(written)
     if not within.pairs:
         say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
         return

@@ -228,10 +228,23 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
 
 # ---- before anything runs -------------------------------------------------------------------------------------------
 
-# Keywords that name parts or tokens of a model, go by the processes that share it, or compile it: not for a toy.
-_APART = {"target_modules", "exclude_modules", "target_parameters", "modules_to_save", "trainable_token_indices"}
-_APART |= {"layers_to_transform", "layers_pattern", "layer_replication", "rank_pattern", "alpha_pattern", "pad_token"}
-_APART |= {"router_aux_loss_coef", "fsdp", "fsdp_config", "deepspeed", "torch_compile", "torch_compile_backend"}
+# Keywords that name parts or tokens of the real model, say how processes share it, or compile it.
+_NOT_FOR_A_TOY = {
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "modules_to_save",
+    "trainable_token_indices",
+}
+_NOT_FOR_A_TOY |= {
+    "layers_to_transform",
+    "layers_pattern",
+    "layer_replication",
+    "rank_pattern",
+    "alpha_pattern",
+    "pad_token",
+}
+_NOT_FOR_A_TOY |= {"router_aux_loss_coef", "fsdp", "fsdp_config", "deepspeed", "torch_compile", "torch_compile_backend"}
 _ONE_STEP = {"max_steps": 1, "report_to": "none", "disable_tqdm": True, "dataloader_drop_last": False}
 _ONE_STEP |= {"padding_free": False, "optim_target_modules": "all-linear"}
 
@@ -254,7 +267,9 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
             write_records(Path(name, f"{file}.jsonl"), [one] * 4)
         for stage in {stage.settings.name: stage for stage in stages}.values():
             settings, block, peft = stage.settings, stage.settings.block, stage.settings.model.peft
-            trl, adapter = ({key: given[key] for key in given.keys() - _APART} for given in (block.trl, peft or {}))
+            trl, adapter = (
+                {key: given[key] for key in given.keys() - _NOT_FOR_A_TOY} for given in (block.trl, peft or {})
+            )
             plain["block"] = block.model_copy(update={"checkpoint_steps": 1, "trl": {**trl, **_ONE_STEP}})
             plain["model"] = ModelSettings(scratch=toy, peft=adapter if peft else None)
             plain["method"] = replace(settings.method, rcft_weight=0.0)  # RCFT would generate

@@ -22,7 +22,7 @@ from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
-from catto.problems import DataError
+from catto.problems import DataError, locating
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
@@ -109,9 +109,11 @@ def results_of_files(
         for prediction in _predictions(path, names, task, model, several=len(files) > 1):
             tasks.setdefault(prediction.task, []).append(prediction)
         for name, predictions in tasks.items():
+            with locating(path):
+                checked_name(name, "task")
             if len({prediction.question for prediction in predictions}) < len(predictions):
-                several = "several answers to one question, expected one: `catto select --out` chooses among samples"
-                raise DataError(path, None, several)
+                what = "several answers to one question, expected one: `catto select --out` chooses among samples"
+                raise DataError(path, None, what)
             cell = Cell(task=name, trained_on=name, method=model, budget=None, seed=0, predictions="")
             place = f"predictions/{cell.stem}-{model}.jsonl"
             write_records(out / place, predictions)

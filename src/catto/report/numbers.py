@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.measure import Sources
+from catto.measure import Sources, shows_gap
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
 from catto.metrics.statistics import Interval, NullBand, SeedSummary
@@ -23,9 +23,6 @@ from catto.problems import DataError, first_problem
 from catto.recipe import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
-
-# Below so many questions bootstrap intervals are too narrow, and the null band is so wide that little is outside it.
-FEW_QUESTIONS = 30
 
 
 def supported_decimals(n: int) -> int:
@@ -185,12 +182,11 @@ class GroupNumbers(MeasuredPlace):
     def shown_gap(self) -> float:
         """The gap of a group that is measurably miscalibrated; nan where bins of both signs cancel, 0 of any other.
 
-        An ECE within its null band is outweighed by a gap whose interval excludes 0. That interval is too narrow of few
-        questions, and of answers that are all right or all wrong: their accuracy does not vary between resamples.
+        An ECE within its null band is outweighed by a gap that shows.
         """
-        gap, varied = self.gap, 0 < self.metrics["accuracy"].mean < 1
+        gap = self.gap
         if self.within_null:
-            return gap.value if varied and self.n >= FEW_QUESTIONS and (gap.low > 0 or gap.high < 0) else 0.0
+            return gap.value if shows_gap(gap, self.metrics["accuracy"].mean, self.n) else 0.0
         return gap.value if abs(gap.value) >= self.metrics["ece"].mean / 2 else nan
 
     def number(self, name: str) -> Spread | None:

@@ -20,12 +20,13 @@ from catto.measure import Unparsed
 from catto.methods import known, method
 from catto.metrics.catalogue import METRICS
 from catto.prompts import parse
+from catto.recipe import FEW_QUESTIONS
 from catto.records import Prediction, Question
 from catto.report import tables as names
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, looks
 from catto.report.measuring import BASELINE, COMPARED
-from catto.report.numbers import FEW_QUESTIONS, Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
 
