@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from math import isnan
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
 import dense
+from catto.experiment.graph import Graph
+from catto.experiment.stages import ordered
+from catto.files import read_records, write_records
 from catto.metrics.preference import margins_of, preference_accuracy, preference_interval, reward_margins
 from catto.prompts import completion, prompt_ids
-from catto.records import Message, PairLogprobs, PairMargin, PreferenceRow
+from catto.recipe import Recipe
+from catto.records import Message, PairLogprobs, PairMargin, PreferenceRow, Question, Response
+from catto.report.numbers import Numbers
 from catto.training.pair_logprobs import pair_logprobs, tokenize_pairs
+from experiment_world import RECIPE, Finished, catto, finished, write_recipe
 from pairs import preference_rows
 from tiny import tiny_model, tiny_tokenizer
 
@@ -141,3 +150,110 @@ def test_progress_counts_pairs() -> None:
     told: list[tuple[int, int]] = []
     scored(tiny_model(), ROWS, batch_size=8, progress=lambda *counts: told.append(counts))
     assert told == [(4, 11), (8, 11), (11, 11)]
+
+
+# ---- in an experiment ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", name="finished")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return finished(tmp_path_factory)
+
+
+def numbers_of(root: Path) -> Numbers:
+    (path,) = root.glob("stages/report-*/numbers.json")
+    return Numbers.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def test_no_training_has_seen_a_held_out_pair(finished: Finished) -> None:
+    (held_out,) = finished.stages("held-out-pairs-*/preferences.jsonl")
+    (trained,) = finished.stages("teacher-*/preferences.jsonl")
+    (validation,) = finished.stages("validation-questions-*/validation.jsonl")
+    pairs = {row.question for row in read_records(held_out, PreferenceRow)}
+    assert pairs
+    assert pairs <= {question.id for question in read_records(validation, Question)}
+    assert not pairs & {row.question for row in read_records(trained, PreferenceRow)}
+
+
+def test_every_trained_method_but_sft_is_measured_against_the_sft_model(finished: Finished) -> None:
+    (start,) = finished.stages("pair-logprobs-sft-*/pair_logprobs.jsonl")
+    before = list(read_records(start, PairLogprobs))
+    measured = {cell.method: cell for cell in numbers_of(finished.root).cells}
+    assert set(measured) == set(RECIPE["methods"])
+    assert "preference_accuracy" not in measured["sft"].metrics
+    for method in ("dpo matched", "rcft matched", "dpo+catto", "dpo+outcome"):
+        name = method.replace(" ", "-")
+        (policy,) = finished.stages(f"pair-logprobs-{name}-witnesses-*/pair_logprobs.jsonl")
+        margins = reward_margins(list(read_records(policy, PairLogprobs)), before)
+        (folder,) = finished.stages(f"preference-accuracy-{name}-witnesses-*")
+        assert list(read_records(folder / "margins.jsonl", PairMargin)) == margins
+        assert any(margin.whole for margin in margins)  # training has moved the model
+        summary = json.loads((folder / "preference_accuracy.json").read_text(encoding="utf-8"))
+        assert summary["n"] == len(before)
+        cell = measured[method.split()[0]]
+        assert cell.others["preference_pairs"] == len(before)
+        for part, column in (("whole", "preference_accuracy"), ("reasoning", "preference_accuracy_reasoning")):
+            values = margins_of(margins, part)
+            assert summary[part] == {"accuracy": preference_accuracy(values), "mean_margin": fmean(values)}
+            assert cell.metrics[column].value == preference_accuracy(values)
+            assert cell.metrics[column].low <= cell.metrics[column].value <= cell.metrics[column].high
+
+
+def test_the_tables_and_the_page_show_it(finished: Finished) -> None:
+    (tables,) = finished.stages("report-*/tables")
+    for name in ("summary.md", "in-distribution-matched.md"):
+        text = (tables / name).read_text(encoding="utf-8")
+        head = next(line for line in text.splitlines() if line.startswith("| Method"))
+        assert "Pref. ↑" in head
+        assert "reasoning ↑" in head
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| SFT")]
+    assert [cell.strip() for cell in rows[0][-3:-1]] == ["-", "-"]
+    page = (finished.root / "report.html").read_text(encoding="utf-8")
+    assert 'data-metric="preference_accuracy"' in page
+    assert 'data-metric="preference_accuracy_reasoning"' in page
+
+
+def test_held_out_pairs_change_the_key_of_no_stage_but_the_report() -> None:
+    keys = {}
+    for asked in (False, True):
+        evaluation = {**RECIPE["evaluation"], "preference_pairs": asked}
+        recipe = Recipe.model_validate({**RECIPE, "evaluation": evaluation})
+        keys[asked] = {stage.key: stage.kind for stage in ordered([Graph(recipe).report()])}
+    gone = [kind for key, kind in keys[False].items() if key not in keys[True]]
+    new = {kind for key, kind in keys[True].items() if key not in keys[False]}
+    assert gone == ["report"]
+    assert new == {"responses", "rows", "pair_logprobs", "preference_accuracy", "report"}
+
+
+@pytest.mark.parametrize(
+    ("source", "chosen", "asked"),
+    [("witnesses", None, True), ("witnesses", False, False), ("server", None, False), ("server", True, True)],
+)
+def test_a_server_is_asked_for_held_out_pairs_only_by_choice(source: str, chosen: bool | None, asked: bool) -> None:
+    teacher = {"source": source, "model": "m", "base_url": "http://localhost:1/v1"}
+    evaluation = {**RECIPE["evaluation"], "preference_pairs": chosen}
+    recipe = Recipe.model_validate({**RECIPE, "teacher": teacher, "evaluation": evaluation})
+    names = [stage.name for stage in ordered([Graph(recipe).report()])]
+    assert ("responses held-out pairs witnesses seed 0" in names) == asked
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_stored_responses_give_held_out_pairs_if_they_answer_validation_questions(
+    finished: Finished, tmp_path: Path, held_out: bool
+) -> None:
+    names = ["teacher", "held-out-pairs"] if held_out else ["teacher"]
+    stored: list[Response] = []
+    for name in names:
+        (path,) = finished.stages(f"{name}-witnesses-*/responses.jsonl")
+        stored += read_records(path, Response)
+    write_records(tmp_path / "stored.jsonl", stored)
+    teacher = {"source": "responses", "responses": str(tmp_path / "stored.jsonl"), "n": 10}
+    recipe = write_recipe(
+        tmp_path, teacher=teacher, methods=["sft", "dpo"], evaluation={**RECIPE["evaluation"], "k": []}
+    )
+    done = catto("run", recipe, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cells = {cell.method: cell for cell in numbers_of(tmp_path / "runs" / "tiny").cells}
+    assert ("preference_accuracy" in cells["dpo"].metrics) == held_out
+    (tables,) = (tmp_path / "runs" / "tiny").glob("stages/report-*/tables")
+    assert ("Pref." in (tables / "summary.md").read_text(encoding="utf-8")) == held_out

@@ -30,7 +30,7 @@ class TokenizedPair(NamedTuple):
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
-    """Tokenize pairs and find their labels; a pair with a sequence longer than `max_length` is left out, as in training."""
+    """Tokenize pairs and find their labels; as in training, pairs with more than `max_length` tokens are left out."""
     pairs = []
     for row in rows:
         columns = preference_columns(tokenizer, row)
@@ -108,7 +108,7 @@ def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
     """Sum what the responses do not have in common; see `PairLogprobs`."""
-    same = common(pair.chosen.completion, pair.rejected.completion)
+    same = common(list(pair.chosen.completion), list(pair.rejected.completion))
     chosen_end = pair.chosen_label_at
     rejected_end = pair.rejected_label_at
     same_reasoning = min(same, chosen_end, rejected_end)
