@@ -161,13 +161,19 @@ def test_built_reasoning_answers_every_question_with_every_label(tmp_path: Path)
         for n in range(40)
     ]
     for split in ("train", "dev", "test"):
-        lines = [json.dumps({**row, "sentence1": f"{row['sentence1']} {split}"}) for row in rows]
+        lines = []
+        for row in rows:
+            named = {"pairID": f"{split}-{row['pairID']}", "sentence1": f"{row['sentence1']} {split}"}
+            lines.append(json.dumps({**row, **named}))
         (tmp_path / f"snli_1.0_{split}.jsonl").write_text("\n".join(lines) + "\n")
     reasons.main(str(tmp_path), str(tmp_path / "reasons.jsonl"))
     questions = load_questions("snli", "train", data_dir=str(tmp_path))
     fields = ResponseFields(text=None, reasoning="reasoning", label="label", sample="sample")
     stored = StoredResponses(str(tmp_path / "reasons.jsonl"), fields, list(questions))
-    assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 0}
+    assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 120}
+    held_out = load_questions("snli", "validation", data_dir=str(tmp_path), seed=2, limit=7)  # drawn by its seed
+    stored = StoredResponses(str(tmp_path / "reasons.jsonl"), fields, list(held_out))
+    assert stored.notes == {"rows_found": 21, "rows_of_other_questions": 219}
     texts = {json.loads(line)["reasoning"] for line in (tmp_path / "reasons.jsonl").read_text().splitlines()}
     assert {"New: tall.", "Both: man, walks.", "Both: man, walks. New: tall."} <= texts
 
