@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ from catto.records import PairLogprobs, PreferenceRow
 from catto.training.batches import Row, build
 from catto.training.model_forward import call, install, sharing_obstacle
 from catto.training.tokenize import find_label, pair_tokens, preference_columns
+
+# Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
+MOST_TOKENS = 32_768
 
 
 class TokenizedPair(NamedTuple):
@@ -67,7 +70,7 @@ def pair_logprobs(
         model: a causal language model; its forward gets the keyword of `model_forward.install`.
         pairs: N tokenized pairs.
         pad: token id that fills up the rows of a batch.
-        batch_size: responses in a batch; a pair is never divided.
+        batch_size: most responses in a batch, which is smaller where they are long; a pair is never divided.
         progress: called with the number of pairs that are done, and of all.
 
     Returns:
@@ -76,12 +79,8 @@ def pair_logprobs(
     install(model)
     model.eval()
     shared = sharing_obstacle(model) is None
-    size = max(1, batch_size // 2)
-    # Pairs of one batch are about as long, so that little is padding; the longest come first, where memory could fail.
-    order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
     scored: dict[int, PairLogprobs] = {}
-    for first in range(0, len(order), size):
-        numbers = order[first : first + size]
+    for numbers in _batches(pairs, batch_size):
         rows: list[Row] = []
         for number in numbers:
             rows += [pairs[number].chosen, pairs[number].rejected]
@@ -91,6 +90,21 @@ def pair_logprobs(
         if progress is not None:
             progress(len(scored), len(pairs))
     return [scored[number] for number in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of the pairs of each batch.
+
+    Pairs of one batch are about as long, so that little is padding; the longest come first, where memory could fail.
+    """
+    order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
+    first = 0
+    while first < len(order):
+        longest = pairs[order[first]].tokens
+        fitting = min(batch_size, MOST_TOKENS // longest) // 2
+        size = max(1, fitting)
+        yield order[first : first + size]
+        first += size
 
 
 @torch.no_grad()
