@@ -252,6 +252,16 @@ def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
     assert isinstance(recipe, Recipe)
 
 
+def test_a_preference_on_the_reasoning_needs_reasoning(tmp_path: Path) -> None:
+    """Answer first, nothing comes before the label: such methods are refused, and not among all that are compared."""
+    answer_first = ["teacher.source=labels", "teacher.reasoning=false"]
+    compared = load(write(tmp_path), answer_first).methods
+    assert {"dpo", "dpo+outcome", "ipo"} <= set(compared)
+    assert not {"dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"} & set(compared)
+    told = problem(write(tmp_path), *answer_first, "methods=[sft, dpo+decoupled]")
+    assert "dpo+decoupled prefers by the reasoning, and teacher.reasoning is false" in told
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
     from peft import LoraConfig

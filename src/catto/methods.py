@@ -18,6 +18,8 @@ Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"
 Stream = Literal["none", "sampled", "right"]
 # The confidence that a temperature rescales: of the whole vocabulary, or normalised over the labels.
 Rescaled = Literal["raw", "normalized"]
+# The tokens of a response that the preference loss reads: all of them, or those before the label.
+PreferenceTokens = Literal["all", "reasoning"]
 
 AMONG_LABELS = "+tl"
 # Suffixes of methods with a rescaled confidence: of the whole vocabulary, as in the paper, or among the labels alone.
@@ -56,11 +58,13 @@ class Method:
     effort: Mapping[Budget, Effort]
     learning_rates: tuple[float, ...] = ()  # one is chosen by validation ECE
     batch_size: int = 4
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # of SFT's labels, or of the preferences as TRL's loss types read it
     calibration: Calibration = "none"
     rcft_weight: float = 0.0  # of RCFT's ECE term; 0 is CFT
     stream: Stream = "none"
     preference_loss: bool = True  # False: the calibration term alone, on as many steps
+    loss_type: tuple[str, ...] = ()  # TRL's loss types, added with equal weights; empty: the recipe's, or TRL's default
+    preference_tokens: PreferenceTokens = "all"
 
     @property
     def budgeted(self) -> bool:
@@ -79,6 +83,7 @@ _SMALL = Effort(epochs=2, pairs=500)
 _SFT = Method("SFT", "base", "sft", dict.fromkeys(BUDGETS, Effort(epochs=3)), (5e-5,), batch_size=2)
 _PREFERENCE = Method("DPO", "sft", "preference", dict.fromkeys(BUDGETS, _SMALL), (5e-6, 5e-7))
 _OUTCOME = replace(_PREFERENCE, title="DPO + outcome", calibration="outcome", stream="sampled")
+_DECOUPLED = replace(_OUTCOME, title="DPO + outcome, decoupled", preference_tokens="reasoning")
 _CFT = Method("CFT", "dpo", "rcft", dict.fromkeys(BUDGETS, Effort(epochs=5)), (5e-6,))
 
 METHODS: dict[str, Method] = {
@@ -95,6 +100,14 @@ METHODS: dict[str, Method] = {
     "dpo+replay": replace(_PREFERENCE, title="DPO + replay", calibration="replay", stream="right"),
     "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False),
     "dpo+outcome-pairs": replace(_OUTCOME, title="DPO + outcome on pairs", stream="none"),
+    # Preferences on the reasoning, a proper score on the label; and its control, the preferences without the score.
+    "dpo+decoupled": _DECOUPLED,
+    "dpo+decoupled+sft": replace(_DECOUPLED, title="DPO + outcome, decoupled, + SFT", loss_type=("sigmoid", "sft")),
+    "dpo+reasoning": replace(_PREFERENCE, title="DPO on the reasoning", preference_tokens="reasoning"),
+    # Controls of `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are the wrong way.
+    "ipo": replace(_PREFERENCE, title="IPO", loss_type=("ipo",)),
+    "dpo+robust": replace(_PREFERENCE, title="Robust DPO", loss_type=("robust",), label_smoothing=0.1),
+    "dpo+sft": replace(_PREFERENCE, title="DPO + SFT", loss_type=("sigmoid", "sft")),
 }
 
 
@@ -147,6 +160,20 @@ def order(name: str) -> tuple[int, int, str]:
     start, names, suffixes = unscaled(name), list(METHODS), ["", *SCALINGS]
     place = names.index(start) if start in METHODS else len(names)
     return place, suffixes.index(name.removeprefix(start)), name
+
+
+def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the options of `CATTOConfig` that the method itself sets: a recipe gives them to the other methods.
+
+    >>> without_overridden(METHODS["ipo"], {"beta": 0.2, "loss_type": "sigmoid"})
+    {'beta': 0.2}
+    """
+    own: set[str] = set()
+    if row.loss_type:
+        own |= {"loss_type", "loss_weights", "label_smoothing"}
+    if row.preference_tokens != "all":
+        own.add("preference_tokens")
+    return {name: value for name, value in settings.items() if name not in own}
 
 
 def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:

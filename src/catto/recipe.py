@@ -320,6 +320,20 @@ class Recipe(Settings):
             return value
         return {name: {} if block is None else block for name, block in value.items()}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _every_method(cls, value: Any) -> Any:
+        """Without `methods`, compare all that the rest of the recipe allows."""
+        if not isinstance(value, dict) or "methods" in value:
+            return value
+        teacher = value.get("teacher")
+        answers_first = isinstance(teacher, dict) and teacher.get("reasoning") is False
+        names = []
+        for name, row in METHODS.items():
+            if not (answers_first and row.preference_tokens == "reasoning"):
+                names.append(name)
+        return {**value, "methods": names}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in self.methods:
@@ -330,6 +344,8 @@ class Recipe(Settings):
             start = method(name).start
             if start != "base" and start not in self.methods:
                 raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+            if method(name).preference_tokens == "reasoning" and not self.teacher.reasoning:
+                raise ValueError(f"methods: {name} prefers by the reasoning, and teacher.reasoning is false")
         blocks: dict[str, TrainerSettings] = {name: getattr(self, name) for name in ("sft", "preference", "rcft")}
         rates = {f"{name}.learning_rates": block.learning_rates for name, block in blocks.items()}
         for name, values in {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}.items():

@@ -23,7 +23,7 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, WEIGHTS, Budget, Rescaled, acting, method, scaled_kind
+from catto.methods import METHODS, WEIGHTS, Budget, Rescaled, acting, method, scaled_kind, without_overridden
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -162,7 +162,8 @@ class Graph:
         # Options of the calibration term are for the methods that have that term: others do not depend on them.
         given = {name: value for name, value in block.trl.items() if (name, value) != ("calibration_weight", None)}
         given = {"calibration_weight": WEIGHTS[row.calibration], **given}  # the default determines a training too
-        block = block.model_copy(update={"trl": acting(row.calibration, given)})
+        given = without_overridden(row, acting(row.calibration, given))
+        block = block.model_copy(update={"trl": given})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":

@@ -60,10 +60,12 @@ class StageSettings:
 
     Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
     until somebody says that it has no part in the stage. A field that has its default, or that is not compared, does
-    not count.
+    not count. Neither does a name of a block that is `optional` and has its default there: it was added to the block
+    when there were keys already, and these stay as they are.
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
+    optional: ClassVar[Mapping[str, frozenset[str]]] = {}  # -> names that do not count at their default
 
     def counted(self) -> dict[str, Any]:
         """Return the part of the settings that the key is a hash of."""
@@ -73,6 +75,7 @@ class StageSettings:
             if value == known.default or not known.compare:
                 continue
             excluded = set(self.excluded.get(name, ()))
+            excluded |= self._names_at_default(name, value)
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
             elif isinstance(value, Method):
@@ -80,6 +83,19 @@ class StageSettings:
             else:
                 values[name] = value.counted() if isinstance(value, StageSettings) else value
         return values
+
+    def _names_at_default(self, field: str, block: Any) -> set[str]:
+        """Return which of the optional names of a block have their default."""
+        names = self.optional.get(field, frozenset()) if block is not None else frozenset()
+        unset: set[str] = set()
+        for name in names:
+            if isinstance(block, BaseModel):
+                default = type(block).model_fields[name].default
+            else:
+                default = block.__dataclass_fields__[name].default
+            if getattr(block, name) == default:
+                unset.add(name)
+        return unset
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,7 @@ class TrainSettings(StageSettings):
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
         "outcome": frozenset({"questions", "temperature", "held_out"}),
     }
+    optional: ClassVar = {"method": frozenset({"loss_type", "preference_tokens"})}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from catto.experiment.stages import LOG, Stage, TrainSettings, Work, write
 from catto.experiment.steps import read_questions
 from catto.files import building, read_records, write_records, write_text
 from catto.labels import check_labels
-from catto.methods import acting
+from catto.methods import Method, acting
 from catto.metrics.temperature import confidence_at
 from catto.predict.predictor import evaluate_model, is_correct
 from catto.problems import DataError
@@ -254,7 +254,8 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
 
     Otherwise that would be known after the teacher was paid and the models to start from were trained.
     """
-    right, wrong = ((Message(role="assistant", content=completion(None, label)),) for label in "AB")
+    # With reasoning: some losses read nothing else.
+    right, wrong = ((Message(role="assistant", content=completion("A B", label)),) for label in "AB")
     row: dict[str, Any] = {"prompt": (Message(role="user", content="A\nB"),), "question": "q", "task": "t"}
     row |= {"labels": ("A", "B"), "gold": "A", "correctness_rate": 0.5}
     pair = PreferenceRow(**row, chosen=right, rejected=wrong, chosen_label="A", rejected_label="B")
@@ -361,8 +362,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
         if method.stream != "none":
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
-    alone = {} if method.preference_loss else {"loss_type": ["sigmoid"], "loss_weights": [0.0]}  # whatever `trl` says
-    config = CATTOConfig(**(options | _arguments(job) | alone))
+    config = CATTOConfig(**(options | _arguments(job) | _own_loss(method)))
     # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
     rows_on_disk = Dataset.from_generator(lambda: iter(columns), cache_dir=str(job.out / "checkpoints"))
     more: dict[str, Any] = {"validation": _validation(job, "reasoning", tokenizer), "outcome_examples": stream}
@@ -378,6 +378,19 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         each = [row.tokens if method.stream == "right" else len(row.row.prompt) + row.label.at for row in stream]
         tokens += round(config.outcome_rows_per_pair * len(columns) * sum(each) / len(each))
     return trainer, len(columns), tokens, dropped
+
+
+def _own_loss(method: Method) -> dict[str, Any]:
+    """Return the options of the preference loss that belong to the method, whatever the recipe's `trl` says."""
+    if not method.preference_loss:
+        return {"loss_type": ["sigmoid"], "loss_weights": [0.0]}
+    options: dict[str, Any] = {}
+    if method.loss_type:
+        options["loss_type"] = list(method.loss_type)
+        options["label_smoothing"] = method.label_smoothing
+    if method.preference_tokens != "all":
+        options["preference_tokens"] = method.preference_tokens
+    return options
 
 
 def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:

@@ -39,6 +39,12 @@ LOOKS = {
     "dpo+outcome": (INK, "X"),
     "dpo+outcome-pairs": ("#2A9DA8", "h"),
     "dpo+replay": ("#9C5A33", "8"),
+    "dpo+decoupled": ("#B5179E", "X"),
+    "dpo+decoupled+sft": ("#6A4C93", "p"),
+    "dpo+reasoning": ("#D36B4A", "d"),
+    "ipo": ("#7A7A1F", "h"),
+    "dpo+robust": ("#C98BA0", "s"),
+    "dpo+sft": ("#4F7F7A", "o"),
 }
 RULES = {
     "most confident": ("#0E9F6E", "o-"),
