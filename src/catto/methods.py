@@ -2,7 +2,7 @@
 
 A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
 objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
-the confidence of any of them by a temperature: `method("dpo+outcome+ts")`.
+the confidence of any of them, by a temperature or by a weight and a bias for each label: `method("dpo+outcome+ts")`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ Rescaled = Literal["raw", "normalized"]
 # The tokens of a response that the preference loss reads: all of them, or those before the label.
 PreferenceTokens = Literal["all", "reasoning"]
 
+# How a confidence is rescaled: by a temperature of either, or by a weight and a bias for each label.
+ScalingKind = Literal["raw", "normalized", "vector"]
+
 AMONG_LABELS = "+tl"
+BY_VECTOR = "+vs"
 # Suffixes of methods with a rescaled confidence: of the whole vocabulary, as in the paper, or among the labels alone.
-SCALINGS: Mapping[str, str] = {"+ts": "temperature scaling", AMONG_LABELS: "scaling among labels"}
+SCALINGS: Mapping[str, str] = {
+    "+ts": "temperature scaling",
+    AMONG_LABELS: "scaling among labels",
+    BY_VECTOR: "vector scaling",
+}
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
@@ -112,7 +120,7 @@ METHODS: dict[str, Method] = {
 
 
 def method(name: str) -> Method:
-    """Return an entry of METHODS; with a suffix of SCALINGS, the temperature scaling of one.
+    """Return an entry of METHODS; with a suffix of SCALINGS, one with a rescaled confidence.
 
     >>> method("dpo+outcome+ts").title, method("dpo+tl").title
     ('DPO + outcome + temperature scaling', 'DPO + scaling among labels')
@@ -125,7 +133,7 @@ def method(name: str) -> Method:
 
 
 def unscaled(name: str) -> str:
-    """Return the name of the method whose model it is: without the suffix of its temperature scaling.
+    """Return the name of the method whose model it is: without the suffix of its scaling.
 
     >>> unscaled("dpo+catto+ts"), unscaled("dpo+catto")
     ('dpo+catto', 'dpo+catto')
@@ -133,12 +141,14 @@ def unscaled(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in SCALINGS if name.endswith(suffix)), name)
 
 
-def scaled_kind(name: str) -> Rescaled:
-    """Return which confidence a method's temperature rescales: of the whole vocabulary, or normalised over the labels.
+def scaled_kind(name: str) -> ScalingKind:
+    """Return how a method rescales: by a temperature of the whole vocabulary or among the labels, or by a vector.
 
-    >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl")
-    ('raw', 'normalized')
+    >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl"), scaled_kind("dpo+vs")
+    ('raw', 'normalized', 'vector')
     """
+    if name.endswith(BY_VECTOR):
+        return "vector"
     return "normalized" if name.endswith(AMONG_LABELS) else "raw"
 
 
@@ -152,7 +162,7 @@ def known(name: str) -> bool:
 
 
 def order(name: str) -> tuple[int, int, str]:
-    """Return a sort key: methods as METHODS lists them, each before its temperature scaling, unknown ones last.
+    """Return a sort key: methods as METHODS lists them, each before its scalings, unknown ones last.
 
     >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=order)
     ['sft', 'sft+ts', 'sft+tl', 'dpo', 'mine']

@@ -23,7 +23,7 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, WEIGHTS, Budget, Rescaled, acting, method, scaled_kind, without_overridden
+from catto.methods import METHODS, WEIGHTS, Budget, ScalingKind, acting, method, scaled_kind, without_overridden
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -260,19 +260,20 @@ class Graph:
         name = f"test {model.settings.title} {task} seed {model.settings.seed}"
         return self._predicted(name, model, task, "test", GREEDY)
 
-    def tau(self, model: Choice, kind: Rescaled = "raw") -> Stage[stages.ScalingSettings]:
-        """The temperature of a model's label token, fitted on its greedy validation predictions."""
+    def tau(self, model: Choice, kind: ScalingKind = "raw") -> Stage[stages.ScalingSettings]:
+        """The temperature of a model's label token, or its vector, fitted on its greedy validation predictions."""
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
             (trained,) = model.needs.values()
             validation = {"validation": self._validated(model.settings.task, trained)}
-        name = f"tau {model.settings.name}" if kind == "raw" else f"tau among labels {model.settings.name}"
+        titles: dict[ScalingKind, str] = {"raw": "tau", "normalized": "tau among labels", "vector": "vector"}
+        name = f"{titles[kind]} {model.settings.name}"
         return Stage("tau", name, stages.ScalingSettings(kind), {"model": model, **validation})
 
-    def scaled(self, title: str, task: str, model: Choice, kind: Rescaled) -> Stage:
-        """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau.
+    def scaled(self, title: str, task: str, model: Choice, kind: ScalingKind) -> Stage:
+        """Scaling: the stored greedy answers rescaled, or new ones sampled at the temperature of the vocabulary.
 
-        A temperature among the labels is none of the vocabulary's, so nothing is sampled at it.
+        What scales the labels alone is no temperature of the vocabulary, so nothing is sampled at it.
         """
         name, tau = f"scaled {title} {task} seed {model.settings.seed}", self.tau(model, kind)
         if self.recipe.evaluation.decode == "sample" and kind == "raw":

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from catto.files import Seal, damage, read_json, sealed, write_text
-from catto.methods import Budget, Method, Rescaled
+from catto.methods import Budget, Method, ScalingKind
 from catto.problems import DataError
 from catto.recipe import (
     EvaluationSettings,
@@ -232,9 +232,9 @@ class PredictionSettings(StageSettings):
 
 @dataclass(frozen=True)
 class ScalingSettings(StageSettings):
-    """A temperature: of the label token in the whole vocabulary, or among the labels."""
+    """A temperature, of the label token in the whole vocabulary or among the labels, or vector scaling."""
 
-    kind: Rescaled = "raw"
+    kind: ScalingKind = "raw"
 
 
 class CellPlace(NamedTuple):
