@@ -89,6 +89,10 @@ EXCEPTIONS: dict[str, set[str]] = {
     "teacher.min_wrong": {"rows"},
     "outcome.score": {"train"},
     "outcome.rows_per_pair": {"train"},
+    "outcome.target": {"sampled"},  # votes are of further samples
+    "outcome.samples": set(),  # read where votes are the target
+    "outcome.source": {"rows"},
+    "start": {"base"},
     "evaluation.bins": {"report"},
     "evaluation.resamples": {"report"},
     "evaluation.unparsed": {"report"},

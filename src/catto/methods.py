@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
-Stage = Literal["sft", "preference", "rcft", "scaling"]
+Stage = Literal["base", "sft", "preference", "rcft", "scaling"]
+# The model from which a recipe's methods start: one that SFT has trained, or the given model itself.
+Start = Literal["sft", "base"]
 Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"]
 # The third stream beside the pairs: unfiltered samples of the SFT model, or right responses to the same questions.
 Stream = Literal["none", "sampled", "right"]
@@ -73,6 +75,7 @@ class Method:
     preference_loss: bool = True  # False: the calibration term alone, on as many steps
     loss_type: tuple[str, ...] = ()  # TRL's loss types, added with equal weights; empty: the recipe's, or TRL's default
     preference_tokens: PreferenceTokens = "all"
+    only_from: Start | None = None  # recipes with another start cannot have it
 
     @property
     def budgeted(self) -> bool:
@@ -80,21 +83,25 @@ class Method:
         return self.effort["paper"] != self.effort["matched"] or (self.start != "base" and METHODS[self.start].budgeted)
 
     @property
-    def group(self) -> Literal["SFT", "DPO"]:
+    def group(self) -> Literal["Base", "SFT", "DPO"]:
         """The block of the paper's tables that lists the method."""
+        if self.only_from == "base":
+            return "Base"
         if self.stage == "preference":
             return "DPO" if self.preference_loss else "SFT"
         return "SFT" if self.start == "base" else METHODS[self.start].group
 
 
 _SMALL = Effort(epochs=2, pairs=500)
-_SFT = Method("SFT", "base", "sft", dict.fromkeys(BUDGETS, Effort(epochs=3)), (5e-5,), batch_size=2)
+_BASE = Method("Base model", "base", "base", dict.fromkeys(BUDGETS, Effort(epochs=0)), only_from="base")
+_SFT = Method("SFT", "base", "sft", dict.fromkeys(BUDGETS, Effort(epochs=3)), (5e-5,), batch_size=2, only_from="sft")
 _PREFERENCE = Method("DPO", "sft", "preference", dict.fromkeys(BUDGETS, _SMALL), (5e-6, 5e-7))
 _OUTCOME = replace(_PREFERENCE, title="DPO + outcome", calibration="outcome", stream="sampled")
 _DECOUPLED = replace(_OUTCOME, title="DPO + outcome, decoupled", preference_tokens="reasoning")
 _CFT = Method("CFT", "dpo", "rcft", dict.fromkeys(BUDGETS, Effort(epochs=5)), (5e-6,))
 
 METHODS: dict[str, Method] = {
+    "base": _BASE,
     "sft": _SFT,
     "sft+ls": replace(_SFT, title="SFT + label smoothing", label_smoothing=0.1),
     "dpo": replace(_PREFERENCE, effort={"paper": Effort(epochs=6), "matched": _SMALL}),
@@ -106,7 +113,8 @@ METHODS: dict[str, Method] = {
     # Controls of `dpo+outcome`: as much supervision without a proper score, the score without preferences, the score
     # without further responses.
     "dpo+replay": replace(_PREFERENCE, title="DPO + replay", calibration="replay", stream="right"),
-    "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False),
+    "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False, only_from="sft"),
+    "base+outcome": replace(_OUTCOME, title="Base + outcome", preference_loss=False, only_from="base"),
     "dpo+outcome-pairs": replace(_OUTCOME, title="DPO + outcome on pairs", stream="none"),
     # Preferences on the reasoning, a proper score on the label; and its control, the preferences without the score.
     "dpo+decoupled": _DECOUPLED,
@@ -150,6 +158,24 @@ def scaled_kind(name: str) -> ScalingKind:
     if name.endswith(BY_VECTOR):
         return "vector"
     return "normalized" if name.endswith(AMONG_LABELS) else "raw"
+
+
+def start_of(row: Method, start: Start) -> str:
+    """Return from which method's model a method starts in a recipe with this start.
+
+    >>> start_of(METHODS["dpo"], "sft"), start_of(METHODS["dpo"], "base"), start_of(METHODS["cft"], "base")
+    ('sft', 'base', 'dpo')
+    """
+    return start if row.start == "sft" else row.start
+
+
+def methods_from(start: Start) -> tuple[str, ...]:
+    """Return the methods that a recipe with this start can have.
+
+    >>> methods_from("base")[:2], methods_from("sft")[:2]
+    (('base', 'dpo'), ('sft', 'sft+ls'))
+    """
+    return tuple(name for name, row in METHODS.items() if row.only_from in (None, start))
 
 
 def known(name: str) -> bool:

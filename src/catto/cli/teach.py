@@ -53,7 +53,7 @@ def teach(
             with refusing(place=f"{name}: "):
                 path = place(root, asked) / "train.jsonl"
                 questions = read_questions(path) if done(root, asked) else questions_of(asked.settings)[0]
-                estimate = teacher.dry_run(questions, None, read.teacher, stored, retry_refused=retry_refused)
+                estimate = teacher.dry_run(questions, None, read.own_teacher, stored, retry_refused=retry_refused)
             for line in estimate.lines():
                 say(f"{name}: {line}")
         return

@@ -81,7 +81,7 @@ def _predictions(folder: Path) -> list[Prediction]:
 
 
 def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
-    """Take the learning rate of the lowest validation ECE (20 bins); a single one is not measured."""
+    """Take the learning rate of the lowest validation ECE (20 bins); a single one, or none, is not measured."""
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
         runs = [_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds]
@@ -90,7 +90,7 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"
     choice = {
-        "learning_rate": rates[best],
+        "learning_rate": rates[best] if rates else None,  # the base model has none
         "model": f"model {role}",
         "validation": f"validation {role}" if scores else None,
         "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
@@ -160,7 +160,10 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     scaled, candidates = plan.predictions.kind == "scaled", plan.candidates
     rescaled_stage = plan.predictions if scaled else candidates
     tau = None if rescaled_stage is None else read_json(place(root, rescaled_stage) / TAU)
-    training = read_json(place(root, chosen(root, plan.chosen)) / "training.json")
+    model = chosen(root, plan.chosen)
+    training = None
+    if model.kind == "train" and not scaled:
+        training = Training.model_validate(read_json(place(root, model) / "training.json"))
     several = len(plan.validation) > 1
     validation = chosen(root, plan.chosen, "validation") if several else next(iter(plan.validation), None)
     return Cell(
@@ -172,7 +175,7 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
         vector=tau and tau.get("vector"),
         sampling_temperature=tau["temperature"] if tau and candidates is not None else None,
         candidates_fallback_rate=tau["fallback_rate"] if tau and candidates is not None else None,
-        training=None if scaled else Training.model_validate(training),
+        training=training,
     )
 
 

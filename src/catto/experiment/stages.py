@@ -49,6 +49,7 @@ _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 # Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
 # that no result depends on.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
+IN_STAGES |= {"start"}
 IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome", "launch", "resources"}
 
 # ---- what determines a stage ----------------------------------------------------------------------------------------
@@ -142,7 +143,10 @@ class ResponseSettings(StageSettings):
     outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
 
     # Which questions are held out is known from the stage that gives them.
-    excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair", "held_out"})}
+    # How many responses votes are counted of is the teacher's n.
+    excluded: ClassVar = {
+        "outcome": frozenset({"score", "rows_per_pair", "held_out", "target", "samples", "source"}),
+    }
 
     def counted(self) -> dict[str, Any]:
         """Leave out how the teacher is reached and which rows are picked."""
@@ -151,7 +155,7 @@ class ResponseSettings(StageSettings):
 
 @dataclass(frozen=True)
 class RowSettings(StageSettings):
-    """Rows from responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
+    """Rows from responses. Of the kinds `outcome` and `stream` none is picked, so how others are does not count."""
 
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
@@ -159,8 +163,19 @@ class RowSettings(StageSettings):
 
     def counted(self) -> dict[str, Any]:
         """Add how rows are picked."""
-        picked = None if self.kinds == ("outcome",) else self.asked.teacher.picked()
+        unpicked = self.kinds in (("outcome",), ("stream",))
+        picked = None if unpicked else self.asked.teacher.picked()
         return {**super().counted(), "picked": picked}
+
+
+@dataclass(frozen=True)
+class BaseSettings(StageSettings):
+    """The given model as it is, in the recipe's precision."""
+
+    model: ModelSettings
+    contents: str | None  # hash of its files
+
+    excluded: ClassVar = {"model": frozenset({"scratch", "attention", "peft"})}
 
 
 @dataclass(frozen=True)
@@ -187,11 +202,14 @@ class TrainSettings(StageSettings):
     launch: LaunchSettings = field(compare=False)  # how many processes share it: it is the same training
 
     excluded: ClassVar = {
-        "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
+        "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size", "only_from"}),
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
-        "outcome": frozenset({"questions", "temperature", "held_out"}),
+        "outcome": frozenset({"questions", "temperature", "held_out", "samples", "source"}),
     }
-    optional: ClassVar = {"method": frozenset({"loss_type", "preference_tokens"})}
+    optional: ClassVar = {
+        "method": frozenset({"loss_type", "preference_tokens"}),
+        "outcome": frozenset({"target"}),
+    }
 
 
 @dataclass(frozen=True)
