@@ -10,13 +10,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize_scalar
+from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit, log_softmax, logit
 from sklearn.isotonic import IsotonicRegression
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 from catto.files import write_record
-from catto.metrics.calibrators import CALIBRATORS, HistogramBinning, Isotonic, Platt, Temperature, load
+from catto.metrics import calibrators
+from catto.metrics.calibrators import (
+    CALIBRATORS,
+    RIDGE,
+    HistogramBinning,
+    Isotonic,
+    Platt,
+    Temperature,
+    VectorScaling,
+    label_table,
+    load,
+)
 from catto.metrics.errors import EPSILON, accuracy, ece, nll
 from catto.metrics.ranking import auroc
 from catto.problems import DataError
@@ -193,7 +205,7 @@ def test_platt_refuses_rows_of_one_kind() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"schema_version": 2}, "schema_version is 2, this catto reads 1"),
-    ({"kind": "pickle"}, "kind: expected temperature, platt, isotonic, histogram, got 'pickle'"),
+    ({"kind": "pickle"}, "kind: expected temperature, platt, isotonic, histogram, vector, got 'pickle'"),
     ({"extra": 1.0}, "extra: unknown key"),
     ({"tau": "1"}, "tau: expected a number, got '1'"),
     ({"tau": [1.0]}, r"tau: expected a number, got \[1.0\]"),
@@ -226,4 +238,96 @@ def test_uneven_isotonic_knots_are_refused(knots: object, message: str, tmp_path
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"schema_version": 1, "kind": "isotonic", "knots": knots, "values": [0.5]}))
     with pytest.raises(DataError, match=message):
+        load(path)
+
+
+# ---- vector scaling -------------------------------------------------------------------------------------------------
+
+
+def lopsided(rows: int = 500, count: int = 4, seed: int = 5) -> tuple[Any, Any]:
+    """Labels drawn from the softmax of weight * log p + bias, with other weights and biases for each label."""
+    rng = np.random.default_rng(seed)
+    logprobs = log_softmax(3 * rng.standard_normal((rows, count)), axis=1)
+    weights, biases = rng.uniform(0.3, 1.2, count), rng.uniform(-1, 1, count)
+    true = np.exp(log_softmax(weights * logprobs + biases, axis=1)).cumsum(axis=1)
+    return logprobs, (rng.random((rows, 1)) > true).sum(axis=1).clip(max=count - 1)
+
+
+def gold_nll(log_probability: Any, gold: Any) -> float:
+    return -float(log_probability[np.arange(len(gold)), gold].mean())
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_vector_scaling_is_the_minimum_that_another_search_finds(count: int) -> None:
+    """The penalised loss as its definition reads, minimised without our gradient and by another algorithm."""
+    logprobs, gold = lopsided(200, count)
+    tau = Temperature.fit_labels(logprobs, gold).tau
+
+    def loss(parameters: Any) -> float:
+        u, b = parameters[:count], parameters[count:]
+        total = 0.0
+        for row, place in zip(logprobs, gold, strict=True):
+            z = (1 + u) / tau * row + b
+            total += np.log(np.exp(z).sum()) - z[place]
+        return float(total / len(gold) + RIDGE * (np.square(u).sum() + np.square(b).sum()))
+
+    reference = minimize(loss, np.full(2 * count, 0.1), method="BFGS", options={"gtol": 1e-7})
+    fitted = VectorScaling.fit_labels(logprobs, gold, "ABCDE"[:count])
+    ours = np.concatenate([np.array(fitted.weights) * tau - 1, fitted.biases])
+    assert loss(ours) <= reference.fun + 1e-10
+    assert ours == pytest.approx(reference.x, abs=2e-4)
+
+
+def test_vector_scaling_of_two_labels_is_logistic_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p(B) = sigmoid(w_B log p_B - w_A log p_A + b_B - b_A): a regression on the two log-probabilities."""
+    monkeypatch.setattr(calibrators, "RIDGE", 1e-9)
+    logprobs, gold = lopsided(400, 2)
+    fitted = VectorScaling.fit_labels(logprobs, gold, "AB")
+    reference = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000).fit(logprobs, gold)
+    expected = reference.predict_log_proba(logprobs)
+    assert fitted.apply_labels(logprobs) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rows", [5, 40, 400])
+def test_vector_scaling_never_fits_worse_than_a_temperature_among_the_labels(rows: int, seed: int) -> None:
+    logprobs, gold = lopsided(rows, 3, seed)
+    temperature = Temperature.fit_labels(logprobs, gold)
+    vector = VectorScaling.fit_labels(logprobs, gold, "ABC")
+    assert gold_nll(vector.apply_labels(logprobs), gold) <= gold_nll(temperature.apply_labels(logprobs), gold) + 1e-12
+
+
+def test_equal_weights_without_biases_are_a_temperature() -> None:
+    logprobs, _ = lopsided(50)
+    vector = VectorScaling(labels=tuple("ABCD"), weights=(0.5,) * 4, biases=(0.0,) * 4)
+    assert vector.apply_labels(logprobs) == pytest.approx(Temperature(tau=2.0).apply_labels(logprobs), abs=1e-12)
+
+
+def test_vector_scaling_finds_each_label_by_its_name(tmp_path: Path) -> None:
+    logprobs, gold = lopsided(60, 3)
+    vector = VectorScaling.fit_labels(logprobs, gold, "ABC")
+    write_record(tmp_path / "v.json", vector)
+    assert load(tmp_path / "v.json") == vector
+    row = dict(zip("ABC", logprobs[0], strict=True))
+    shuffled = {label: row[label] for label in "CAB"}
+    assert vector.probability(shuffled, "B") == pytest.approx(
+        np.exp(vector.apply_labels(logprobs[:1])[0, 1]), abs=1e-12
+    )
+    with pytest.raises(ValueError, match="its labels are A, B, vector scaling was fitted on A, B, C"):
+        vector.probability({"A": -1.0, "B": -0.5}, "A")
+    with pytest.raises(ValueError, match="row 1 has A, B, row 2 has A, C"):
+        label_table([{"A": -1.0, "B": -1.0}, {"A": -1.0, "C": -1.0}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"labels": ["A", "A"], "weights": [1.0, 1.0], "biases": [0.0, 0.0]}, "a label occurs twice"),
+        ({"labels": ["A", "B"], "weights": [1.0], "biases": [0.0, 0.0]}, "2 labels, 1 weights and 2 biases"),
+    ],
+)
+def test_an_uneven_vector_is_refused(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "v.json"
+    path.write_text(json.dumps({"schema_version": 1, "kind": "vector", **fields}))
+    with pytest.raises(DataError, match=told):
         load(path)

@@ -16,7 +16,7 @@ from catto.calibrate import Fitted, read_labels
 from catto.files import manifest_path, write_record
 from catto.logs import ColumnNames
 from catto.measure import read_confidences, read_graded
-from catto.metrics.calibrators import CALIBRATORS, Temperature, load
+from catto.metrics.calibrators import CALIBRATORS, Temperature, VectorScaling, load
 from catto.metrics.errors import brier, ece, nll
 from command import run, write_lines
 
@@ -114,6 +114,27 @@ def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Captu
     assert read_graded(tmp_path / "n.jsonl").confidence.tolist() == [row["confidence"] for row in written]
 
 
+def test_vector_scaling_is_fitted_on_the_labels_and_applied(tmp_path: Path, capsys: Capture) -> None:
+    data = [row for row in labelled() if len(row["label_logprobs"]) == 3]
+    path = write_lines(tmp_path / "a.jsonl", data)
+    done = run(capsys, "calibrate", "fit", path, "--method", "vector", "--out", tmp_path / "c.json")
+    assert done.code == 0
+    found = load(tmp_path / "c.json")
+    assert isinstance(found, VectorScaling)
+    assert all(f"{label}: weight" in done.out for label in found.labels)
+    run(capsys, "calibrate", "apply", tmp_path / "c.json", path, "--out", tmp_path / "n.jsonl")
+    for row in read(tmp_path / "n.jsonl"):
+        answer = max(row["label_logprobs"], key=row["label_logprobs"].get)
+        assert row["confidence"] == pytest.approx(found.probability(row["label_logprobs"], answer), abs=1e-12)
+
+
+def test_vector_scaling_refuses_rows_of_other_labels(tmp_path: Path, capsys: Capture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", labelled())
+    done = run(capsys, "calibrate", "fit", path, "--method", "vector", "--out", tmp_path / "c.json")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "all rows need the same labels" in done.err
+
+
 def test_an_answer_that_was_not_parsed_has_no_confidence(tmp_path: Path) -> None:
     data = [
         {"label_logprobs": {"B": -2.0, "A": -0.2}, "label": "B", "gold": "A"},
@@ -179,6 +200,10 @@ def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Ca
     [
         (("fit", "one.jsonl", "--method", "platt", "--out", "c.json"), "one.jsonl: Platt needs right and wrong rows"),
         (("fit", "one.jsonl", "--method", "platt", "--on", "labels", "--out", "c.json"), "--on labels: works with"),
+        (
+            ("fit", "one.jsonl", "--method", "vector", "--on", "confidence", "--out", "c.json"),
+            "--on confidence: vector",
+        ),
         (("fit", "one.jsonl", "--on", "labels", "--out", "c.json"), "one.jsonl row 1: label_logprobs: missing"),
         (("fit", "one.jsonl", "--out", "one.jsonl/c.json"), "one.jsonl: "),
         (("fit", "one.jsonl", "--out", "c.pkl"), "--out: c.pkl must end in .json"),

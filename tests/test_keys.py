@@ -90,6 +90,10 @@ EXCEPTIONS: dict[str, set[str]] = {
     "teacher.min_wrong": {"rows"},
     "outcome.score": {"train"},
     "outcome.rows_per_pair": {"train"},
+    "outcome.target": {"sampled"},  # votes are of further samples
+    "outcome.samples": set(),  # read where votes are the target
+    "outcome.source": {"rows"},
+    "start": {"base"},
     "evaluation.bins": {"report"},
     "evaluation.resamples": {"report"},
     "evaluation.unparsed": {"report"},
@@ -255,6 +259,17 @@ def test_an_edited_method_is_trained_again(tmp_path: Path, monkeypatch: pytest.M
         assert {stage.method for stage in fresh} == {"dpo", "rcft"}
     monkeypatch.setitem(METHODS, "dpo", replace(original, title="Other"))
     assert keys(recipe) == known
+
+
+def test_a_loss_of_its_own_is_in_the_key_and_the_recipes_loss_is_not(tmp_path: Path) -> None:
+    """A method without one has the key that it had before methods could have one."""
+    recipe = recipe_of(tmp_path).model_copy(update={"methods": ("sft", "dpo", "ipo")})
+    parts = {stage.method: stage.settings.counted()["method"] for stage in stages(recipe) if stage.kind == "train"}
+    assert parts["ipo"]["loss_type"] == ("ipo",)
+    assert not {"loss_type", "preference_tokens"} & parts["dpo"].keys()
+    other_loss = with_setting(recipe, "preference.trl", {"loss_type": "hinge"})
+    fresh = {stage.method for stage in stages(other_loss) if stage.kind == "train" and stage.key not in keys(recipe)}
+    assert fresh == {"dpo"}
 
 
 # ---- prompts and parser -------------------------------------------------------------------------------------------

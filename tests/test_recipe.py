@@ -248,8 +248,65 @@ def test_an_unknown_recipe_is_told_with_a_suggestion() -> None:
 
 def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
     recipe = load(write(tmp_path))
-    assert recipe.methods == tuple(METHODS)
+    assert recipe.methods == tuple(name for name in METHODS if METHODS[name].only_from != "base")
+    assert {"base", "base+outcome"} == {*METHODS} - {*recipe.methods}
     assert isinstance(recipe, Recipe)
+
+
+def test_a_preference_on_the_reasoning_needs_reasoning(tmp_path: Path) -> None:
+    """Answer first, nothing comes before the label: such methods are refused, and not among all that are compared."""
+    answer_first = ["teacher.source=labels", "teacher.reasoning=false"]
+    compared = load(write(tmp_path), answer_first).methods
+    assert {"dpo", "dpo+outcome", "ipo"} <= set(compared)
+    assert not {"dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"} & set(compared)
+    told = problem(write(tmp_path), *answer_first, "methods=[sft, dpo+decoupled]")
+    assert "dpo+decoupled prefers by the reasoning, and teacher.reasoning is false" in told
+
+
+OWN = {"start": "base", "model": {"path": "models/own"}, "teacher": {"source": "transformers"}}
+
+
+def test_a_recipe_that_starts_from_the_given_model_has_no_sft(tmp_path: Path) -> None:
+    """Without `methods` it compares all that need none; the teacher without a name is the model itself."""
+    recipe = load(write(tmp_path, **OWN))
+    assert recipe.methods[0] == "base"
+    assert not {"sft", "sft+ls", "sft+outcome"} & {*recipe.methods}
+    assert recipe.own_teacher.model == "models/own"
+    planned = ordered([Graph(recipe).report()])
+    assert not [stage.name for stage in planned if "sft" in stage.name.replace("+sft", "")]
+    assert len([stage for stage in planned if stage.kind == "base"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model": {"scratch": {}}}, "start: base needs model.path"),
+        ({"methods": ["sft", "dpo"]}, "methods: sft needs start: sft; with start: base there are base, dpo"),
+        ({"methods": ["base", "dpo", "sft+ts"]}, "methods: sft+ts needs start: sft"),
+        ({"methods": ["dpo"]}, "methods: dpo starts from base, which is not among the methods"),
+        ({"methods": ["base+ts"]}, "methods: base+ts starts from base, which is not among the methods"),
+        ({"start": "sft", "methods": ["sft", "base"]}, "methods: base needs start: base"),
+        ({"start": "sft"}, "teacher.model: needed for source transformers"),
+        ({"start": "sft", "teacher": {"source": "witnesses"}, "outcome": {"source": "teacher"}}, "needs start: base"),
+        ({"teacher": {"source": "witnesses"}, "outcome": {"source": "teacher"}}, "teacher witnesses is no model"),
+        (
+            {"teacher": {"source": "transformers", "model": "other"}, "outcome": {"source": "teacher"}},
+            "the teacher is other, the start model is models/own",
+        ),
+        ({"outcome": {"source": "teacher", "questions": 5}}, "outcome.questions: not read, with source teacher"),
+        ({"outcome": {"source": "teacher", "temperature": 0.5}}, "outcome.temperature: not read, with source teacher"),
+        (
+            {"outcome": {"source": "teacher", "target": "votes"}, "teacher": {"source": "transformers", "n": 1}},
+            "votes need several responses to a question, and teacher.n is 1",
+        ),
+        (
+            {"outcome": {"target": "mix"}, "methods": ["base", "dpo+outcome-pairs"]},
+            "outcome.target: dpo+outcome-pairs scores the pairs themselves, which have no votes",
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_start_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    assert told in problem(write(tmp_path, **{**OWN, **changes}))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

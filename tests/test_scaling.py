@@ -13,6 +13,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 from catto.engines import TAU_GRID
 from catto.metrics.calibrators import Temperature
 from catto.metrics.temperature import confidence_at, fit_tau, rescaled
+from catto.metrics.vector import fit_vector, scale_by_vector
 from catto.records import Prediction
 
 LABELS = ("A", "B", "C", "D")
@@ -210,3 +211,40 @@ def test_rescaling_starts_from_the_stated_confidence() -> None:
     once = rescaled(rows, 3.0)
     assert [prediction.confidence_raw for prediction in once] == [prediction.confidence for prediction in rows]
     assert rescaled(once, 2.0) == rescaled(rows, 2.0)
+
+
+# ---- vector scaling -------------------------------------------------------------------------------------------------
+
+
+def test_vector_scaling_corrects_a_model_that_prefers_one_label() -> None:
+    """The model adds 2 to the logit of A. One temperature cannot undo that, a bias can; the answers stay."""
+    rng = np.random.default_rng(4)
+    rows = []
+    for number in range(400):
+        true = rng.normal(0, 1.5, 4)
+        gold = LABELS[rng.choice(4, p=softmax(true))]
+        biased = true + np.array([2.0, 0.0, 0.0, 0.0])
+        logits = np.concatenate([biased, rng.normal(-4, 1, 100)])
+        rows.append(prediction(logits, gold, name=f"q{number}"))
+    unread = rows[0].model_copy(update={"label": None, "label_logprobs": None, "confidence": 0.0, "question": "none"})
+    fit = fit_vector([*rows, unread])
+    assert (fit.rows, fit.left_out) == (400, 1)
+    assert fit.nll < fit_tau(rows, "normalized").nll - 0.1
+    assert fit.nll < fit.nll_unscaled
+    biases = dict(zip(fit.scaling.labels, fit.scaling.biases, strict=True))
+    assert biases["A"] == min(biases.values())
+    scaled = scale_by_vector([*rows, unread], fit.scaling)
+    assert [row.label for row in scaled] == [row.label for row in [*rows, unread]]
+    assert [row.confidence_raw for row in scaled] == [row.confidence for row in [*rows, unread]]
+    assert scaled[-1].confidence == 0.0
+    correct = np.mean([row.label == row.gold for row in rows])
+    before = abs(np.mean([row.confidence for row in rows]) - correct)
+    after = abs(np.mean([row.confidence for row in scaled[:-1]]) - correct)
+    assert after < before / 2
+
+
+def test_vector_scaling_refuses_predictions_of_other_labels() -> None:
+    one = prediction(np.arange(10.0))
+    fewer = one.model_copy(update={"label_logprobs": {"A": -1.0, "B": -0.5}})
+    with pytest.raises(ValueError, match="all rows need the same labels"):
+        fit_vector([one, fewer])

@@ -298,6 +298,25 @@ def test_the_term_alone_has_no_preference_loss_whatever_the_recipe_gives_the_oth
         assert _trained(work, monkeypatch)[0].args.loss_weights == weights
 
 
+@pytest.mark.parametrize(
+    ("method", "losses", "smoothing"),
+    [
+        ("dpo", ["hinge"], 0.2),
+        ("ipo", ["ipo"], 0.0),
+        ("dpo+robust", ["robust"], 0.1),
+        ("dpo+sft", ["sigmoid", "sft"], 0.0),
+    ],
+)
+def test_a_loss_of_the_method_wins_over_the_one_that_the_recipe_gives_the_others(
+    method: str, losses: list[str], smoothing: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"loss_type": ["hinge"], "loss_weights": [0.5], "label_smoothing": 0.2, "max_steps": 1}
+    work = made_work(tmp_path, method, preference={"checkpoint_steps": 2, "trl": given})
+    args = _trained(work, monkeypatch)[0].args
+    assert (args.loss_type, args.label_smoothing) == (losses, smoothing)
+    assert args.loss_weights == ([0.5] if method == "dpo" else None)
+
+
 # ---- the rehearsal --------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +325,10 @@ def _rehearsed(method: str, **blocks: Any) -> None:
     rehearse("mine.yaml", [Graph(recipe).trained("witnesses", 0, method, "matched", 1e-4)])
 
 
-@pytest.mark.parametrize("method", ["sft", "rcft", "dpo+catto", "dpo+outcome", "sft+outcome", "dpo+outcome-pairs"])
+REHEARSED = ["sft", "rcft", "dpo+catto", "dpo+outcome", "sft+outcome", "dpo+outcome-pairs", "ipo", "dpo+sft"]
+
+
+@pytest.mark.parametrize("method", REHEARSED)
 def test_a_rehearsal_passes_what_trains_and_leaves_nothing(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

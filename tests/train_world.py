@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_tokenizer
 LIMIT = 60
 LONG = (1, 4, 5, 9)  # of twelve
 METHODS = ["sft", "dpo", "rcft", "cft", "dpo+bce", "dpo+catto", "dpo+outcome", "dpo+replay", "sft+outcome"]
-METHODS += ["dpo+outcome-pairs"]
+METHODS += ["dpo+outcome-pairs", "dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning", "ipo", "dpo+robust", "dpo+sft"]
 
 
 def _lengthened(message: Any) -> Any:

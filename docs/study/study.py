@@ -25,7 +25,7 @@ import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
 from catto.measure import MeasureSettings, Sources, compare_runs
-from catto.methods import AMONG_LABELS, KNOBS, METHODS, SCALINGS, WEIGHTS, Budget, order, unscaled
+from catto.methods import AMONG_LABELS, KNOBS, METHODS, WEIGHTS, Budget, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
@@ -41,6 +41,7 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 HERE = Path(__file__).parent
 DOCS, SUMMARY = HERE.parent, HERE / "summary"
 PAGES = ("results.md", "results-in-full.md")
+SCALINGS = ("+ts", AMONG_LABELS)  # those that the tables show
 TUNED = "-held_out-score-log-weight-5"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
 # What makes a variant of a method: its part of the name, and how tables say it.
@@ -321,7 +322,7 @@ def briefly(
     heads += ["AUROC", "forced, %"]
     for title, every in _groups(numbers, variants):
         known = {group.method: group for group in every}
-        groups = [group for group in every if not _parts(group.method)[0].endswith(tuple(SCALINGS))]
+        groups = [group for group in every if unscaled(_parts(group.method)[0]) == _parts(group.method)[0]]
         groups = [group for group in groups if place(title) and (not methods or group.method in methods)]
         groups.sort(key=lambda group: (_short(group.method).partition(", ")[2], order(_parts(group.method)[0])))
         rows = []
@@ -557,7 +558,7 @@ def goal_matrix(tables: Sequence[tuple[str, Sequence[Goal]]]) -> Iterator[str]:
         for (task, method), group in groupby(found, lambda goal: goal[:2]):
             cells = {(goal.scaling, goal.metric): goal for goal in group}
             for suffix, scaled in zip(SCALINGS, ("whole vocabulary", "labels"), strict=True):
-                first = suffix == next(iter(SCALINGS))
+                first = suffix == SCALINGS[0]
                 row = [title.format(task), method] if first else ["", ""]
                 wanted = [("", "debiased_ece"), *((suffix, metric) for metric in ("brier", "auroc", "ece", "accuracy"))]
                 texts = [f"{cells[key].reached.replace('better, ', '')}: {cells[key].values}" for key in wanted]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -27,14 +28,14 @@ from catto.files import library_versions, manifest_path, read_manifest
 from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
 from catto.metrics.binning import Floats
-from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, load
+from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, VectorScaling, label_table, load
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LIKELIEST, candidates, samples_by_question, stopped
 from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
 On = Literal["confidence", "labels"]
-Kind = Literal["temperature", "platt", "isotonic", "histogram"]
+Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 
 # Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
 NO_LABEL = -1e6
@@ -83,11 +84,17 @@ class Fitted:
         if self.protocol is not None:
             return list(predictions)
         if self.on == "confidence":
-            new = self.calibrator.apply([prediction.confidence for prediction in predictions]).tolist()
+            new = self.of_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
             new = [self._of_label(row.label_logprobs, row.label, row.name) for row in predictions]
         pairs = zip(predictions, new, strict=True)
         return [row.model_copy(update={"confidence": 0.0 if row.label is None else value}) for row, value in pairs]
+
+    def of_confidences(self, confidence: ArrayLike) -> Floats:
+        """Return calibrated confidences. (N,) -> (N,)."""
+        if isinstance(self.calibrator, VectorScaling):
+            raise ValueError("vector scaling reads label log-probabilities, not confidences")
+        return self.calibrator.apply(confidence)
 
     def _of_label(self, logprobs: Mapping[str, float] | None, label: str | None, name: str = "") -> float:
         """Return the calibrated probability of one of the labels; 0 where there is no answer."""
@@ -95,15 +102,17 @@ class Fitted:
             return 0.0
         if logprobs is None:
             raise ValueError(f"{name} has no label_logprobs, which the calibrator reads")
+        if isinstance(self.calibrator, VectorScaling):
+            return self.calibrator.probability(logprobs, label)
         if not isinstance(self.calibrator, Temperature):
-            raise ValueError("only a temperature can be applied to label log-probabilities")
+            raise ValueError("only a temperature or vector scaling can be applied to label log-probabilities")
         rescaled = self.calibrator.apply_labels([list(logprobs.values())])
         return exp(rescaled[0, list(logprobs).index(label)])
 
     def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
         if self.on == "confidence":
-            return self.calibrator.apply(answers.confidence)
+            return self.of_confidences(answers.confidence)
         with locating(answers.source):
             rows = read_labels(answers.source, names)
             return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
@@ -125,15 +134,11 @@ def fit_file(
         raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
     with locating(path):
         if on == "confidence":
-            calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
+            if kind == "vector":
+                raise ValueError("vector scaling reads label log-probabilities, not confidences")
+            calibrator: Calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
         else:
-            rows = list(read_labels(path, names))
-            golds = [list(logprobs).index(gold) for logprobs, _, gold in rows if gold is not None]
-            if len(golds) < len(rows):
-                raise ValueError("gold: missing")
-            widest = max(len(logprobs) for logprobs, _, _ in rows)
-            filled = [[*logprobs.values(), *[NO_LABEL] * (widest - len(logprobs))] for logprobs, _, _ in rows]
-            calibrator = Temperature.fit_labels(filled, golds)
+            calibrator = _fit_on_labels(path, kind, names)
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
@@ -144,6 +149,25 @@ def fit_file(
     counts = {"rows": len(answers)}
     files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
     return open_fitted(out), answers
+
+
+def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames) -> Calibrator:
+    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of a file."""
+    rows = []
+    golds = []
+    for logprobs, _, gold in read_labels(path, names):
+        if gold is None:
+            raise ValueError("gold: missing")
+        rows.append(logprobs)
+        golds.append(gold)
+    if kind == "vector":
+        labels, table = label_table(rows)
+        places = [labels.index(gold) for gold in golds]
+        return VectorScaling.fit_labels(table, places, labels)
+    widest = max(len(logprobs) for logprobs in rows)
+    filled = [[*logprobs.values(), *[NO_LABEL] * (widest - len(logprobs))] for logprobs in rows]
+    places = [list(logprobs).index(gold) for logprobs, gold in zip(rows, golds, strict=True)]
+    return Temperature.fit_labels(filled, places)
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
@@ -204,7 +228,7 @@ def final_answers(
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
     (places, confidence), taken = stopped(given, protocol.rule, protocol.stop)
     if fitted is not None and fitted.protocol is not None:
-        confidence = fitted.calibrator.apply(confidence)
+        confidence = fitted.of_confidences(confidence)
     answers = []
     for row, place, stated, count in zip(rows, places.tolist(), confidence.tolist(), taken.tolist(), strict=True):
         chosen, used = row[place], row[:count]

@@ -2,7 +2,7 @@
 
 A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
 objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
-the confidence of any of them by a temperature: `method("dpo+outcome+ts")`.
+the confidence of any of them, by a temperature or by a weight and a bias for each label: `method("dpo+outcome+ts")`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
-Stage = Literal["sft", "preference", "rcft", "scaling"]
+Stage = Literal["base", "sft", "preference", "rcft", "scaling"]
+# The model from which a recipe's methods start: one that SFT has trained, or the given model itself.
+Start = Literal["sft", "base"]
 Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"]
 # The third stream beside the pairs: unfiltered samples of the SFT model, or right responses to the same questions.
 Stream = Literal["none", "sampled", "right"]
 # The confidence that a temperature rescales: of the whole vocabulary, or normalised over the labels.
 Rescaled = Literal["raw", "normalized"]
+# The tokens of a response that the preference loss reads: all of them, or those before the label.
+PreferenceTokens = Literal["all", "reasoning"]
+
+# How a confidence is rescaled: by a temperature of either, or by a weight and a bias for each label.
+ScalingKind = Literal["raw", "normalized", "vector"]
 
 AMONG_LABELS = "+tl"
+BY_VECTOR = "+vs"
 # Suffixes of methods with a rescaled confidence: of the whole vocabulary, as in the paper, or among the labels alone.
-SCALINGS: Mapping[str, str] = {"+ts": "temperature scaling", AMONG_LABELS: "scaling among labels"}
+SCALINGS: Mapping[str, str] = {
+    "+ts": "temperature scaling",
+    AMONG_LABELS: "scaling among labels",
+    BY_VECTOR: "vector scaling",
+}
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
@@ -56,11 +68,14 @@ class Method:
     effort: Mapping[Budget, Effort]
     learning_rates: tuple[float, ...] = ()  # one is chosen by validation ECE
     batch_size: int = 4
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # of SFT's labels, or of the preferences as TRL's loss types read it
     calibration: Calibration = "none"
     rcft_weight: float = 0.0  # of RCFT's ECE term; 0 is CFT
     stream: Stream = "none"
     preference_loss: bool = True  # False: the calibration term alone, on as many steps
+    loss_type: tuple[str, ...] = ()  # TRL's loss types, added with equal weights; empty: the recipe's, or TRL's default
+    preference_tokens: PreferenceTokens = "all"
+    only_from: Start | None = None  # recipes with another start cannot have it
 
     @property
     def budgeted(self) -> bool:
@@ -68,20 +83,25 @@ class Method:
         return self.effort["paper"] != self.effort["matched"] or (self.start != "base" and METHODS[self.start].budgeted)
 
     @property
-    def group(self) -> Literal["SFT", "DPO"]:
+    def group(self) -> Literal["Base", "SFT", "DPO"]:
         """The block of the paper's tables that lists the method."""
+        if self.only_from == "base":
+            return "Base"
         if self.stage == "preference":
             return "DPO" if self.preference_loss else "SFT"
         return "SFT" if self.start == "base" else METHODS[self.start].group
 
 
 _SMALL = Effort(epochs=2, pairs=500)
-_SFT = Method("SFT", "base", "sft", dict.fromkeys(BUDGETS, Effort(epochs=3)), (5e-5,), batch_size=2)
+_BASE = Method("Base model", "base", "base", dict.fromkeys(BUDGETS, Effort(epochs=0)), only_from="base")
+_SFT = Method("SFT", "base", "sft", dict.fromkeys(BUDGETS, Effort(epochs=3)), (5e-5,), batch_size=2, only_from="sft")
 _PREFERENCE = Method("DPO", "sft", "preference", dict.fromkeys(BUDGETS, _SMALL), (5e-6, 5e-7))
 _OUTCOME = replace(_PREFERENCE, title="DPO + outcome", calibration="outcome", stream="sampled")
+_DECOUPLED = replace(_OUTCOME, title="DPO + outcome, decoupled", preference_tokens="reasoning")
 _CFT = Method("CFT", "dpo", "rcft", dict.fromkeys(BUDGETS, Effort(epochs=5)), (5e-6,))
 
 METHODS: dict[str, Method] = {
+    "base": _BASE,
     "sft": _SFT,
     "sft+ls": replace(_SFT, title="SFT + label smoothing", label_smoothing=0.1),
     "dpo": replace(_PREFERENCE, effort={"paper": Effort(epochs=6), "matched": _SMALL}),
@@ -93,13 +113,22 @@ METHODS: dict[str, Method] = {
     # Controls of `dpo+outcome`: as much supervision without a proper score, the score without preferences, the score
     # without further responses.
     "dpo+replay": replace(_PREFERENCE, title="DPO + replay", calibration="replay", stream="right"),
-    "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False),
+    "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False, only_from="sft"),
+    "base+outcome": replace(_OUTCOME, title="Base + outcome", preference_loss=False, only_from="base"),
     "dpo+outcome-pairs": replace(_OUTCOME, title="DPO + outcome on pairs", stream="none"),
+    # Preferences on the reasoning, a proper score on the label; and its control, the preferences without the score.
+    "dpo+decoupled": _DECOUPLED,
+    "dpo+decoupled+sft": replace(_DECOUPLED, title="DPO + outcome, decoupled, + SFT", loss_type=("sigmoid", "sft")),
+    "dpo+reasoning": replace(_PREFERENCE, title="DPO on the reasoning", preference_tokens="reasoning"),
+    # Controls of `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are the wrong way.
+    "ipo": replace(_PREFERENCE, title="IPO", loss_type=("ipo",)),
+    "dpo+robust": replace(_PREFERENCE, title="Robust DPO", loss_type=("robust",), label_smoothing=0.1),
+    "dpo+sft": replace(_PREFERENCE, title="DPO + SFT", loss_type=("sigmoid", "sft")),
 }
 
 
 def method(name: str) -> Method:
-    """Return an entry of METHODS; with a suffix of SCALINGS, the temperature scaling of one.
+    """Return an entry of METHODS; with a suffix of SCALINGS, one with a rescaled confidence.
 
     >>> method("dpo+outcome+ts").title, method("dpo+tl").title
     ('DPO + outcome + temperature scaling', 'DPO + scaling among labels')
@@ -112,7 +141,7 @@ def method(name: str) -> Method:
 
 
 def unscaled(name: str) -> str:
-    """Return the name of the method whose model it is: without the suffix of its temperature scaling.
+    """Return the name of the method whose model it is: without the suffix of its scaling.
 
     >>> unscaled("dpo+catto+ts"), unscaled("dpo+catto")
     ('dpo+catto', 'dpo+catto')
@@ -120,13 +149,33 @@ def unscaled(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in SCALINGS if name.endswith(suffix)), name)
 
 
-def scaled_kind(name: str) -> Rescaled:
-    """Return which confidence a method's temperature rescales: of the whole vocabulary, or normalised over the labels.
+def scaled_kind(name: str) -> ScalingKind:
+    """Return how a method rescales: by a temperature of the whole vocabulary or among the labels, or by a vector.
 
-    >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl")
-    ('raw', 'normalized')
+    >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl"), scaled_kind("dpo+vs")
+    ('raw', 'normalized', 'vector')
     """
+    if name.endswith(BY_VECTOR):
+        return "vector"
     return "normalized" if name.endswith(AMONG_LABELS) else "raw"
+
+
+def start_of(row: Method, start: Start) -> str:
+    """Return from which method's model a method starts in a recipe with this start.
+
+    >>> start_of(METHODS["dpo"], "sft"), start_of(METHODS["dpo"], "base"), start_of(METHODS["cft"], "base")
+    ('sft', 'base', 'dpo')
+    """
+    return start if row.start == "sft" else row.start
+
+
+def methods_from(start: Start) -> tuple[str, ...]:
+    """Return the methods that a recipe with this start can have.
+
+    >>> methods_from("base")[:2], methods_from("sft")[:2]
+    (('base', 'dpo'), ('sft', 'sft+ls'))
+    """
+    return tuple(name for name, row in METHODS.items() if row.only_from in (None, start))
 
 
 def known(name: str) -> bool:
@@ -139,7 +188,7 @@ def known(name: str) -> bool:
 
 
 def order(name: str) -> tuple[int, int, str]:
-    """Return a sort key: methods as METHODS lists them, each before its temperature scaling, unknown ones last.
+    """Return a sort key: methods as METHODS lists them, each before its scalings, unknown ones last.
 
     >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=order)
     ['sft', 'sft+ts', 'sft+tl', 'dpo', 'mine']
@@ -147,6 +196,20 @@ def order(name: str) -> tuple[int, int, str]:
     start, names, suffixes = unscaled(name), list(METHODS), ["", *SCALINGS]
     place = names.index(start) if start in METHODS else len(names)
     return place, suffixes.index(name.removeprefix(start)), name
+
+
+def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the options of `CATTOConfig` that the method itself sets: a recipe gives them to the other methods.
+
+    >>> without_overridden(METHODS["ipo"], {"beta": 0.2, "loss_type": "sigmoid"})
+    {'beta': 0.2}
+    """
+    own: set[str] = set()
+    if row.loss_type:
+        own |= {"loss_type", "loss_weights", "label_smoothing"}
+    if row.preference_tokens != "all":
+        own.add("preference_tokens")
+    return {name: value for name, value in settings.items() if name not in own}
 
 
 def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:

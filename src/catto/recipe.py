@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from catto.methods import BUDGETS, METHODS, SCALINGS, Budget, known, method
+from catto.methods import BUDGETS, METHODS, SCALINGS, Budget, Start, known, method, methods_from, start_of
 from catto.problems import did_you_mean
 from catto.records import Split, checked_name
 
@@ -126,7 +126,7 @@ class TeacherSettings(Settings):
         low, high = self.temperature
         if not 0 <= low <= high:
             raise ValueError(f"temperature: expected 0 <= low <= high, got {low}, {high}")
-        for name in {"server": ("model", "base_url"), "transformers": ("model",)}.get(self.source or "", ()):
+        for name in ("model", "base_url") if self.source == "server" else ():
             if getattr(self, name) is None:
                 raise ValueError(f"{name}: needed for source {self.source}")
         if self.source == "responses" and self.responses is None:
@@ -242,13 +242,20 @@ class LaunchSettings(Settings):
 
 
 class OutcomeSettings(Settings):
-    """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered."""
+    """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered.
+
+    The target of a question is its gold label, the share of each label among `samples` responses (`votes`), or the mean
+    of the two (`mix`).
+    """
 
     questions: int | None = Field(default=None, ge=1)  # None: every training question
     held_out: bool = False  # take them from beyond the task's `train`: neither SFT nor the pairs have seen them
     temperature: float = Field(default=1.0, ge=0)
     rows_per_pair: int = Field(default=2, ge=1)
     score: Literal["log", "brier"] = "log"
+    target: Literal["gold", "votes", "mix"] = "gold"
+    samples: int = Field(default=8, ge=2, le=MOST_SAMPLES)  # of a question, for its votes
+    source: Literal["model", "teacher"] = "model"  # teacher: its responses, where it is the start model itself
 
 
 class EvaluationSettings(Settings):
@@ -298,7 +305,8 @@ class Recipe(Settings):
     tasks: dict[Annotated[str, AfterValidator(partial(checked_name, what="task"))], TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
-    methods: tuple[str, ...] = Field(default=tuple(METHODS), min_length=1)
+    start: Start = "sft"  # what methods start from: a model that SFT trains first, or the given model
+    methods: tuple[str, ...] = Field(default=methods_from("sft"), min_length=1)
     budgets: tuple[Budget, ...] = Field(default=BUDGETS, min_length=1)
     small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
     seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
@@ -331,16 +339,43 @@ class Recipe(Settings):
             return value
         return {name: {} if block is None else block for name, block in value.items()}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _every_method(cls, value: Any) -> Any:
+        """Without `methods`, compare all that the rest of the recipe allows."""
+        if not isinstance(value, dict) or "methods" in value:
+            return value
+        teacher, outcome = value.get("teacher"), value.get("outcome")
+        answers_first = isinstance(teacher, dict) and teacher.get("reasoning") is False
+        voted = isinstance(outcome, dict) and outcome.get("target", "gold") != "gold"
+        names = []
+        for name in methods_from("base" if value.get("start") == "base" else "sft"):
+            row = METHODS[name]
+            lacks_reasoning = answers_first and row.preference_tokens == "reasoning"
+            lacks_votes = voted and row.calibration == "outcome" and row.stream == "none"
+            if not lacks_reasoning and not lacks_votes:
+                names.append(name)
+        return {**value, "methods": names}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in self.methods:
             if not known(name):
                 close = did_you_mean(name, [*METHODS, *(start + suffix for start in METHODS for suffix in SCALINGS)])
-                names = f"{', '.join(METHODS)}, nor one of them with {' or '.join(SCALINGS)}"
+                names = f"{', '.join(methods_from(self.start))}, nor one of them with {' or '.join(SCALINGS)}"
                 raise ValueError(f"methods: {name!r} is not one of {names}{close}")
-            start = method(name).start
-            if start != "base" and start not in self.methods:
+            row = method(name)
+            if row.only_from not in (None, self.start):
+                possible = f"with start: {self.start} there are {', '.join(methods_from(self.start))}"
+                raise ValueError(f"methods: {name} needs start: {row.only_from}; {possible}")
+            start = start_of(row, self.start)
+            starts_from_a_row = start != "base" or (self.start == "base" and name != "base")
+            if starts_from_a_row and start not in self.methods:
                 raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+            if row.preference_tokens == "reasoning" and not self.teacher.reasoning:
+                raise ValueError(f"methods: {name} prefers by the reasoning, and teacher.reasoning is false")
+            if self.outcome.target != "gold" and row.calibration == "outcome" and row.stream == "none":
+                raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
         blocks: dict[str, TrainerSettings] = {name: getattr(self, name) for name in ("sft", "preference", "rcft")}
         rates = {f"{name}.learning_rates": block.learning_rates for name, block in blocks.items()}
         for name, values in {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}.items():
@@ -351,6 +386,7 @@ class Recipe(Settings):
                 raise ValueError(f"{name}.trl.learning_rate: each of {name}.learning_rates would train at this")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
+        self._check_start()
         if self.outcome.held_out:
             if self.outcome.questions is None:
                 raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
@@ -361,3 +397,32 @@ class Recipe(Settings):
             if traced and self.teacher.reasoning:
                 raise ValueError(f"outcome.held_out: {traced[0]} reads the teacher's traces, which cover `train` alone")
         return self
+
+    def _check_start(self) -> None:
+        """Raise ValueError where the start model, the teacher and the stream do not go together."""
+        teacher, outcome = self.teacher, self.outcome
+        if self.start == "base" and self.model.path is None:
+            raise ValueError("start: base needs model.path: a model from scratch knows nothing before SFT")
+        if teacher.source == "transformers" and teacher.model is None and self.start != "base":
+            raise ValueError("teacher.model: needed for source transformers (with start: base it is the recipe's own)")
+        if outcome.source != "teacher":
+            return
+        if self.start != "base":
+            raise ValueError("outcome.source: teacher needs start: base, where the teacher can be the start model")
+        if teacher.source not in ("server", "transformers", "responses"):
+            raise ValueError(f"outcome.source: teacher {teacher.source} is no model, so not the start model")
+        if teacher.source == "transformers" and teacher.model not in (None, self.model.path):
+            raise ValueError(f"outcome.source: the teacher is {teacher.model}, the start model is {self.model.path}")
+        for name, default in {"questions": None, "held_out": False, "temperature": 1.0}.items():
+            if getattr(outcome, name) != default:
+                told = "with source teacher the stream is what the teacher answered"
+                raise ValueError(f"outcome.{name}: not read, {told}")
+        if outcome.target != "gold" and teacher.n < 2:
+            raise ValueError("outcome.target: votes need several responses to a question, and teacher.n is 1")
+
+    @property
+    def own_teacher(self) -> TeacherSettings:
+        """The teacher by name: with `start: base`, a local one without a name is the recipe's own model."""
+        if self.teacher.source == "transformers" and self.teacher.model is None:
+            return self.teacher.model_copy(update={"model": self.model.path})
+        return self.teacher

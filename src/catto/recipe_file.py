@@ -192,6 +192,7 @@ _KINDS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "str": {str
 _GIVEN = {"calibration": "the method gives it", "max_length": "context gives it", "output_dir": "the run has its own"}
 _GIVEN |= {"task_type": "it is always CAUSAL_LM", "label_smoothing_factor": "sft+ls smooths labels"}
 _GIVEN |= {"outcome_score": "outcome.score gives it", "outcome_rows_per_pair": "outcome.rows_per_pair gives it"}
+_GIVEN |= {"outcome_target": "outcome.target gives it"}
 _GIVEN |= {"prefix_sharing": "it is set at the top of the recipe", "model_init_kwargs": "the block model gives them"}
 _GIVEN |= dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "keep gives it")
 _GIVEN |= {"resume_from_checkpoint": "a run resumes by itself", "push_to_hub": "models stay in the folder of the run"}

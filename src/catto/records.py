@@ -135,6 +135,7 @@ class SftRow(Record):
     gold: str
     label: str | None
     correctness_rate: float = Field(ge=0, le=1)
+    votes: dict[str, float] | None = Field(default=None, exclude_if=lambda votes: votes is None)
 
 
 class PreferenceRow(Record):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from catto.metrics.binning import Floats
 
 On = Literal["confidence", "labels"]
-Kind = Literal["temperature", "platt", "isotonic", "histogram"]
+Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 SHOWN = ("ece", "nll", "brier")
 
 app = typer.Typer(no_args_is_help=True, help="Fit a calibrator on one file, apply it to another, and find a threshold.")
@@ -32,7 +32,13 @@ def fit(
     file: Annotated[Path, Argument(help="Answers to fit on, as `catto measure` reads them.")],
     out: Annotated[Path, Option(help="Where the calibrator goes: a .json file.")],
     method: Annotated[Kind, Option(help="Kind of calibrator.")] = "temperature",
-    on: Annotated[On, Option(help="What it reads; labels, by temperature only: label_logprobs.")] = "confidence",
+    on: Annotated[
+        On | None,
+        Option(
+            help="What it reads: the confidence, or label_logprobs (temperature and vector).",
+            show_default="confidence; vector: labels",
+        ),
+    ] = None,
     unparsed: measure.UnparsedOption = "fallback",
     log_format: measure.FormatOption = "auto",
     confidence: measure.ConfidenceColumn = "confidence",
@@ -47,12 +53,17 @@ def fit(
 
     Examples:
     catto calibrate fit validation.jsonl --method temperature --out tau.json
+    catto calibrate fit validation.jsonl --method vector --out vector.json
     """
     from catto.calibrate import fit_file
-    from catto.metrics.calibrators import TAU_RANGE, Temperature
+    from catto.metrics.calibrators import TAU_RANGE, Temperature, VectorScaling
 
-    if on == "labels" and method != "temperature":
-        console.refuse(f"--on labels: works with --method temperature, not {method}")
+    if on is None:
+        on = "labels" if method == "vector" else "confidence"
+    if on == "labels" and method not in ("temperature", "vector"):
+        console.refuse(f"--on labels: works with --method temperature or vector, not {method}")
+    if on == "confidence" and method == "vector":
+        console.refuse("--on confidence: vector scaling reads label log-probabilities")
     writable_file("--out", out, ".json", source=file)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     fitted, answers = fit_file(file, method, on, names, unparsed, out)
@@ -63,6 +74,10 @@ def fit(
     _show(answers, fitted.confidences(answers, names), seed)
     if tau is not None:
         say(f"tau = {tau:.4g}, which moves confidences {'towards' if tau > 1 else 'away from'} one half.")
+    if isinstance(fitted.calibrator, VectorScaling):
+        vector = fitted.calibrator
+        for label, weight, bias in zip(vector.labels, vector.weights, vector.biases, strict=True):
+            say(f"{label}: weight {weight:.4g}, bias {bias:+.4g}")
     say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
     say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
 

@@ -108,6 +108,8 @@ def _show_stages(root: Path, stages: Planned) -> None:
 def _show_memory(costs: Costs, stages: Sequence[Stage], as_json: bool) -> None:
     """Print the memory of the training whose step computes most tokens."""
     trainings = [stage.settings for stage in stages if stage.kind == "train"]
+    if not trainings:
+        console.refuse("--memory: the recipe trains nothing")
     largest = max(trainings, key=lambda settings: costs.batch(settings) * costs.rows(settings))
     with console.refusing(place="--memory: "):
         layouts = costs.layouts(largest)

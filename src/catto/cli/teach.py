@@ -60,7 +60,7 @@ def teach(
         for title, goal in goals.items():
             stage = goal.needs["responses"]
             with refusing(place=f"{title}: "):
-                estimate = _estimate_requests(root, stage, read.teacher, retry_refused)
+                estimate = _estimate_requests(root, stage, read.own_teacher, retry_refused)
             for line in estimate.lines():
                 say(f"{title}: {line}")
         return

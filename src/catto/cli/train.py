@@ -52,6 +52,10 @@ def train(
     launch = {"launch.processes": processes, "launch.config": config}
     overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
     read = open_recipe(recipe, overrides)
+    if METHODS[method].stage == "base":
+        refuse(f"--method: {method} is the given model itself, which is not trained")
+    if METHODS[method].only_from not in (None, read.start):
+        refuse(f"--method: {method} needs start: {METHODS[method].only_from}, and the recipe has start: {read.start}")
     seed, budget = read.seeds[0] if seed is None else seed, budget or read.budgets[0]
     check_name("--seed", str(seed), [str(known) for known in read.seeds])
     check_name("--budget", budget, read.budgets)

@@ -264,7 +264,7 @@ class Costs:
 
     def tokens(self, stage: Stage[TrainSettings]) -> int:
         """Bound the tokens of a training: a pair counts twice, and the third stream on top of it."""
-        settings, teacher = stage.settings, self.recipe.teacher
+        settings, teacher = stage.settings, self.recipe.own_teacher
         each = teacher.pairs_per_question if settings.method.stage == "preference" else teacher.n
         asked = self.questions(stage.needs["teacher"].needs["questions"])
         elements = min(filter(None, (settings.pairs, settings.block.rows, asked * each)), default=0)
@@ -299,7 +299,7 @@ class Costs:
 
     def seconds(self, stage: Stage) -> float | None:
         """Estimate how long a stage takes on GPUs of the kind `GPU`; None for a model of unknown size."""
-        teacher, evaluation, size = self.recipe.teacher, self.recipe.evaluation, self.parameters
+        teacher, evaluation, size = self.recipe.own_teacher, self.recipe.evaluation, self.parameters
         batch, length = evaluation.batch_size, evaluation.max_tokens
         if stage.kind == "train":
             return None if size is None else self.tokens(stage) / self.speed / self.recipe.launch.processes
@@ -350,7 +350,7 @@ class Costs:
 
     def lines(self, missing: Iterable[Stage]) -> list[str]:
         """Say what the missing trainings and the teacher need; nothing where there is nothing to train or ask."""
-        stages, lines, teacher = list(missing), [], self.recipe.teacher
+        stages, lines, teacher = list(missing), [], self.recipe.own_teacher
         self.uncounted.clear()
         trainings, asking = ([stage for stage in stages if stage.kind == kind] for kind in ("train", "responses"))
         if trainings:

@@ -23,7 +23,18 @@ from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
 from catto.experiment.steps import task_of
 from catto.files import opened, read_json
-from catto.methods import METHODS, WEIGHTS, Budget, Rescaled, acting, method, scaled_kind
+from catto.methods import (
+    METHODS,
+    WEIGHTS,
+    Budget,
+    Method,
+    ScalingKind,
+    acting,
+    method,
+    scaled_kind,
+    start_of,
+    without_overridden,
+)
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.recipe_file import blamed, load
@@ -85,7 +96,7 @@ class Graph:
                 files = find(task_of(name, block), block.files, block.data_dir).files
             self._tasks[name] = _hash(files)
         self._model = contents(recipe.model.path)
-        teacher = recipe.teacher
+        teacher = recipe.own_teacher
         self._teacher = contents(teacher.responses if teacher.source == "responses" else teacher.model)
         self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
         self._chosen: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
@@ -111,7 +122,7 @@ class Graph:
 
     def responses(self, task: str) -> Stage[ResponseSettings]:
         """The teacher's responses to the training questions, unread: what may cost money."""
-        return self._asked(task, self.questions(task), self.recipe.teacher)
+        return self._asked(task, self.questions(task), self.recipe.own_teacher)
 
     def teacher(self, task: str) -> Stage:
         """The rows from the teacher's responses."""
@@ -120,14 +131,14 @@ class Graph:
     def traces(self, task: str, seed: int) -> Stage:
         """One teacher response to every validation question: what SFT is monitored on."""
         name, questions = f"traces {task} seed {seed}", self.questions(task, "validation", seed)
-        return self._rows(name, self._asked(name, questions, self.recipe.teacher.model_copy(update={"n": 1})))
+        return self._rows(name, self._asked(name, questions, self.recipe.own_teacher.model_copy(update={"n": 1})))
 
     def held_out_pairs(self, task: str, seed: int) -> Stage | None:
         """The teacher's pairs of the validation questions; None where the recipe does not ask for them."""
         if not self.recipe.asks_held_out_pairs:
             return None
         name = f"held-out pairs {task} seed {seed}"
-        responses = self._asked(name, self.questions(task, "validation", seed), self.recipe.teacher)
+        responses = self._asked(name, self.questions(task, "validation", seed), self.recipe.own_teacher)
         return self._rows(name, responses, ("preferences",))
 
     def _asked(
@@ -137,11 +148,33 @@ class Graph:
         settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser, None, None)
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
-    def _sampled(self, name: str, model: Choice, split: Split, outcome: OutcomeSettings | None = None) -> Stage:
-        """Rows of one sampled response per question: the model is asked as a teacher would be."""
+    def _stream(self, task: str, seed: int, row: Method) -> Stage:
+        """What `outcome` learns from: a response of the start model to each training question, unfiltered.
+
+        Where the target is of votes, more responses are sampled and the row has the share of each label among them.
+        """
+        outcome, start = self.recipe.outcome, self.recipe.start
+        if outcome.source == "teacher":
+            return self._rows(f"stream teacher {task}", self.responses(task), ("stream",))
+        model = self.chosen(task, seed, start, "matched")
+        if row.calibration == "outcome" and outcome.target != "gold":
+            name = f"votes {start} {task} seed {seed}"
+            return self._sampled(name, model, "train", outcome, outcome.samples, ("stream",))
+        return self._sampled(f"stream {start} {task} seed {seed}", model, "train", outcome)
+
+    def _sampled(
+        self,
+        name: str,
+        model: Choice,
+        split: Split,
+        outcome: OutcomeSettings | None = None,
+        samples: int = 1,
+        kinds: tuple[Kind, ...] = ("outcome",),
+    ) -> Stage:
+        """Rows of sampled responses, usually one per question: the model is asked as a teacher would be."""
         generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
-            n=1,
+            n=samples,
             temperature=(temperature, temperature),
             max_tokens=generating.evaluation.max_tokens,
             reasoning=generating.reasoning,
@@ -154,7 +187,7 @@ class Graph:
         if outcome is not None and outcome.held_out:
             more = self.questions(model.settings.task, more=outcome.questions or 0)
             needs |= {"questions": more, "trained_on": questions}
-        return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs))
+        return self._rows(name, Stage("sampled", f"sampled {name}", settings, needs), kinds)
 
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
         asked = {role: need for role, need in responses.needs.items() if role in ("questions", "trained_on")}
@@ -163,6 +196,10 @@ class Graph:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
+    def base_model(self) -> Stage[stages.BaseSettings]:
+        """The given model, untouched: one for all tasks and seeds."""
+        return Stage("base", "base model", stages.BaseSettings(self.recipe.model, self._model))
+
     def trained(self, task: str, seed: int, name: str, budget: Budget, rate: float) -> Stage[stages.TrainSettings]:
         """A trained model."""
         recipe, row = self.recipe, METHODS[name]
@@ -170,11 +207,12 @@ class Graph:
         # Options of the calibration term are for the methods that have that term: others do not depend on them.
         given = {name: value for name, value in block.trl.items() if (name, value) != ("calibration_weight", None)}
         given = {"calibration_weight": WEIGHTS[row.calibration], **given}  # the default determines a training too
-        block = block.model_copy(update={"trl": acting(row.calibration, given)})
+        given = without_overridden(row, acting(row.calibration, given))
+        block = block.model_copy(update={"trl": given})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
         if row.stage != "sft":
-            start = needs["start"] = self.chosen(task, seed, row.start, budget)
+            start = needs["start"] = self.chosen(task, seed, start_of(row, recipe.start), budget)
             # What training is monitored on: one sampled response of the start model to every validation question.
             needs["reasoning"] = self._sampled(f"reasoning {start.settings.name}", start, "validation")
         elif recipe.teacher.source != "responses":  # stored responses are to training questions alone
@@ -182,9 +220,12 @@ class Graph:
         if rcft:
             needs["held_out"] = self.questions(task, "validation", seed)
         if row.stream != "none":
-            # What `outcome` learns from: one sampled response of the SFT model to training questions, unfiltered.
-            model = self.chosen(task, seed, "sft", "matched")
-            needs["stream"] = self._sampled(f"stream sft {task} seed {seed}", model, "train", recipe.outcome)
+            needs["stream"] = self._stream(task, seed, row)
+        outcome = None
+        if row.calibration == "outcome":
+            outcome = recipe.outcome
+        elif row.calibration == "replay":
+            outcome = recipe.outcome.model_copy(update={"target": "gold"})  # it reads no target
         settings = stages.TrainSettings(
             name=name,
             method=row,
@@ -200,7 +241,7 @@ class Graph:
             context=recipe.context,
             keep=recipe.keep,
             prefix_sharing=recipe.prefix_sharing if row.stage == "preference" else None,
-            outcome=recipe.outcome if row.calibration in ("outcome", "replay") else None,
+            outcome=outcome,
             answering=self._generating if rcft else None,
             parser=answers.VERSION if rcft else None,
             others=recipe.model_dump(mode="json", exclude={*stages.IN_STAGES, "name", "evaluation"}),
@@ -210,6 +251,8 @@ class Graph:
 
     def rates(self, name: str) -> tuple[float, ...]:
         """The learning rates among which one is chosen; out of distribution the first is taken."""
+        if METHODS[name].stage == "base":
+            return ()
         block: TrainerSettings = getattr(self.recipe, METHODS[name].stage)
         rates = block.learning_rates or METHODS[name].learning_rates
         return rates[:1] if self.recipe.train_on is not None else rates
@@ -221,11 +264,13 @@ class Graph:
             rates, title = self.rates(name), _titled(name, budget)
             seeds = self.recipe.seeds if self.recipe.lr_choice == "mean" and len(rates) > 1 else (seed,)
             needs: dict[str, Stage] = {}
+            if METHODS[name].stage == "base":
+                needs[f"model 0 seed {seed}"] = self.base_model()
             for (number, rate), each in itertools.product(enumerate(rates), seeds):
                 model = self.trained(task, each, name, budget, rate)
                 needs[f"model {number} seed {each}"] = model
                 if len(rates) > 1:
-                    needs[f"validation {number} seed {each}"] = self._validated(task, model)
+                    needs[f"validation {number} seed {each}"] = self._validated(task, each, model)
             # No `bins` here: they are the report's, and training starts from what is chosen.
             settings = stages.ChoiceSettings(title, task, seed, seeds, rates)
             self._chosen[place] = Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
@@ -237,6 +282,7 @@ class Graph:
         self,
         name: str,
         model: Stage,
+        seed: int,
         task: str,
         split: Split,
         temperatures: tuple[float, ...] | int,
@@ -247,7 +293,7 @@ class Graph:
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
-        seed, count = model.settings.seed, self.recipe.launch.shards
+        count = self.recipe.launch.shards
         settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": self.questions(task, split, seed)}
         others = {} if temperature is None else {"temperature": temperature}
@@ -259,31 +305,34 @@ class Graph:
         title = name if temperatures == GREEDY else f"read {name}"
         return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
 
-    def _validated(self, task: str, model: Stage[stages.TrainSettings]) -> Stage:
-        return self._predicted(f"validation {model.name}", model, task, "validation", GREEDY)
+    def _validated(self, task: str, seed: int, model: Stage) -> Stage:
+        """Greedy predictions on the validation questions; the base model's name says neither task nor seed."""
+        name = f"{model.name} {task} seed {seed}" if model.kind == "base" else model.name
+        return self._predicted(f"validation {name}", model, seed, task, "validation", GREEDY)
 
     def tested(self, task: str, model: Choice) -> Stage:
         """Greedy predictions on the test questions."""
         name = f"test {model.settings.title} {task} seed {model.settings.seed}"
-        return self._predicted(name, model, task, "test", GREEDY)
+        return self._predicted(name, model, model.settings.seed, task, "test", GREEDY)
 
-    def tau(self, model: Choice, kind: Rescaled = "raw") -> Stage[stages.ScalingSettings]:
-        """The temperature of a model's label token, fitted on its greedy validation predictions."""
+    def tau(self, model: Choice, kind: ScalingKind = "raw") -> Stage[stages.ScalingSettings]:
+        """The temperature of a model's label token, or its vector, fitted on its greedy validation predictions."""
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # a single learning rate was not measured
             (trained,) = model.needs.values()
-            validation = {"validation": self._validated(model.settings.task, trained)}
-        name = f"tau {model.settings.name}" if kind == "raw" else f"tau among labels {model.settings.name}"
+            validation = {"validation": self._validated(model.settings.task, model.settings.seed, trained)}
+        titles: dict[ScalingKind, str] = {"raw": "tau", "normalized": "tau among labels", "vector": "vector"}
+        name = f"{titles[kind]} {model.settings.name}"
         return Stage("tau", name, stages.ScalingSettings(kind), {"model": model, **validation})
 
-    def scaled(self, title: str, task: str, model: Choice, kind: Rescaled) -> Stage:
-        """Temperature scaling: the stored greedy answers rescaled, or new ones sampled at tau.
+    def scaled(self, title: str, task: str, model: Choice, kind: ScalingKind) -> Stage:
+        """Scaling: the stored greedy answers rescaled, or new ones sampled at the temperature of the vocabulary.
 
-        A temperature among the labels is none of the vocabulary's, so nothing is sampled at it.
+        What scales the labels alone is no temperature of the vocabulary, so nothing is sampled at it.
         """
         name, tau = f"scaled {title} {task} seed {model.settings.seed}", self.tau(model, kind)
         if self.recipe.evaluation.decode == "sample" and kind == "raw":
-            predicted = self._predicted(name, model, task, "test", 1, tau)
+            predicted = self._predicted(name, model, model.settings.seed, task, "test", 1, tau)
         else:
             predicted = self.tested(task, model)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
@@ -292,14 +341,16 @@ class Graph:
         """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
         name, task = f"sampling {model.settings.name}", model.settings.task
         each = tuple(temperature for temperature in SAMPLING for _ in range(max(self.recipe.evaluation.k)))
-        predicted = self._predicted(name, model, task, "validation", each, limit=SAMPLING_QUESTIONS)
+        seed = model.settings.seed
+        predicted = self._predicted(name, model, seed, task, "validation", each, limit=SAMPLING_QUESTIONS)
         return Stage("sampling", name, stages.StageSettings(), {"predicted": predicted, "tau": self.tau(model)})
 
     def candidates(self, task: str, model: Choice) -> Stage:
         """max(k) samples a test question, with their confidence at tau, by which they are ranked."""
         name, tau = f"candidates {model.settings.title} {task} seed {model.settings.seed}", self.tau(model)
         temperature = tau if self.recipe.evaluation.sampling == "fitted" else self.sampling(model)
-        predicted = self._predicted(name, model, task, "test", max(self.recipe.evaluation.k), temperature)
+        seed, samples = model.settings.seed, max(self.recipe.evaluation.k)
+        predicted = self._predicted(name, model, seed, task, "test", samples, temperature)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def preference_accuracy(self, model: Choice) -> Stage | None:
@@ -426,7 +477,7 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def check_places(source: str, recipe: Recipe) -> None:
     """Raise DataError for a file, model or server that the recipe names and that cannot be there."""
-    teacher = recipe.teacher
+    teacher = recipe.own_teacher
     try:
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"

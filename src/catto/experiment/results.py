@@ -14,16 +14,18 @@ from catto.experiment.preference_step import ACCURACY, MARGINS
 from catto.experiment.stages import Stage, Work, chosen, place, write
 from catto.experiment.steps import StoredEngine, engine_of, read_questions
 from catto.files import library_versions, read_json, read_records, write_records
+from catto.metrics.calibrators import VectorScaling
 from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
 from catto.metrics.temperature import fit_tau, rescaled
+from catto.metrics.vector import fit_vector, scale_by_vector
 from catto.predict import predictor
 from catto.records import Prediction, content_hash
 from catto.report.numbers import Cell, Results, Training
 from catto.teacher.responses import GENERATIONS
 
 PREDICTIONS, SCALED = "predictions.jsonl", "scaled.jsonl"
-TEMPERATURE, TEMPERATURES, TAU = "temperature.json", "temperatures.json", "tau.json"
+TEMPERATURE, TEMPERATURES, TAU, VECTOR = "temperature.json", "temperatures.json", "tau.json", "vector.json"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "scikit-learn")
 
 
@@ -80,7 +82,7 @@ def _predictions(folder: Path) -> list[Prediction]:
 
 
 def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
-    """Take the learning rate of the lowest validation ECE (20 bins); a single one is not measured."""
+    """Take the learning rate of the lowest validation ECE (20 bins); a single one, or none, is not measured."""
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
         runs = [_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds]
@@ -89,7 +91,7 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"
     choice = {
-        "learning_rate": rates[best],
+        "learning_rate": rates[best] if rates else None,  # the base model has none
         "model": f"model {role}",
         "validation": f"validation {role}" if scores else None,
         "validation_ece": {f"{rate:g}": score for rate, score in zip(rates, scores, strict=False)},
@@ -98,11 +100,16 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
 
 
 def run_tau(work: Work[stages.ScalingSettings]) -> None:
-    """Fit the temperature of the label token on the chosen model's greedy validation predictions."""
-    needs = work.stage.needs
+    """Fit the temperature of the label token, or the vector, on the chosen model's greedy validation predictions."""
+    needs, kind = work.stage.needs, work.settings.kind
     validation = needs["validation"] if "validation" in needs else chosen(work.root, needs["model"], "validation")
-    scaling = fit_tau(_predictions(place(work.root, validation)), work.settings.kind)
-    write(work.out / TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
+    predictions = _predictions(place(work.root, validation))
+    if kind == "vector":
+        fit = fit_vector(predictions)
+        write(work.out / VECTOR, {**vars(fit), "scaling": fit.scaling.model_dump(mode="json")})
+    else:
+        scaling = fit_tau(predictions, kind)
+        write(work.out / TEMPERATURE, {"temperature": scaling.tau, **asdict(scaling)})
 
 
 def run_sampling(work: Work) -> None:
@@ -112,12 +119,18 @@ def run_sampling(work: Work) -> None:
 
 
 def run_scaled(work: Work[stages.ScalingSettings]) -> None:
-    """Rescale the confidence of predictions by tau: greedy answers, or samples, which are ranked by it."""
-    tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
-    predictions = _predictions(work.input("predicted"))
+    """Rescale the confidence of predictions: greedy answers, or samples, which are ranked by it."""
+    predictions, kind = _predictions(work.input("predicted")), work.settings.kind
     fallback = fmean(prediction.source == "fallback" for prediction in predictions)
-    write(work.out / TAU, {"tau": tau, "temperature": predictions[0].temperature, "fallback_rate": fallback})
-    write_records(work.out / SCALED, rescaled(predictions, tau, work.settings.kind))
+    about = {"temperature": predictions[0].temperature, "fallback_rate": fallback}
+    if kind == "vector":
+        vector = VectorScaling.model_validate(read_json(work.input("tau") / VECTOR)["scaling"])
+        write(work.out / TAU, {"tau": None, "vector": vector.model_dump(mode="json"), **about})
+        write_records(work.out / SCALED, scale_by_vector(predictions, vector))
+    else:
+        tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
+        write(work.out / TAU, {"tau": tau, **about})
+        write_records(work.out / SCALED, rescaled(predictions, tau, kind))
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -148,7 +161,10 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
     scaled, candidates = plan.predictions.kind == "scaled", plan.candidates
     rescaled_stage = plan.predictions if scaled else candidates
     tau = None if rescaled_stage is None else read_json(place(root, rescaled_stage) / TAU)
-    training = read_json(place(root, chosen(root, plan.chosen)) / "training.json")
+    model = chosen(root, plan.chosen)
+    training = None
+    if model.kind == "train" and not scaled:
+        training = Training.model_validate(read_json(place(root, model) / "training.json"))
     several = len(plan.validation) > 1
     validation = chosen(root, plan.chosen, "validation") if several else next(iter(plan.validation), None)
     return Cell(
@@ -157,10 +173,11 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
         candidates=None if candidates is None else _path(root, candidates, SCALED),
         validation=None if validation is None else _path(root, validation, PREDICTIONS),
         tau=tau and tau["tau"],
+        vector=tau and tau.get("vector"),
         sampling_temperature=tau["temperature"] if tau and candidates is not None else None,
         candidates_fallback_rate=tau["fallback_rate"] if tau and candidates is not None else None,
         preference=_margins(root, plan.preference),
-        training=None if scaled else Training.model_validate(training),
+        training=training,
     )
 
 

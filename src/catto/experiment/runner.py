@@ -32,6 +32,7 @@ RUN = {
     "responses": "steps.run_responses",
     "sampled": "steps.run_responses",
     "rows": "steps.run_rows",
+    "base": "train_step.run_base",
     "train": "train_step.run_train",
     "chosen": "results.run_chosen",
     "generated": "results.run_generated",
@@ -48,7 +49,7 @@ ROOM = 2**20
 # What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
 # These load a model of their own: the last one that was generated with is released first.
-LOADING = {"responses", "train", "pair_logprobs"}
+LOADING = {"responses", "base", "train", "pair_logprobs"}
 Progress = Callable[[int, int, str], None]
 # Seconds after which an NFS client looks again (acdirmax), and some.
 LATE = 75.0

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from catto.files import Seal, damage, read_json, sealed, write_text
-from catto.methods import Budget, Method, Rescaled
+from catto.methods import Budget, Method, ScalingKind
 from catto.problems import DataError
 from catto.recipe import (
     EvaluationSettings,
@@ -49,6 +49,7 @@ _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 # Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
 # that no result depends on.
 IN_STAGES = frozenset({"tasks", "train_on", "model", "methods", "budgets", "small_pairs", "seeds", "lr_choice", "keep"})
+IN_STAGES |= {"start"}
 IN_STAGES |= {"context", "prefix_sharing", "teacher", "sft", "preference", "rcft", "outcome", "launch", "resources"}
 
 # ---- what determines a stage ----------------------------------------------------------------------------------------
@@ -60,10 +61,12 @@ class StageSettings:
 
     Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
     until somebody says that it has no part in the stage. A field that has its default, or that is not compared, does
-    not count.
+    not count. Neither does a name of a block that is `optional` and has its default there: it was added to the block
+    when there were keys already, and these stay as they are.
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
+    optional: ClassVar[Mapping[str, frozenset[str]]] = {}  # -> names that do not count at their default
 
     def counted(self) -> dict[str, Any]:
         """Return the part of the settings that the key is a hash of."""
@@ -73,6 +76,7 @@ class StageSettings:
             if value == known.default or not known.compare:
                 continue
             excluded = set(self.excluded.get(name, ()))
+            excluded |= self._names_at_default(name, value)
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
             elif isinstance(value, Method):
@@ -80,6 +84,19 @@ class StageSettings:
             else:
                 values[name] = value.counted() if isinstance(value, StageSettings) else value
         return values
+
+    def _names_at_default(self, field: str, block: Any) -> set[str]:
+        """Return which of the optional names of a block have their default."""
+        names = self.optional.get(field, frozenset()) if block is not None else frozenset()
+        unset: set[str] = set()
+        for name in names:
+            if isinstance(block, BaseModel):
+                default = type(block).model_fields[name].default
+            else:
+                default = block.__dataclass_fields__[name].default
+            if getattr(block, name) == default:
+                unset.add(name)
+        return unset
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,10 @@ class ResponseSettings(StageSettings):
     outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
 
     # Which questions are held out is known from the stage that gives them.
-    excluded: ClassVar = {"outcome": frozenset({"score", "rows_per_pair", "held_out"})}
+    # How many responses votes are counted of is the teacher's n.
+    excluded: ClassVar = {
+        "outcome": frozenset({"score", "rows_per_pair", "held_out", "target", "samples", "source"}),
+    }
 
     def counted(self) -> dict[str, Any]:
         """Leave out how the teacher is reached and which rows are picked."""
@@ -137,7 +157,7 @@ class ResponseSettings(StageSettings):
 
 @dataclass(frozen=True)
 class RowSettings(StageSettings):
-    """Rows from responses. Rows of the kind `outcome` are all responses, so how others are picked does not count."""
+    """Rows from responses. Of the kinds `outcome` and `stream` none is picked, so how others are does not count."""
 
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
@@ -145,8 +165,19 @@ class RowSettings(StageSettings):
 
     def counted(self) -> dict[str, Any]:
         """Add how rows are picked."""
-        picked = None if self.kinds == ("outcome",) else self.asked.teacher.picked()
+        unpicked = self.kinds in (("outcome",), ("stream",))
+        picked = None if unpicked else self.asked.teacher.picked()
         return {**super().counted(), "picked": picked}
+
+
+@dataclass(frozen=True)
+class BaseSettings(StageSettings):
+    """The given model as it is, in the recipe's precision."""
+
+    model: ModelSettings
+    contents: str | None  # hash of its files
+
+    excluded: ClassVar = {"model": frozenset({"scratch", "attention", "peft"})}
 
 
 @dataclass(frozen=True)
@@ -173,9 +204,13 @@ class TrainSettings(StageSettings):
     launch: LaunchSettings = field(compare=False)  # how many processes share it: it is the same training
 
     excluded: ClassVar = {
-        "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size"}),
+        "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size", "only_from"}),
         "block": frozenset({"epochs", "learning_rates", "batch_size"}),
-        "outcome": frozenset({"questions", "temperature", "held_out"}),
+        "outcome": frozenset({"questions", "temperature", "held_out", "samples", "source"}),
+    }
+    optional: ClassVar = {
+        "method": frozenset({"loss_type", "preference_tokens"}),
+        "outcome": frozenset({"target"}),
     }
 
 
@@ -217,9 +252,9 @@ class PredictionSettings(StageSettings):
 
 @dataclass(frozen=True)
 class ScalingSettings(StageSettings):
-    """A temperature: of the label token in the whole vocabulary, or among the labels."""
+    """A temperature, of the label token in the whole vocabulary or among the labels, or vector scaling."""
 
-    kind: Rescaled = "raw"
+    kind: ScalingKind = "raw"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from catto.experiment import launch
 from catto.experiment.runner import logging_to
-from catto.experiment.stages import LOG, Stage, TrainSettings, Work, write
+from catto.experiment.stages import LOG, BaseSettings, Stage, TrainSettings, Work, write
 from catto.experiment.steps import read_questions
 from catto.files import building, read_records, write_records, write_text
 from catto.labels import check_labels
-from catto.methods import acting
+from catto.methods import Method, acting
 from catto.metrics.temperature import confidence_at
 from catto.predict.predictor import evaluate_model, is_correct
 from catto.problems import DataError
@@ -72,6 +72,12 @@ def run_train(work: Work[TrainSettings]) -> None:
             devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
             launch.start(launch.command(job.settings.launch, file, devices), work.progress)
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)  # they are several times the model
+
+
+def run_base(work: Work[BaseSettings]) -> None:
+    """Store the given model as the trainings would load it, where the other models are stored too."""
+    model, tokenizer = load_model(work.settings.model.path or "", work.settings.model)
+    _save(model, tokenizer, work.out / "model")
 
 
 def job_of(work: Work[TrainSettings]) -> Job:
@@ -177,14 +183,20 @@ def _start(job: Job, *, adapted: bool = True) -> tuple[Any, Any]:
         model: Any = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
         path = str(job.inputs["start"]) if started else settings.path
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=settings.attention)
+        model, tokenizer = load_model(path or "", settings)
     if adapted and settings.peft is not None:
         torch.manual_seed(job.settings.seed)  # the trainer's comes too late for the adapter's random weights
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
+    return model, tokenizer
+
+
+def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
+    """Load a model in the recipe's precision, and its tokenizer with a token for padding."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=settings.attention)
     return model, tokenizer
 
 
@@ -254,7 +266,8 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
 
     Otherwise that would be known after the teacher was paid and the models to start from were trained.
     """
-    right, wrong = ((Message(role="assistant", content=completion(None, label)),) for label in "AB")
+    # With reasoning: some losses read nothing else.
+    right, wrong = ((Message(role="assistant", content=completion("A B", label)),) for label in "AB")
     row: dict[str, Any] = {"prompt": (Message(role="user", content="A\nB"),), "question": "q", "task": "t"}
     row |= {"labels": ("A", "B"), "gold": "A", "correctness_rate": 0.5}
     pair = PreferenceRow(**row, chosen=right, rejected=wrong, chosen_label="A", rejected_label="B")
@@ -263,7 +276,8 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
     # One process and the plain layout of a batch: neither is a library's keyword.
     plain: dict[str, Any] = {"context": toy.positions, "prefix_sharing": False, "launch": LaunchSettings()}
     with tempfile.TemporaryDirectory() as name, logging_to(Path(name) / LOG):
-        for file, one in (("preferences", pair), ("sft", trace), ("outcome", trace)):
+        voted = trace.model_copy(update={"votes": {"A": 0.5, "B": 0.5}})
+        for file, one in (("preferences", pair), ("sft", trace), ("outcome", trace), ("stream", voted)):
             write_records(Path(name, f"{file}.jsonl"), [one] * 4)
         for stage in {stage.settings.name: stage for stage in stages}.values():
             settings, block, peft = stage.settings, stage.settings.block, stage.settings.model.peft
@@ -351,7 +365,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     dropped = {"pairs": len(rows) - len(fit)}
     stream: list[Example] = []
     if method.stream != "none":
-        sampled = list(read_records(job.inputs["stream"] / "outcome.jsonl", SftRow))
+        sampled = _read_stream(job)
         responses = sampled if method.stream == "sampled" else right_responses(job, sampled)
         stream = examples(tokenizer, responses, settings.context)
         dropped["stream"] = len(sampled) - len(stream)
@@ -359,10 +373,11 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     options |= {"max_length": settings.context, "precompute_ref_log_probs": True}
     if settings.outcome is not None:
         options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
+        if settings.outcome.target != "gold":
+            options["outcome_target"] = settings.outcome.target
         if method.stream != "none":
             options["outcome_rows_per_pair"] = settings.outcome.rows_per_pair
-    alone = {} if method.preference_loss else {"loss_type": ["sigmoid"], "loss_weights": [0.0]}  # whatever `trl` says
-    config = CATTOConfig(**(options | _arguments(job) | alone))
+    config = CATTOConfig(**(options | _arguments(job) | _own_loss(method)))
     # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
     rows_on_disk = Dataset.from_generator(lambda: iter(columns), cache_dir=str(job.out / "checkpoints"))
     more: dict[str, Any] = {"validation": _validation(job, "reasoning", tokenizer), "outcome_examples": stream}
@@ -378,6 +393,35 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         each = [row.tokens if method.stream == "right" else len(row.row.prompt) + row.label.at for row in stream]
         tokens += round(config.outcome_rows_per_pair * len(columns) * sum(each) / len(each))
     return trainer, len(columns), tokens, dropped
+
+
+def _read_stream(job: Job) -> list[SftRow]:
+    """Read the rows of the stream; where votes are the target, those that have them."""
+    with_votes = job.inputs["stream"] / "stream.jsonl"  # one row per question; otherwise the rows have no votes
+    path = with_votes if with_votes.exists() else job.inputs["stream"] / "outcome.jsonl"
+    rows = list(read_records(path, SftRow))
+    if job.settings.outcome is None or job.settings.outcome.target == "gold":
+        return rows
+    voted = [row for row in rows if row.votes is not None]
+    if not voted:
+        raise ValueError("no response of the stream can be read, so no question has votes")
+    left_out = len(rows) - len(voted)
+    if left_out:
+        logger.warning("left out %d of %d questions: none of their responses can be read", left_out, len(rows))
+    return voted
+
+
+def _own_loss(method: Method) -> dict[str, Any]:
+    """Return the options of the preference loss that belong to the method, whatever the recipe's `trl` says."""
+    if not method.preference_loss:
+        return {"loss_type": ["sigmoid"], "loss_weights": [0.0]}
+    options: dict[str, Any] = {}
+    if method.loss_type:
+        options["loss_type"] = list(method.loss_type)
+        options["label_smoothing"] = method.label_smoothing
+    if method.preference_tokens != "all":
+        options["preference_tokens"] = method.preference_tokens
+    return options
 
 
 def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:

@@ -7,7 +7,7 @@ they are used: loading them takes up to a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -24,6 +24,8 @@ from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
 TAU_RANGE = (0.01, 100.0)
+# Vector scaling's penalty: this times the sum of squares of its 2 K parameters is added to the mean NLL.
+RIDGE = 1e-3
 # A file may hold other taus, slopes and intercepts than a fit gives; beyond this their products overflow.
 LARGEST = 1e9
 
@@ -189,8 +191,114 @@ class HistogramBinning(_Stored):
         return np.asarray(self.values, dtype=np.float64)[bin_index(c, bin_edges(c, len(self.values)))]
 
 
-Calibrator = Temperature | Platt | Isotonic | HistogramBinning
-CALIBRATORS: dict[str, type[Calibrator]] = {
+class VectorScaling(_Stored):
+    """A weight and a bias for each label: the softmax over the labels of weight * log p + bias.
+
+    It reads the log-probabilities of all labels and changes which label is the most probable, so it also corrects a
+    model that prefers one letter. Temperature scaling among the labels is the case of equal weights and no biases.
+
+    >>> scaling = VectorScaling(labels=("A", "B"), weights=(1.0, 1.0), biases=(0.0, 1.0))
+    >>> round(scaling.probability({"A": -0.7, "B": -0.7}, "B"), 3)
+    0.731
+    """
+
+    kind: Literal["vector"] = "vector"
+    labels: tuple[str, ...] = Field(min_length=2)
+    weights: tuple[Bounded, ...]
+    biases: tuple[Bounded, ...]
+
+    @model_validator(mode="after")
+    def _one_of_each_per_label(self) -> Self:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"vector: a label occurs twice in {', '.join(self.labels)}")
+        if not len(self.labels) == len(self.weights) == len(self.biases):
+            counts = f"{len(self.labels)} labels, {len(self.weights)} weights and {len(self.biases)} biases"
+            raise ValueError(f"vector has {counts}, expected as many of each")
+        return self
+
+    @classmethod
+    def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike, labels: Sequence[str]) -> Self:
+        """Fit weights and biases to the gold labels, starting from the best temperature tau.
+
+        The weights are (1 + u) / tau. Minimised is the mean NLL of the gold label plus RIDGE * (|u|^2 + |b|^2), which
+        is convex. The penalty is 0 at the temperature, so the NLL of the fit is never above that of the temperature.
+
+        Args:
+            label_logprobs: (N, K), the log-probability of each label.
+            gold: (N,), the index of the gold label, in [0, K).
+            labels: the K labels.
+
+        Returns:
+            The fitted calibrator.
+        """
+        from scipy.optimize import minimize
+        from scipy.special import log_softmax
+
+        logprobs = _checked_logprobs(label_logprobs)
+        places = checked_gold(gold, logprobs.shape)
+        rows, count = logprobs.shape
+        tau = Temperature.fit_labels(logprobs, places).tau
+        score = logprobs / tau
+        is_gold = np.zeros(logprobs.shape)
+        is_gold[np.arange(rows), places] = 1.0
+
+        def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
+            relative, bias = parameters[:count], parameters[count:]
+            log_probability = log_softmax((1.0 + relative) * score + bias, axis=1)
+            nll = -float((is_gold * log_probability).sum()) / rows
+            surplus = (np.exp(log_probability) - is_gold) / rows
+            slopes = np.concatenate([(surplus * score).sum(axis=0), surplus.sum(axis=0)])
+            penalty = RIDGE * float(parameters @ parameters)
+            return nll + penalty, slopes + 2.0 * RIDGE * parameters
+
+        start = np.zeros(2 * count)
+        options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
+        best = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).x
+        weights = (1.0 + best[:count]) / tau
+        return cls(labels=tuple(labels), weights=weights.tolist(), biases=best[count:].tolist())
+
+    def apply_labels(self, label_logprobs: ArrayLike) -> Floats:
+        """Return the scaled log-probabilities, normalised over the labels. (N, K) -> (N, K)."""
+        from scipy.special import log_softmax
+
+        score = _checked_logprobs(label_logprobs) * np.array(self.weights) + np.array(self.biases)
+        return np.asarray(log_softmax(score, axis=1), dtype=np.float64)
+
+    def probability(self, logprobs: Mapping[str, float], label: str) -> float:
+        """Return the scaled probability of one label of a row, in [0, 1]; the row must have the labels of the fit."""
+        if logprobs.keys() != set(self.labels):
+            own, fitted = ", ".join(logprobs), ", ".join(self.labels)
+            raise ValueError(f"its labels are {own}, vector scaling was fitted on {fitted}")
+        row = [logprobs[name] for name in self.labels]
+        scaled = self.apply_labels([row])
+        return float(np.exp(scaled[0, self.labels.index(label)]))
+
+
+def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], Floats]:
+    """Return the labels that all rows share, and their log-probabilities in one table.
+
+    Args:
+        rows: label -> log-probability, of each row.
+
+    Returns:
+        The K labels in the first row's order, and (N, K) log-probabilities.
+
+    >>> label_table([{"A": -1.0, "B": -2.0}, {"B": -3.0, "A": -4.0}])[1].tolist()
+    [[-1.0, -2.0], [-4.0, -3.0]]
+    """
+    labels = tuple(rows[0])
+    table = []
+    for number, row in enumerate(rows, 1):
+        if row.keys() != set(labels):
+            other = f"row 1 has {', '.join(labels)}, row {number} has {', '.join(row)}"
+            raise ValueError(f"vector scaling has a weight for each label, so all rows need the same labels: {other}")
+        table.append([row[label] for label in labels])
+    return labels, np.array(table, dtype=np.float64)
+
+
+ConfidenceCalibrator = Temperature | Platt | Isotonic | HistogramBinning  # what maps one confidence to another
+Calibrator = ConfidenceCalibrator | VectorScaling
+CALIBRATORS: dict[str, type[ConfidenceCalibrator]] = {
     "temperature": Temperature,
     "platt": Platt,
     "isotonic": Isotonic,

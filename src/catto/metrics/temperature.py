@@ -35,7 +35,7 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "ra
     `raw` needs `logsumexp` (tau 1 needs nothing) and tau on the grid's range; `normalized` needs `label_logprobs`.
     Exact where tau is on the grid; between, see `at_tau`.
     """
-    stated = _stated(prediction)
+    stated = stated_confidence(prediction)
     if prediction.label is None:  # no answer
         return stated
     if kind == "normalized":
@@ -55,7 +55,7 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "ra
     return min(1.0, exp(own / tau - float(at_tau(margins, curve, tau))))
 
 
-def _stated(prediction: Prediction) -> float:
+def stated_confidence(prediction: Prediction) -> float:
     """Return the model's own confidence, also where a calibrator has been applied since."""
     return prediction.confidence if prediction.confidence_raw is None else prediction.confidence_raw
 
@@ -69,7 +69,7 @@ def _margins(prediction: Prediction) -> tuple[Floats, Floats]:
     if missing := [tau for tau in TAU_GRID if str(tau) not in stored]:
         raise ValueError(f"{prediction.name}: logsumexp has no entry for tau {missing[0]}")
     curve = np.array([stored[str(tau)] for tau in TAU_GRID])
-    logprobs = list(known.values()) if known is not None else [log(_stated(prediction))]
+    logprobs = list(known.values()) if known is not None else [log(stated_confidence(prediction))]
     return np.array(logprobs, dtype=np.float64) + float(curve[ONE]), curve
 
 
@@ -154,6 +154,6 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
 def rescaled(predictions: Sequence[Prediction], tau: float, kind: Rescaled = "raw") -> list[Prediction]:
     """Return the same answers with their confidence at tau."""
     return [
-        row.model_copy(update={"confidence": confidence_at(row, tau, kind), "confidence_raw": _stated(row)})
+        row.model_copy(update={"confidence": confidence_at(row, tau, kind), "confidence_raw": stated_confidence(row)})
         for row in predictions
     ]

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from catto.methods import AMONG_LABELS, Budget, unscaled
+from catto.methods import Budget, ScalingKind, scaled_kind, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
@@ -39,6 +39,18 @@ LOOKS = {
     "dpo+outcome": (INK, "X"),
     "dpo+outcome-pairs": ("#2A9DA8", "h"),
     "dpo+replay": ("#9C5A33", "8"),
+    "dpo+decoupled": ("#B5179E", "X"),
+    "dpo+decoupled+sft": ("#6A4C93", "p"),
+    "dpo+reasoning": ("#D36B4A", "d"),
+    "ipo": ("#7A7A1F", "h"),
+    "dpo+robust": ("#C98BA0", "s"),
+    "dpo+sft": ("#4F7F7A", "o"),
+}
+# How much paler than its start a rescaled method is, and its marker.
+SCALED_LOOKS: dict[ScalingKind, tuple[float, str]] = {
+    "raw": (0.38, "d"),
+    "normalized": (0.62, "P"),
+    "vector": (0.5, "H"),
 }
 RULES = {
     "most confident": ("#0E9F6E", "o-"),
@@ -193,8 +205,9 @@ def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row
 
 
 def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each method. A rescaled one without its own has its start's colour, paler, and a diamond;
-    among the labels, paler still, and a plus. Other methods take a hue far from the last one, and the markers in turn.
+    """Colour and marker of each method. A rescaled one without its own has its start's colour, paler.
+
+    Other methods take a hue far from the last one, and the markers in turn.
 
     >>> looks(["mine", "dpo+catto"])
     {'dpo+catto': ('#0E9F6E', '*'), 'mine': ('#4767b2', 'v')}
@@ -204,7 +217,7 @@ def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
         own = to_hex(colorsys.hsv_to_rgb(0.618 * place % 1, 0.6, 0.7)), markers[place % len(markers)]
         found[method] = LOOKS.get(method, own)
         if method not in LOOKS and (start := unscaled(method)) in LOOKS:
-            paler, marker = (0.62, "P") if method.endswith(AMONG_LABELS) else (0.38, "d")
+            paler, marker = SCALED_LOOKS[scaled_kind(method)]
             red, green, blue = ((1 - paler) * part + paler for part in to_rgb(LOOKS[start][0]))
             found[method] = to_hex((red, green, blue)), marker
     return found

@@ -23,6 +23,7 @@ from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
 from catto.metrics.temperature import rescaled
+from catto.metrics.vector import scale_by_vector
 from catto.problems import DataError, locating
 from catto.records import PairMargin, Prediction, Question, content_hash
 from catto.report import VERSION
@@ -253,8 +254,11 @@ def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, f
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
     with locating(path):
-        if cell.tau is not None and unscaled(cell.method) != cell.method:
-            predictions = rescaled(predictions, cell.tau, scaled_kind(cell.method))
+        is_scaled, kind = unscaled(cell.method) != cell.method, scaled_kind(cell.method)
+        if cell.vector is not None:
+            predictions = scale_by_vector(predictions, cell.vector)
+        elif cell.tau is not None and is_scaled and kind != "vector":
+            predictions = rescaled(predictions, cell.tau, kind)
         wrong = "fallback" if unparsed == "wrong" else None  # the source of answers that count as wrong
         correct = [prediction.label == prediction.gold and prediction.source != wrong for prediction in predictions]
         fitted = threshold_for_risk([prediction.confidence for prediction in predictions], correct, RISK, DELTA)

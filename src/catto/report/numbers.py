@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from catto.measure import Sources, shows_gap
 from catto.methods import Budget
+from catto.metrics.calibrators import VectorScaling
 from catto.metrics.catalogue import Versus
 from catto.metrics.statistics import Interval, NullBand, SeedSummary
 from catto.problems import DataError, first_problem
@@ -79,6 +80,7 @@ class Cell(Place):
     validation: str | None = None  # greedy predictions on the validation questions of the task
     preference: str | None = None  # margins of held-out pairs, of a model that has a start to compare with
     tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
+    vector: VectorScaling | None = None  # of vector scaling
     sampling_temperature: float | None = None  # at which the candidates were drawn
     candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
     training: Training | None = None

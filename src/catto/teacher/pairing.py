@@ -62,6 +62,19 @@ def outcome_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator
     return (_sft_row(group, response, settings) for response in group.responses)
 
 
+def stream_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+    """Yield the first response, right or wrong, with the votes of all.
+
+    The votes are the share of each label among the responses that have one; None where none has.
+    """
+    readable = [response.label for response in group.responses if response.label is not None]
+    votes = None
+    if readable:
+        votes = {label: readable.count(label) / len(readable) for label in group.question.labels}
+    row = _sft_row(group, group.responses[0], settings)
+    yield row.model_copy(update={"votes": votes})
+
+
 def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[PreferenceRow]:
     """Yield `pairs_per_question` pairs of a correct and a labelled wrong response, unless the question is dropped.
 
@@ -77,12 +90,13 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
         yield PreferenceRow(**group.columns, **turns, chosen_label=group.question.gold, rejected_label=rejected.label)
 
 
-Kind = Literal["sft", "preferences", "outcome"]
+Kind = Literal["sft", "preferences", "outcome", "stream"]
 ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]] = {
     "responses": lambda group, settings: iter(group.responses),
     "sft": sft_rows,
     "preferences": preference_rows,
     "outcome": outcome_rows,
+    "stream": stream_rows,
 }
 
 

@@ -32,7 +32,9 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may
         case "transformers":
             from catto.engines.transformers import TransformersEngine
 
-            return TransformersEngine.load(settings.model or "", batch_size=settings.concurrency)
+            if settings.model is None:
+                raise ValueError("model: needed for source transformers")
+            return TransformersEngine.load(settings.model, batch_size=settings.concurrency)
         case "witnesses" | "labels":
             return BuiltInTeacher(settings.source, questions)
         case "responses":

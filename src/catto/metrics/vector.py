@@ -1,0 +1,74 @@
+"""Vector scaling of stored predictions: a weight and a bias for each label. No model is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from catto.metrics.binning import Floats
+from catto.metrics.calibrators import VectorScaling, label_table
+from catto.metrics.temperature import stated_confidence
+from catto.records import Prediction
+
+
+@dataclass(frozen=True)
+class VectorFit:
+    """Vector scaling with the NLL of the gold label among the labels, before and after.
+
+    `left_out` predictions had no label log-probabilities.
+    """
+
+    scaling: VectorScaling
+    nll_unscaled: float
+    nll: float
+    rows: int
+    left_out: int
+
+
+def fit_vector(predictions: Sequence[Prediction]) -> VectorFit:
+    """Fit vector scaling to the gold labels of predictions, all with the same label set."""
+    usable = []
+    known = []
+    for prediction in predictions:
+        if prediction.label_logprobs is not None:
+            usable.append(prediction)
+            known.append(prediction.label_logprobs)
+    if not usable:
+        raise ValueError("no prediction has label_logprobs: vector scaling cannot be fitted")
+    labels, logprobs = label_table(known)
+    gold = []
+    for prediction in usable:
+        if prediction.gold not in labels:
+            raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
+        gold.append(labels.index(prediction.gold))
+    scaling = VectorScaling.fit_labels(logprobs, gold, labels)
+    ones = (1.0,) * len(labels)
+    zeros = (0.0,) * len(labels)
+    unscaled = VectorScaling(labels=labels, weights=ones, biases=zeros)
+    return VectorFit(
+        scaling=scaling,
+        nll_unscaled=_mean_nll(unscaled.apply_labels(logprobs), gold),
+        nll=_mean_nll(scaling.apply_labels(logprobs), gold),
+        rows=len(usable),
+        left_out=len(predictions) - len(usable),
+    )
+
+
+def _mean_nll(log_probability: Floats, gold: Sequence[int]) -> float:
+    return -float(log_probability[np.arange(len(gold)), gold].mean())
+
+
+def scale_by_vector(predictions: Sequence[Prediction], scaling: VectorScaling) -> list[Prediction]:
+    """Return the same answers with their scaled confidence; an answer without a label keeps its own."""
+    scaled = []
+    for prediction in predictions:
+        stated = stated_confidence(prediction)
+        confidence = stated
+        if prediction.label is not None:
+            if prediction.label_logprobs is None:
+                raise ValueError(f"{prediction.name} has no label_logprobs: its confidence cannot be scaled")
+            confidence = scaling.probability(prediction.label_logprobs, prediction.label)
+        scaled.append(prediction.model_copy(update={"confidence": confidence, "confidence_raw": stated}))
+    return scaled
