@@ -31,7 +31,7 @@ from catto.training import model_forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.tokenize import Example, Fits, fitting, label_columns, label_queries, numbered
+from catto.training.tokenize import Example, Fits, fitting, label_columns, label_queries, numbered, require_columns
 
 logger = logging.getLogger(__name__)
 TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
@@ -130,7 +130,7 @@ class Policy:
         self.model, self.batch, self.precision, self.extras = model, batch, precision, extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Run the batch through our head once. labels: (2 B, L), -100 off the completions."""
+        """Run the batch through our head once. labels: (2 B, L), -100 off the tokens that TRL's loss reads."""
         if labels is None:  # TRL's second, deprecated call for full logits
             return self.model(**kwargs)
         self.batch = batch = self.batch.to(labels.device, non_blocking=True)
@@ -142,7 +142,7 @@ class Policy:
         zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
         self.stats = stats[:tokens].map(lambda values: zeros.index_put(place, values))
         return FusedCausalLMOutput(
-            log_probs=self.stats.target,
+            log_probs=self.stats.target.masked_fill(~mask, 0.0),  # TRL sums them without looking at its mask
             # What TRL only logs carries no gradient.
             entropy=None if self.stats.entropy is None else self.stats.entropy.detach(),
             mean_logits=None if self.stats.mean_logit is None else self.stats.mean_logit.detach(),
@@ -180,6 +180,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._arrangement: dict[str, bool] | None = None
         self._padding_free = args.padding_free
         self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
+        self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts changes in place
         self._stream = _stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
         self.validation = validation
@@ -254,7 +255,11 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         reads_labels = bool(args.weight) and (args.calibrate_tokens == "label" or on_pairs)
         limits = [args.max_length]
         if reads_labels:
-            known = {"tokenizer": processing_class, "name": name, "rated": args.calibration == "outcome"}
+            rated = args.calibration == "outcome"
+            needed = ("labels", "gold", "correctness_rate") if rated else ("labels", "gold")
+            reader = "calibration 'outcome' on pairs" if rated else "calibrate_tokens 'label'"
+            require_columns(dataset, needed, name, reader)
+            known = {"tokenizer": processing_class, "name": name, "rated": rated}
             dataset = dataset.map(label_columns, fn_kwargs=known)
             limits.append(getattr(self._given_collator, "max_length", None))
         limit = min((limit for limit in limits if limit is not None), default=None)
@@ -309,10 +314,34 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     # ---- the loss
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Transformers'. The mask is remembered, to see without waiting for the device whether it is changed later."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        self._collated_mask = None
+        if type(self.data_collator) is PairCollator and not prepared["completion_mask"].is_inference():
+            mask = prepared["completion_mask"]
+            self._collated_mask = mask, mask._version
+        return prepared
+
+    def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
+        """Whether a layout scores the tokens that `completion_mask` (2 B, L) selects.
+
+        A subclass may have changed the mask after the collator laid the batch out.
+        """
+        if self._collated_mask is not None:
+            collated, version = self._collated_mask
+            if mask is collated and mask._version == version:
+                return True
+        wanted = mask[:, 1:].bool()
+        row, column = layout.place.to(mask.device).unbind(-1)
+        scored = torch.zeros_like(wanted)
+        scored[row, column] = True
+        return torch.equal(scored, wanted)
+
     def _layout(self, inputs: dict[str, Any]) -> Batch:
         """The pairs' batch as the collator has laid it out, or laid out here where it could not."""
         layout: Batch | None = inputs[KEY].get("layout")
-        if layout is None:
+        if layout is None or not self._is_laid_out(layout, inputs["completion_mask"]):
             layout = pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
         return layout
 
@@ -334,7 +363,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         else:
             # The reference goes through our head too, before TRL's loss, which then reads its log-probabilities.
             reference = self.ref_model if self.ref_model is not None else self.model
-            chosen, rejected = self.compute_ref_log_probs(reference, {**theirs, KEY: {"layout": layout}})
+            laid_out = {**inputs, KEY: {**inputs[KEY], "layout": layout}}
+            chosen, rejected = self.compute_ref_log_probs(reference, laid_out)
             self.precompute_ref_logps: bool = True
             try:
                 given = {**theirs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -349,10 +379,9 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             total = loss + self.calibration_weight * share * self._term(policy, inputs, streamed)
             if training:
                 loss = total
-            else:  # `eval_loss` is TRL's; the total goes beside it, weighted over batches as Transformers weights that
+            else:  # `eval_loss` is TRL's; the total goes beside it
                 self.watch(total, rows)
-                values = self.accelerator.gather_for_metrics(total.detach().repeat(self.args.eval_batch_size))
-                self._metrics["eval"]["total_loss"].extend(values.tolist())
+                self._log_evaluation("total_loss", total)
         self.watch(loss, rows)
         return (loss, outputs) if return_outputs else loss
 
@@ -361,7 +390,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         args, pairs = self.args, len(layout.rows)
         extras = (*TRL_EXTRAS, *(["log_doubt"] if args.weight and args.calibration == "bce" else []))
         extras = (*extras, *(["log_sum_sq"] if self.use_weighting else []))
-        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, **self.arrangement()}
+        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, "tokens": layout.tokens}
+        options |= self.arrangement()
         if streamed and args.calibration == "replay":
             rows = [*layout.rows, *(example.row for example in streamed)]
             layout = build(rows, [], len(rows), **options)
@@ -384,14 +414,24 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             term = outcome_term(policy.labels, policy.batch.query_gold, rates, args)
         else:
             mask = inputs["completion_mask"].bool()
-            if args.calibrate_tokens == "label":  # of each completion, the token whose index is the label's
-                mask = mask & (mask.cumsum(-1) - 1 == known["label_at"].unsqueeze(-1))
+            if args.calibrate_tokens == "label":
+                columns = torch.arange(mask.shape[-1], device=mask.device)
+                label = known["start"] + known["label_at"]
+                mask = mask & (columns == label.unsqueeze(-1))
             term = surrogate_term(policy.stats, mask[:, 1:], args)
+        if not self.model.training:
+            for name, value in term.logs.items():
+                self._log_evaluation(name, value)
+            return term.loss
         logged = self.accelerator.gather(torch.stack([value.detach().float() for value in term.logs.values()])[None])
-        metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in zip(term.logs, logged.mean(0).unbind(), strict=True):
-            metrics[name].append(value)  # on the device until it is logged
+            self._metrics["train"][name].append(value)  # on the device until it is logged
         return term.loss
+
+    def _log_evaluation(self, name: str, value: Tensor) -> None:
+        """Log a batch's mean once for every pair of the batch, as Transformers weights `eval_loss` over batches."""
+        per_pair = value.detach().repeat(self.args.eval_batch_size)
+        self._metrics["eval"][name].extend(self.accelerator.gather_for_metrics(per_pair).tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, which averages numbers of the host."""

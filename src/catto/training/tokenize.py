@@ -6,6 +6,7 @@ very text that it was trained on.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -149,16 +150,32 @@ def numbered(example: dict[str, Any], row: int, **determining: Any) -> dict[str,
     return {"row": row}
 
 
+# A row with the columns that an objective may read beside TRL's, as an error shows them.
+EXAMPLE_COLUMNS = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
+
+
+def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
+    """Raise a ValueError that lists every column of `needed` that the dataset lacks, with a row that has them.
+
+    reader: what reads the columns, for the error.
+    """
+    columns = dataset.column_names or list(next(iter(dataset)))
+    missing = [column for column in needed if column not in columns]
+    if not missing:
+        return
+    listed = ", ".join(map(repr, missing))
+    example = {column: EXAMPLE_COLUMNS[column] for column in needed}
+    texts = {"prompt": "...", "chosen": "... <answer>B</answer>", "rejected": "... <answer>A</answer>"}
+    row = json.dumps(texts | example)
+    raise ValueError(f"the {name} dataset has no column {listed}, which {reader} reads. A row looks like {row}")
+
+
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: bool) -> dict[str, Any]:
     """Find the labels of a pair in its token ids, once. rated: whether the objective reads the correctness rate."""
-    for column in ("labels", "gold", "correctness_rate") if rated else ("labels", "gold"):
-        if column not in example:
-            raise ValueError(f"the {name} dataset has no column {column!r}: this objective reads the label's token")
     where, rate = f"{name} dataset row {example['row']}", example.get("correctness_rate")
     if rated and not (isinstance(rate, int | float) and 0 <= rate <= 1):
         raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
-    if not isinstance(example["labels"], list | tuple):
-        raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
+    _check_label_list(example, where)
     if example["gold"] not in example["labels"]:
         raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
     columns: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
@@ -167,6 +184,11 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
         at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
         columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
     return columns
+
+
+def _check_label_list(example: dict[str, Any], where: str) -> None:
+    if not isinstance(example["labels"], list | tuple):
+        raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
 
 
 @dataclass
