@@ -230,7 +230,8 @@ def block_mask(batch: Batch) -> Any:
 KEY = "catto"  # our entry in a batch; TRL would pass unknown entries to the model, so it is taken out before
 # Columns beyond TRL's that reach the collator, where a dataset has them.
 LABEL_COLUMNS = ("chosen_label_at", "rejected_label_at", "chosen_candidates", "rejected_candidates", "gold_index")
-COLUMNS = ("row", *LABEL_COLUMNS, "rate")
+REASONING_COLUMNS = ("chosen_reasoning", "rejected_reasoning")  # how many tokens precede the label
+COLUMNS = ("row", *LABEL_COLUMNS, "rate", *REASONING_COLUMNS)
 
 
 @dataclass
@@ -242,6 +243,7 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     """
 
     layout: Mapping[str, bool] | None = None
+    reads_reasoning: bool = False  # whether the preference loss reads the tokens before the label alone
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
@@ -255,6 +257,8 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
             known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)
             known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
             known["correctness_rate"] = torch.tensor([example["rate"] for example, _ in both])
+        if self.reads_reasoning:
+            known["reasoning"] = torch.tensor([example[f"{side}_reasoning"] for example, side in both])
         if self.layout is not None:
             known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known

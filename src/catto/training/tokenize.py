@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.labels import label_place
+from catto.labels import label_place, locate
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
@@ -184,6 +184,55 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
         at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
         columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
     return columns
+
+
+def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dict[str, Any]:
+    """Count the tokens of each response that come before its label; all of them where it gives no answer."""
+    where = f"{name} dataset row {example['row']}"
+    _check_label_list(example, where)
+    columns = {}
+    for side in ("chosen", "rejected"):
+        ids = example[f"{side}_ids"]
+        try:
+            place = locate(tokenizer, ids, example["labels"])
+        except ValueError as error:
+            raise ValueError(f"{where}, {side}: {error}") from None
+        columns[f"{side}_reasoning"] = len(ids) if place is None else len(place.ids)
+    return columns
+
+
+STREAM_SAMPLE = 64  # rows of a streamed dataset that are looked at before training
+
+
+def check_reasoning(dataset: Any, name: str) -> None:
+    """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
+
+    A pair has nothing to prefer if both responses are the same up to their labels: answers that come first are. Its
+    loss is constant. Of a streamed dataset the first rows are looked at.
+    """
+    rows = dataset.select_columns(["chosen_ids", "rejected_ids", "chosen_reasoning", "rejected_reasoning"])
+    if not isinstance(rows, Dataset):
+        rows = rows.take(STREAM_SAMPLE)
+    total = 0
+    without_reasoning = 0
+    without_answer = 0
+    for row in rows:
+        total += 1
+        chosen = row["chosen_ids"][: row["chosen_reasoning"]]
+        rejected = row["rejected_ids"][: row["rejected_reasoning"]]
+        without_reasoning += chosen == rejected
+        without_answer += len(chosen) == len(row["chosen_ids"]) or len(rejected) == len(row["rejected_ids"])
+    if without_reasoning > total / 2:
+        raise ValueError(
+            f"preference_tokens is 'reasoning', but {without_reasoning} of {total} pairs of the {name} dataset have "
+            f"nothing to prefer: their responses are the same up to the label, as answers without reasoning are"
+        )
+    if without_reasoning:
+        note = "%d of %d %s pairs have nothing to prefer: their responses are the same up to the label"
+        logger.warning(note, without_reasoning, total, name)
+    if without_answer:
+        note = "%d of %d %s pairs have a response without an answer, which the preference loss reads whole"
+        logger.warning(note, without_answer, total, name)
 
 
 def _check_label_list(example: dict[str, Any], where: str) -> None:
