@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from catto.engines import Context, Generation, Request
-from catto.engines.decoding import uniform
+from catto.engines.decoding import hash_uniform
 from catto.prompts import prompt_ids
 from catto.records import Message
 from tiny import tiny_tokenizer
@@ -85,7 +85,7 @@ def dense_response(model: Any, request: Request) -> tuple[tuple[int, ...], float
         token = int(logits.argmax())
         if request.temperature > 0:
             cdf = np.exp(log_softmax(logits / request.temperature)).cumsum()
-            number = uniform(request.seed, request.question, request.sample, position)
+            number = hash_uniform(request.seed, request.question, request.sample, position)
             token = int(np.searchsorted(cdf, number, side="right"))
         if token == TOKENIZER.eos_token_id:
             break

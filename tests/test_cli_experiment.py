@@ -145,7 +145,8 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
     arguments = ("teach", write_recipe(tmp_path), "--out", tmp_path / "out")
     told = run(capsys, *arguments, "--dry-run").out
     assert "witnesses: 400 requests for 40 questions; 0 responses are stored" in told
-    assert told.endswith("witnesses: free: the built-in teacher writes its responses here, without a model\n")
+    assert "witnesses: free: the built-in teacher writes its responses here, without a model\n" in told
+    assert "witnesses, held-out pairs of seed 0: 80 requests for 8 questions" in told
     assert "tokens" not in told
     paid = {"source": "server", "model": "m", "base_url": "http://localhost:9/v1"}
     sets = [f"teacher.{name}={value}" for name, value in paid.items()]
@@ -153,6 +154,9 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: Capture) ->
     assert "at most 409,600 generated tokens" in told
     assert run(capsys, *arguments, "--dry-run", "--set", "evaluation.engine=vllm").code == 0  # which evaluates alone
     assert "free" not in told
+    assert "held-out" not in told  # a server may be paid, so it is asked for more only where the recipe says so
+    asking = (*(part for each in sets for part in ("--set", each)), "--set", "evaluation.preference_pairs=true")
+    assert "held-out pairs of seed 0: 80 requests for 8 questions" in run(capsys, *arguments, "--dry-run", *asking).out
     assert not (tmp_path / "out").exists()
     assert run(capsys, *arguments).code == 0
     assert (
@@ -179,6 +183,8 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
         "up to 2 GPU hours at 5,171 tokens/s (40% of an A100's 312 TFLOP/s)",
         "teacher: 10,050 requests, up to 10 million generated tokens",
     ]
+    asking = run(capsys, *plan, "--set", "evaluation.preference_pairs=true").out  # 10 answers to 50 more questions
+    assert "teacher: 10,550 requests, up to 11 million generated tokens" in asking
     few = run(capsys, *plan, "--set", "tasks={snli: {train: 100, validation: 50}}").out
     assert "3 trainings: up to 8 million tokens" in few
     assert "64 GB of GPU memory" in run(capsys, *plan, "--set", "model.dtype=null").out  # no dtype is fp32

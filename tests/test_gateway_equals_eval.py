@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason=REASONS["serve"])
 
 from catto.calibrate import Fitted, final_answers
 from catto.engines import Generation
-from catto.engines.decoding import evaluating, last_logits
+from catto.engines.decoding import evaluation_mode, last_logits
 from catto.metrics.calibrators import Temperature
 from catto.metrics.selection import RULES, VOTES
 from catto.predict.predictor import evaluate, read
@@ -42,7 +42,7 @@ def sampled(seen: Seen) -> Reply:
     rows: list[torch.Tensor] = []
     with LOCK:
         while len(ids) < body["max_tokens"]:
-            with evaluating(model()):
+            with evaluation_mode(model()):
                 logits = last_logits(model(), [[*prompt, *ids]])[0].double()
             token = int(torch.multinomial((logits / body["temperature"]).softmax(-1), 1, generator=generator))
             if token == tokenizer().eos_token_id:

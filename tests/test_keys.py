@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     "budgets": ("matched",),
     "seeds": (0,),
     "evaluation.k": (8,),
+    "evaluation.preference_pairs": True,  # the teacher is a server, so there are none
     "model.scratch": None,
     "tasks.snli.files": {"train": "other"},
     "tasks.snli.fields": {"question": "other"},
@@ -99,6 +100,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "evaluation.decode": {"generated"},
     "evaluation.k": {"generated"},
     "evaluation.sampling": {"generated"},
+    "evaluation.preference_pairs": {"responses"},  # new stages; all others but the report keep their keys
     "name": {"report"},
     "methods": {"report"},
     "budgets": {"report"},

@@ -17,7 +17,10 @@ import pytest
 
 from catto import load_questions
 from catto.engines import TAU_GRID
+from catto.files import write_records
+from catto.metrics.statistics import Interval, SeedSummary
 from catto.recipe import ResponseFields
+from catto.records import PairMargin
 from catto.teacher.sources import StoredResponses
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -147,6 +150,33 @@ def test_stored_candidates_rank_as_in_the_run(study: Any, tmp_path: Path) -> Non
     assert not {"logsumexp", "label_logprobs"} & sampled.keys()
 
 
+def test_stored_margins_order_pairs_as_in_the_run(study: Any, tmp_path: Path) -> None:
+    """A margin far below the others stays on its side of 0."""
+    large = PairMargin(question="1", whole=1.23456789, reasoning=None)
+    small = PairMargin(question="2", whole=-1e-9, reasoning=1e-8)
+    write_records(tmp_path / "margins.jsonl", [large, small])
+    shutil.copytree(study.SUMMARY / "answer_first", tmp_path, dirs_exist_ok=True)
+    cell = study._summary().cells[0].model_copy(update={"preference": "margins.jsonl", "candidates": None})
+    copied = study._copied(cell, tmp_path, tmp_path)
+    rows = _rows(tmp_path / copied.preference)
+    assert [(row["whole"], row["reasoning"]) for row in rows] == [(1.23457, None), (-1e-9, 1e-8)]
+
+
+def test_held_out_pairs_are_columns_where_they_were_measured(study: Any) -> None:
+    numbers, _ = study._measured("answer_first", (4,))
+    groups = [group for group in numbers.groups if group.method in ("sft", "dpo")]
+    texts = [["sft", *study._scores(groups[0])], ["dpo", *study._scores(groups[1])]]
+    without = list(study._scored("SNLI", groups, ["method"], [list(text) for text in texts]))
+    spread, interval = SeedSummary(0.61, None, 1), Interval(0.61, 0.55, 0.67, 0.95)
+    metrics = {**groups[1].metrics, "preference_accuracy": spread}
+    intervals = {**groups[1].intervals, "preference_accuracy": interval}
+    groups[1] = groups[1].model_copy(update={"metrics": metrics, "intervals": intervals})
+    measured = list(study._scored("SNLI", groups, ["method"], texts))
+    assert measured[2] == f"{without[2][:-2]} | held-out pairs ordered, % | by their reasoning, % |"
+    assert measured[4].endswith(" | - | - |")
+    assert measured[5].endswith(" | 61.0 [55.0, 67.0] | - |")
+
+
 def test_built_reasoning_answers_every_question_with_every_label(tmp_path: Path) -> None:
     """The sentences quote the hypothesis, and stored responses of a recipe can be read from the file."""
     spec = importlib.util.spec_from_file_location("reasons", DOCS / "study" / "reasons.py")
@@ -161,13 +191,19 @@ def test_built_reasoning_answers_every_question_with_every_label(tmp_path: Path)
         for n in range(40)
     ]
     for split in ("train", "dev", "test"):
-        lines = [json.dumps({**row, "sentence1": f"{row['sentence1']} {split}"}) for row in rows]
+        lines = []
+        for row in rows:
+            named = {"pairID": f"{split}-{row['pairID']}", "sentence1": f"{row['sentence1']} {split}"}
+            lines.append(json.dumps({**row, **named}))
         (tmp_path / f"snli_1.0_{split}.jsonl").write_text("\n".join(lines) + "\n")
     reasons.main(str(tmp_path), str(tmp_path / "reasons.jsonl"))
     questions = load_questions("snli", "train", data_dir=str(tmp_path))
     fields = ResponseFields(text=None, reasoning="reasoning", label="label", sample="sample")
     stored = StoredResponses(str(tmp_path / "reasons.jsonl"), fields, list(questions))
-    assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 0}
+    assert stored.notes == {"rows_found": 120, "rows_of_other_questions": 120}
+    held_out = load_questions("snli", "validation", data_dir=str(tmp_path), seed=2, limit=7)  # drawn by its seed
+    stored = StoredResponses(str(tmp_path / "reasons.jsonl"), fields, list(held_out))
+    assert stored.notes == {"rows_found": 21, "rows_of_other_questions": 219}
     texts = {json.loads(line)["reasoning"] for line in (tmp_path / "reasons.jsonl").read_text().splitlines()}
     assert {"New: tall.", "Both: man, walks.", "Both: man, walks. New: tall."} <= texts
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from catto.engines import Context, Request
-from catto.engines.decoding import draw, uniform
+from catto.engines.decoding import draw_tokens, hash_uniform
 from catto.engines.transformers import TransformersEngine
 from catto.labels import decoded
 from catto.prompts import prompt_ids
@@ -37,9 +37,9 @@ def test_uniform_is_the_documented_hash() -> None:
     import hashlib
 
     bits = f"{int(hashlib.sha256(b'7:2:3:q').hexdigest(), 16):0256b}"[:53]
-    assert uniform(7, "q", 2, 3) == sum(2.0 ** -(place + 1) for place, bit in enumerate(bits) if bit == "1")
+    assert hash_uniform(7, "q", 2, 3) == sum(2.0 ** -(place + 1) for place, bit in enumerate(bits) if bit == "1")
     keys = [(s, q, k, p) for s in (0, 1, 11) for q in ("a", "1:a") for k in (0, 1, 11) for p in (0, 1, 11)]
-    assert len({uniform(*key) for key in keys}) == len(keys)
+    assert len({hash_uniform(*key) for key in keys}) == len(keys)
 
 
 def test_inverse_cdf_by_hand() -> None:
@@ -47,7 +47,7 @@ def test_inverse_cdf_by_hand() -> None:
     none = -torch.inf
     logits = torch.tensor([[none, 0.0, none, 0.0, 0.0, 0.0, none]]).expand(7, 7)
     numbers = [0.0, 0.2499, 0.25, 0.4999, 0.5, 0.75, 1 - 2.0**-53]
-    assert draw(logits, [1.0] * 7, numbers).tolist() == [1, 1, 3, 3, 4, 5, 5]
+    assert draw_tokens(logits, [1.0] * 7, numbers).tolist() == [1, 1, 3, 3, 4, 5, 5]
 
 
 @given(st.floats(1.0, 1e6))
@@ -60,11 +60,11 @@ def test_temperature_halves_and_doubles_log_odds_by_hand() -> None:
     logits = torch.tensor([[4.0, 1.0]]).log().expand(5, 2)
     temperatures = [2.0, 2.0, 0.5, 0.5, 0.0]
     numbers = [2 / 3 - 1e-6, 2 / 3 + 1e-6, 16 / 17 - 1e-6, 16 / 17 + 1e-6, 0.999]
-    assert draw(logits, temperatures, numbers).tolist() == [0, 1, 0, 1, 0]
+    assert draw_tokens(logits, temperatures, numbers).tolist() == [0, 1, 0, 1, 0]
 
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
-    assert draw(torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]]), [0.0], [0.9]).tolist() == [1]
+    assert draw_tokens(torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]]), [0.0], [0.9]).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from catto.engines import Generation, Request, stop_end
-from catto.engines.decoding import evaluating, last_logits
+from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
 from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
@@ -57,7 +57,7 @@ def greedy(prompt: list[int], most: int) -> tuple[list[int], list[torch.Tensor]]
     ids: list[int] = []
     rows: list[torch.Tensor] = []
     while len(ids) < most:
-        with evaluating(model()):
+        with evaluation_mode(model()):
             logits = last_logits(model(), [[*prompt, *ids]])[0].double()
         token = int(logits.argmax())
         if token == tokenizer().eos_token_id:

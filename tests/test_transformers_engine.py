@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from catto.engines import Request
-from catto.engines.decoding import Row
-from catto.engines.transformers import TransformersEngine, pack
+from catto.engines.decoding import ResponseInProgress
+from catto.engines.transformers import TransformersEngine, pack_batches
 from catto.problems import DataError
 from catto.prompts import common_tokens, prompt_ids
 from engine_cases import (
@@ -136,10 +136,10 @@ def test_a_finished_batch_is_not_run_again() -> None:
 
 def test_batches_hold_whole_questions_longest_first() -> None:
     request = ragged_requests()[0]
-    groups = [[Row(request, (0,) * n, 1)] * k for n, k in ((2, 2), (9, 3), (5, 1), (4, 2))]
-    packed = pack(groups, 4)
+    groups = [[ResponseInProgress(request, (0,) * n, 1)] * k for n, k in ((2, 2), (9, 3), (5, 1), (4, 2))]
+    packed = pack_batches(groups, 4)
     assert [[len(row.prompt) for row in batch] for batch in packed] == [[9, 9, 9, 5], [4, 4, 2, 2]]
-    assert [len(batch) for batch in pack([[Row(request, (1,), 1)] * 5], 2)] == [2, 2, 1]
+    assert [len(batch) for batch in pack_batches([[ResponseInProgress(request, (1,), 1)] * 5], 2)] == [2, 2, 1]
 
 
 def test_a_model_in_training_is_left_as_it_was() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from catto.engines import TAU_GRID, Request
-from catto.engines.decoding import evaluating, last_logits
+from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
 from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, generate_fields, read_generation, read_row
 from catto.metrics.temperature import fit_tau, rescaled
@@ -161,7 +161,7 @@ class Model:
         each = params if isinstance(params, list) else [params] * len(prompts)
         if each and each[0].get("logprobs") == -1:
             self.most = max(self.most, len(prompts))
-        with evaluating(self.network):
+        with evaluation_mode(self.network):
             return iter([self._reply(one["prompt_token_ids"], wish) for one, wish in zip(prompts, each, strict=True)])
 
     def _reply(self, prompt: list[int], wish: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Write responses with one sentence of reasoning to SNLI's training questions, for a recipe's `source: responses`.
+"""Write responses with one sentence of reasoning to SNLI's questions, for a recipe's `source: responses`.
 
     python docs/study/reasons.py data/snli reasons.jsonl
 
@@ -8,6 +8,9 @@ each label. A response tends to quote only what supports its label: shared words
 for the others. So the sentence often commits itself: shared words alone lead to no other label than entailment, new
 words alone never to entailment. As with a chain of thought that has come to its conclusion, what is open is less the
 label than whether the sentence was right.
+
+The training questions come first. The validation questions follow, of every seed: their responses give the pairs of the
+held-out preference accuracy.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ import json
 import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from catto import load_questions
+from catto import TASKS, load_questions
 from catto.files import replacing
 from catto.records import Question
 
 QUOTED = 2  # most words of a kind that a sentence quotes
 TENDENCY = 0.7  # probability of leaving out the words that speak against the label
+ALL = 10**9  # more questions than there are, in place of the sample that a recipe draws
 STEM = 4  # words with the same first letters count as the same: walk, walking
 _COMMON = """a an the is are was be being been am has have had do does in on at of to by for from with and or but as it
 its his her he she they them their there this that these those who which while not no one two some"""
@@ -56,14 +61,31 @@ def _words(text: str) -> list[str]:
     return [word for word in dict.fromkeys(re.findall(r"[a-z]+", text.lower())) if word not in COMMON]
 
 
+def held_out_questions(data_dir: str) -> Iterator[Question]:
+    """Yield every question that some seed may draw for validation, once."""
+    seen: set[str] = set()
+    for seed in TASKS["snli"].seeds:
+        for question in load_questions("snli", "validation", data_dir=data_dir, seed=seed, limit=ALL):
+            if question.id not in seen:
+                seen.add(question.id)
+                yield question
+
+
+def response_lines(question: Question) -> Iterator[str]:
+    """Yield one response for each label, as JSON lines."""
+    for sample, label in enumerate(sorted(question.labels)):
+        text = reason(question, label, random.Random(f"{question.id} {label}"))
+        row = {"question": question.id, "sample": sample, "reasoning": text, "label": label}
+        yield json.dumps(row) + "\n"
+
+
 def main(data_dir: str, out: str) -> None:
-    """Write one response a label for every training question."""
+    """Write one response per label for every training question, then for every validation question."""
     with replacing(Path(out)) as file:
         for question in load_questions("snli", "train", data_dir=data_dir):
-            for sample, label in enumerate(sorted(question.labels)):
-                text = reason(question, label, random.Random(f"{question.id} {label}"))
-                row = {"question": question.id, "sample": sample, "reasoning": text, "label": label}
-                file.write(json.dumps(row) + "\n")
+            file.writelines(response_lines(question))
+        for question in held_out_questions(data_dir):
+            file.writelines(response_lines(question))
 
 
 if __name__ == "__main__":

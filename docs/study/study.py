@@ -31,10 +31,10 @@ from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
 from catto.metrics.temperature import rescaled
-from catto.records import Prediction, Question
+from catto.records import PairMargin, Prediction, Question
 from catto.report.build import read
 from catto.report.drawing import Panel, reliability_figure, write_figure
-from catto.report.measuring import Answered, measure_results
+from catto.report.measuring import PREFERENCE, Answered, measure_results
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
 from catto.report.tables import method_title, setting_title, task_order, task_title
 
@@ -170,11 +170,22 @@ def _copied(cell: Cell, run: Path, folder: Path) -> Cell:
         return name
 
     update: dict[str, Any] = {"candidates": None, "validation": None}
+    if cell.preference is not None:
+        update["preference"] = f"{_name(cell)}-margins.jsonl.gz"
+        margins = read_records(run / cell.preference, PairMargin)
+        _write_lines(folder / update["preference"], [_short_margin(pair) for pair in margins])
     update["predictions"] = copied(f"{_name(cell)}.jsonl.gz", read_records(run / cell.predictions, Prediction), DROPPED)
     if cell.candidates is not None and cell.tau is not None:
         ranked = rescaled(list(read_records(run / cell.candidates, Prediction)), cell.tau)
         update["candidates"] = copied(f"{_name(cell)}-sampled.jsonl.gz", ranked, DROPPED - {"mean_logprob"})
     return cell.model_copy(update=update)
+
+
+def _short_margin(pair: PairMargin) -> str:
+    """The line of a margin with six significant digits: a small one must not become a tie."""
+    whole = float(f"{pair.whole:.6g}")
+    reasoning = None if pair.reasoning is None else float(f"{pair.reasoning:.6g}")
+    return pair.model_copy(update={"whole": whole, "reasoning": reasoning}).model_dump_json()
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -330,7 +341,21 @@ def _scored(title: str, groups: Sequence[GroupNumbers], heads: Sequence[str], ro
         row[0] += "" if group.seeds == groups[0].seeds else f" ({_listed(group.seeds)} alone)"
     yield f"**{title}**, {groups[0].n} test questions, {_listed(groups[0].seeds)}:"
     yield ""
-    yield from _table([*heads, *["true error"] * ("true_error" in groups[0].others)], rows)
+    heads = [*heads, *["true error"] * ("true_error" in groups[0].others)]
+    if any(group.number(name) for group in groups for name in PREFERENCE):
+        heads += ["held-out pairs ordered, %", "by their reasoning, %"]
+        for row, group in zip(rows, groups, strict=True):
+            row += [_preference(group, name) for name in PREFERENCE]
+    yield from _table(heads, rows)
+
+
+def _preference(group: GroupNumbers, name: str) -> str:
+    """The share of held-out pairs that a method orders as preferred, with its interval; a dash where it has none."""
+    spread = group.number(name)
+    if spread is None:
+        return "-"
+    interval = group.intervals[name]
+    return f"{100 * spread.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
 def _short(name: str) -> str:

@@ -270,6 +270,9 @@ class EvaluationSettings(Settings):
     decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
     sampling: Literal["validation", "fitted"] = "validation"  # temperature of Confidence@k's samples
     k: Annotated[tuple[Samples, ...], AfterValidator(lambda sizes: tuple(sorted(set(sizes))))] = (4, 8)  # Confidence@k
+    # Ask the teacher for pairs of validation questions too, for the held-out preference accuracy. None: yes, unless the
+    # teacher is a server, which may be paid.
+    preference_pairs: bool | None = None
 
 
 class Resources(Settings):
@@ -319,6 +322,14 @@ class Recipe(Settings):
     launch: LaunchSettings = LaunchSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     resources: ClusterResources = ClusterResources()
+
+    @property
+    def asks_held_out_pairs(self) -> bool:
+        """Whether the teacher is asked for pairs of validation questions."""
+        chosen = self.evaluation.preference_pairs
+        if chosen is None:
+            return self.teacher.source != "server"
+        return chosen
 
     @field_validator("tasks", mode="before")
     @classmethod

@@ -211,6 +211,32 @@ class FinalAnswer(Record):
     tokens: int | None
 
 
+class PairLogprobs(Record):
+    """How probable the responses of a preference pair are under one model: sums over tokens, in nats.
+
+    The tokens that both responses begin with are left out: they cancel in every difference of the two, and rounding
+    must not break a tie. Reasoning is what comes before the label; its sums are None where both reason alike.
+    """
+
+    question: str
+    chosen: float
+    rejected: float
+    chosen_reasoning: float | None
+    rejected_reasoning: float | None
+
+
+class PairMargin(Record):
+    """How far a model's implicit reward prefers the chosen response of a held-out pair, in nats.
+
+    whole: over the whole responses. reasoning: over the tokens before the label; None where both responses have the
+    same reasoning.
+    """
+
+    question: str
+    whole: float
+    reasoning: float | None
+
+
 class Manifest(Record):
     """Describes the file of records that it is beside: what they are, how they were made, how many."""
 

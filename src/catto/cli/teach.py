@@ -1,7 +1,11 @@
-"""`catto teach`: the teacher's responses to the training questions, and the rows made from them."""
+"""`catto teach`: the teacher's responses to the training questions, and the rows made from them.
+
+Where the report of the recipe measures held-out pairs, the validation questions are asked too.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -11,8 +15,10 @@ from catto.cli.console import check_name, refusing, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
 from catto.experiment.attempts import folders
-from catto.experiment.stages import done, place
+from catto.experiment.stages import Stage, done, place
 from catto.experiment.steps import questions_of, read_questions
+from catto.recipe import TeacherSettings
+from catto.teacher.responses import Estimate
 
 __all__ = ["teach"]
 
@@ -45,21 +51,37 @@ def teach(
     if task is not None:
         check_name("--task", task, read.tasks)
     tasks = [name for name in (task, read.train_on) if name is not None][:1] or list(read.tasks)
-    if dry_run:
-        for name in tasks:
-            stage = graph.responses(name)
-            asked, begun = stage.needs["questions"], folders(root, stage)
-            stored = place(root, stage) if done(root, stage) else begun[-1] if begun else None
-            with refusing(place=f"{name}: "):
-                path = place(root, asked) / "train.jsonl"
-                questions = read_questions(path) if done(root, asked) else questions_of(asked.settings)[0]
-                estimate = teacher.dry_run(questions, None, read.own_teacher, stored, retry_refused=retry_refused)
-            for line in estimate.lines():
-                say(f"{name}: {line}")
-        return
-    go(recipe, read, root, [graph.teacher(name) for name in tasks], retry_refused)
+    goals: dict[str, Stage] = {}  # by the title of what is printed
     for name in tasks:
-        rows = place(root, graph.teacher(name))
-        say(f"{name}: {rows}")
+        goals[name] = graph.teacher(name)
+        for seed, pairs in graph.measured_pairs(name).items():
+            goals[f"{name}, held-out pairs of seed {seed}"] = pairs
+    if dry_run:
+        for title, goal in goals.items():
+            stage = goal.needs["responses"]
+            with refusing(place=f"{title}: "):
+                estimate = _estimate_requests(root, stage, read.own_teacher, retry_refused)
+            for line in estimate.lines():
+                say(f"{title}: {line}")
+        return
+    go(recipe, read, root, list(goals.values()), retry_refused)
+    for title, goal in goals.items():
+        rows = place(root, goal)
+        say(f"{title}: {rows}")
         for line in teacher.Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8")).lines():
             say(f"  {line}")
+
+
+def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, retry_refused: bool) -> Estimate:
+    """Count what a stage of responses would still ask."""
+    asked = stage.needs["questions"]
+    begun = folders(root, stage)
+    stored = begun[-1] if begun else None
+    if done(root, stage):
+        stored = place(root, stage)
+    if done(root, asked):
+        questions = read_questions(place(root, asked) / f"{stage.settings.split}.jsonl")
+    else:
+        questions, _ = questions_of(asked.settings)
+    as_training = [question.model_copy(update={"split": "train"}) for question in questions]  # which alone are asked
+    return teacher.dry_run(as_training, None, settings, stored, retry_refused=retry_refused)

@@ -32,48 +32,66 @@ from catto.prompts import common_tokens
 PAD = 0
 
 
-def uniform(seed: int, question: str, sample: int, position: int) -> float:
+def hash_uniform(seed: int, question: str, sample: int, position: int) -> float:
     """Hash (seed, question, sample, position) to a number in [0, 1), a multiple of 2^-53."""
     digest = hashlib.sha256(f"{seed}:{sample}:{position}:{question}".encode()).digest()
-    return (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53
+    first_64_bits = int.from_bytes(digest[:8], "big")
+    return (first_64_bits >> 11) * 2.0**-53
 
 
-def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
-    """Pick one token per row: the argmax (lowest id on ties) at temperature 0, else by inverting the distribution.
+def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
+    """Pick one token per row: the argmax at temperature 0, otherwise by inverting the cumulative distribution.
 
-    That is the first id j with P(id <= j) > u under softmax(logits / temperature), full vocabulary, float64.
-    logits: (B, V) fp32; temperatures: (B,) >= 0; uniforms: (B,) in [0, 1) -> (B,) token ids.
+    The inverse is the first id j with P(id <= j) > u under softmax(logits / temperature), over the full vocabulary and
+    in float64. Ties of the argmax go to the lowest id.
 
-    >>> draw(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), [0.0, 1.0], [0.9, 0.4]).tolist()
+    Args:
+        logits: (B, V) in fp32.
+        temperatures: (B,), at least 0.
+        uniforms: (B,), in [0, 1).
+
+    Returns:
+        Token ids (B,).
+
+    >>> draw_tokens(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), [0.0, 1.0], [0.9, 0.4]).tolist()
     [1, 0]
     """
     tokens = logits.argmax(dim=-1)
-    hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
-    if hot:
-        wide = as_float64(logits[hot])
-        heat = wide.new_tensor([[temperatures[row]] for row in hot])
-        cumulative = wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(heat).exp_().cumsum_(dim=-1)
-        # u <= 1 - 2^-53, so u * total is below total after rounding too: the id found exists and has probability
-        targets = wide.new_tensor([[uniforms[row]] for row in hot]) * cumulative[:, -1:]
-        tokens[hot] = torch.searchsorted(cumulative, targets, right=True).squeeze(-1).to(logits.device)
+    sampled_rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if not sampled_rows:
+        return tokens
+    wide = as_float64(logits[sampled_rows])
+    divisors = wide.new_tensor([[temperatures[row]] for row in sampled_rows])
+    cumulative = wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(divisors).exp_().cumsum_(dim=-1)
+    # u <= 1 - 2^-53, so u * total is below total after rounding too: the id found exists and has probability
+    total = cumulative[:, -1:]
+    goals = wide.new_tensor([[uniforms[row]] for row in sampled_rows]) * total
+    drawn = torch.searchsorted(cumulative, goals, right=True).squeeze(-1)
+    tokens[sampled_rows] = drawn.to(logits.device)
     return tokens
 
 
 def as_float64(logits: Tensor) -> Tensor:
     """Copy logits to float64, on the CPU where the device has no float64 (Apple's MPS)."""
-    return (logits.cpu() if logits.device.type == "mps" else logits).to(torch.float64, copy=True)
+    if logits.device.type == "mps":
+        logits = logits.cpu()
+    return logits.to(torch.float64, copy=True)
 
 
 @dataclass
-class Head:
-    """The output head while `evaluating`: `states` went into it last, (B, T, H); `instead` replaces its next input."""
+class HeadHook:
+    """The output head inside `evaluation_mode`.
+
+    states: What went into the head last, (B, T, H).
+    replacement: What the head takes instead of its next input; None for no replacement.
+    """
 
     states: Tensor | None = None
-    instead: Tensor | None = None
+    replacement: Tensor | None = None
 
 
 @contextmanager
-def evaluating(network: Any) -> Iterator[Head]:
+def evaluation_mode(network: Any) -> Iterator[HeadHook]:
     """Switch off dropout and gradients and run the head in fp32; restore every module's mode afterwards.
 
     bf16 logits move a two-label confidence by up to 1.5 points. Only the head's matrix product is replaced: what the
@@ -82,75 +100,90 @@ def evaluating(network: Any) -> Iterator[Head]:
     training and its head in fp32.
     """
     module: Any = network.get_output_embeddings()
-    product = module.forward
-    if module.weight.dtype != torch.float32:
-        if type(getattr(module, "original_module", module)) is not nn.Linear:  # PEFT's `modules_to_save` wraps it
-            raise ValueError(
-                f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
-            )
-        weight, bias = module.weight.float(), getattr(module, "bias", None)
-        product = functools.partial(nn.functional.linear, weight=weight, bias=None if bias is None else bias.float())
-    head = Head()
+    multiply = _fp32_product(module)
+    hook = HeadHook()
 
     def forward(states: Tensor) -> Tensor:
-        if head.instead is not None:
-            states, head.instead = head.instead.to(states.device), None
-        head.states = states
+        if hook.replacement is not None:
+            states = hook.replacement.to(states.device)
+            hook.replacement = None
+        hook.states = states
         with torch.autocast(states.device.type, enabled=False):  # a model in training enters it in its own forward
-            return product(states.float())  # type: ignore[no-any-return]
+            return multiply(states.float())
 
     modes = [(part, part.training) for part in network.modules()]
     attributes = vars(module)
-    before = attributes.get("forward")  # set where a library has wrapped it on this instance
+    own_forward = attributes.get("forward")  # set where a library has wrapped it on this instance
     network.eval()
     attributes["forward"] = forward
     try:
         with torch.inference_mode(), torch.autocast(network.device.type, enabled=False):
-            yield head
+            yield hook
     finally:
         del attributes["forward"]
-        if before is not None:
-            attributes["forward"] = before
+        if own_forward is not None:
+            attributes["forward"] = own_forward
         for part, training in modes:
             part.training = training
 
 
+def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return the head's matrix product in fp32."""
+    if module.weight.dtype == torch.float32:
+        own: Callable[[Tensor], Tensor] = module.forward
+        return own
+    wrapped = getattr(module, "original_module", module)  # PEFT's `modules_to_save` wraps it
+    if type(wrapped) is not nn.Linear:
+        raise ValueError(
+            f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
+        )
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        bias = bias.float()
+    return functools.partial(nn.functional.linear, weight=module.weight.float(), bias=bias)
+
+
 def counts_padding(network: Any) -> bool:
-    """Whether padding moves the tokens after it: layers that go by the sequence as it is laid out, not by positions.
+    """Return whether padding changes the tokens after it, because layers count places in the sequence themselves.
 
     These are recurrent layers, distances (ALiBi), GPT-Neo's local windows, and positions that a model counts itself.
     """
     base = network.get_base_model() if hasattr(network, "get_base_model") else network
     config = base.config.get_text_config()
-    by_place = getattr(config, "alibi", False) or "local" in getattr(config, "attention_layers", ())
-    return by_place or "position_ids" not in inspect.signature(base.base_model.forward).parameters
+    has_distances = bool(getattr(config, "alibi", False))
+    has_local_windows = "local" in getattr(config, "attention_layers", ())
+    takes_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
+    return has_distances or has_local_windows or not takes_positions
 
 
 def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Logits after the last token of each sequence: one forward, right padding, no cache -> (B, V) fp32.
+    """Return the logits after the last token of each sequence, (B, V) in fp32: one forward, without a cache.
 
-    A causal model never looks right, so the padding needs no mask.
+    Sequences are padded on the right. A causal model never looks right, so the padding needs no mask.
     """
     lengths = [len(sequence) for sequence in sequences]
     width = max(lengths)
-    ids = torch.tensor([[*sequence, *[PAD] * (width - len(sequence))] for sequence in sequences], device=network.device)
-    keep = torch.tensor(lengths, device=network.device).unsqueeze(-1) - 1
-    return _finite(network(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, 0])
+    padded = [[*sequence, *[PAD] * (width - len(sequence))] for sequence in sequences]
+    ids = torch.tensor(padded, device=network.device)
+    last_positions = torch.tensor(lengths, device=network.device).unsqueeze(-1) - 1
+    output = network(input_ids=ids, use_cache=False, logits_to_keep=last_positions)
+    return _check_finite(output.logits[:, 0])
 
 
-def state_logits(network: Any, head: Head, states: Tensor) -> Tensor:
-    """Logits of kept hidden states, (B, H) -> (B, V) fp32, without running the tokens before them.
+def state_logits(network: Any, hook: HeadHook, states: Tensor) -> Tensor:
+    """Return the logits of kept hidden states, (B, H) -> (B, V) in fp32, without running the tokens before them.
 
     The network runs on a single token per row and its head takes `states` instead of what comes out, so that what the
     architecture does to its logits is the model's own code.
     """
-    head.instead = states.unsqueeze(1)
+    hook.replacement = states.unsqueeze(1)
     ids = torch.full((len(states), 1), PAD, device=network.device)
-    return _finite(network(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1])
+    output = network(input_ids=ids, use_cache=False, logits_to_keep=1)
+    return _check_finite(output.logits[:, -1])
 
 
-def _finite(logits: Tensor) -> Tensor:
-    """Logits in fp32; ValueError where one is NaN or the largest is infinite."""
+def _check_finite(logits: Tensor) -> Tensor:
+    """Return logits in fp32; ValueError if one is NaN or the largest is infinite."""
     if not torch.isfinite(logits.amax(dim=-1)).all():
         raise ValueError("the model's logits are not finite (NaN or infinity)")
     return logits.float()
@@ -169,7 +202,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = layer.keys, layer.values
+        self.keys = layer.keys
+        self.values = layer.values
         self._room: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -177,16 +211,22 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         past = self.keys.shape[-2]
         length = past + key_states.shape[-2]
         if not self._room or self._room[0].shape[-2] < length:
-            filled = (self.keys, self.values)
-            spare = length + max(32, length // 4)
-            self._room = [states.new_empty(*states.shape[:2], spare, states.shape[-1]) for states in filled]
-            for room, states in zip(self._room, filled, strict=True):
-                room[:, :, :past] = states
+            self._make_room(past, length)
         keys, values = self._room
         keys[:, :, past:length] = key_states
         values[:, :, past:length] = value_states
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+        self.keys = keys[:, :, :length]
+        self.values = values[:, :, :length]
         return self.keys, self.values
+
+    def _make_room(self, past: int, length: int) -> None:
+        """Copy what is filled into buffers with spare room behind it."""
+        capacity = length + max(32, length // 4)
+        self._room = []
+        for states in (self.keys, self.values):
+            room = states.new_empty(*states.shape[:2], capacity, states.shape[-1])
+            room[:, :, :past] = states
+            self._room.append(room)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Select rows; the room belongs to the rows that it was made for."""
@@ -194,133 +234,192 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self._room = []
 
 
-class Cached:
-    """A batch of sequences in a model's cache, with each one's next-token logits (B, V) fp32 and state (B, H)."""
+class CachedBatch:
+    """A batch of sequences in a model's cache, with each one's next-token logits (B, V) in fp32 and state (B, H)."""
 
     logits: Tensor
     states: Tensor
 
-    def __init__(self, network: Any, head: Head, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, network: Any, hook: HeadHook, prompts: Sequence[Sequence[int]]) -> None:
         """Run what all prompts begin with once, then the rest of each, padded on the left.
 
-        Equal lengths need no mask, which is the faster path. A layer that is windowed or recurrent counts the padding
-        between the beginning and the rest, so a network with such a layer runs every prompt whole.
+        A layer that is windowed or recurrent counts the padding between the beginning and the rest, so a network with
+        such a layer runs every prompt whole.
         """
-        self._network, self._head = network, head
+        self._network = network
+        self._hook = hook
         self._mask: Tensor | None = None
         self._past: dict[str, Any] = {}  # the cache, of the kind that the model makes, under its own name for it
-        common = prompts[0][: common_tokens(prompts)]
-        if common:
-            self.step(torch.tensor([common], device=network.device))
-            if all(type(layer) is DynamicLayer for layer in self._cache.layers):
-                self.select([0] * len(prompts))
-            else:
-                common, self._past = (), {}
-        rests = [prompt[len(common) :] for prompt in prompts]
-        width = max(map(len, rests))
-        pads = [width - len(rest) for rest in rests]
-        seen = [[1] * len(common) + [0] * pad + [1] * (width - pad) for pad in pads]
-        ids = [[*[PAD] * pad, *rest] for pad, rest in zip(pads, rests, strict=True)]
-        mask = torch.tensor(seen, device=network.device) if any(pads) else None
-        self.step(torch.tensor(ids, device=network.device), mask)
+        shared_length = self._run_shared_beginning(prompts)
+        self._run_rests(prompts, shared_length)
         # Plain layers only: windowed, recurrent, quantized and shared ones have their own ways.
         layers = self._cache.layers
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
-                layers[place] = RoomyLayer(layer)
+                layers[index] = RoomyLayer(layer)
+
+    def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Run the tokens that all prompts begin with; return how many are in the cache afterwards."""
+        shared_length = common_tokens(prompts)
+        if not shared_length:
+            return 0
+        beginning = prompts[0][:shared_length]
+        self.step(torch.tensor([beginning], device=self._network.device))
+        if all(type(layer) is DynamicLayer for layer in self._cache.layers):
+            self.select([0] * len(prompts))
+            return shared_length
+        self._past = {}
+        return 0
+
+    def _run_rests(self, prompts: Sequence[Sequence[int]], shared_length: int) -> None:
+        """Run what follows the shared beginning of each prompt. Equal lengths need no mask, which is faster."""
+        device = self._network.device
+        rests = [prompt[shared_length:] for prompt in prompts]
+        width = max(len(rest) for rest in rests)
+        ids = []
+        mask = []
+        for rest in rests:
+            padding = width - len(rest)
+            ids.append([*[PAD] * padding, *rest])
+            mask.append([1] * shared_length + [0] * padding + [1] * len(rest))
+        has_padding = any(len(rest) < width for rest in rests)
+        self.step(torch.tensor(ids, device=device), torch.tensor(mask, device=device) if has_padding else None)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row named k times becomes k rows."""
         indices = torch.tensor(rows, device=self.logits.device)
         # index_select on every kind of layer; batch_select_indices is missing on linear-attention ones
         self._cache.reorder_cache(indices)
-        self.logits, self.states = self.logits[indices], self.states[indices]
-        self._mask = self._mask[indices] if self._mask is not None else None
+        self.logits = self.logits[indices]
+        self.states = self.states[indices]
+        if self._mask is not None:
+            self._mask = self._mask[indices]
 
     def step(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Append tokens to every row: (B, T) ids. `mask`, where padding is among them: 1 for a token, (B, all so far).
+        """Append tokens to every row. Positions count real tokens, so padding does not move a prompt.
 
-        Positions count real tokens, so padding does not move a prompt.
+        Args:
+            ids: Token ids (B, T).
+            mask: 1 for a token and 0 for padding, (B, all so far); needed only where there is padding.
         """
         if mask is None and self._mask is not None:
             mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
-        self._mask, padding = mask, {}
+        self._mask = mask
+        padding: dict[str, Tensor] = {}
         if mask is not None:
-            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
-            padding = {"attention_mask": mask, "position_ids": positions}
+            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
+            padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
         out = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **padding)
-        assert self._head.states is not None
+        assert self._hook.states is not None
         self._past = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
         if not self._past:
             raise ValueError(f"{type(self._network).__name__} returns no cache to continue from")
         (self._cache,) = self._past.values()
-        self.logits, self.states = _finite(out.logits[:, -1]), self._head.states[:, -1]
+        self.logits = _check_finite(out.logits[:, -1])
+        self.states = self._hook.states[:, -1]
 
 
 @dataclass
-class Row:
+class ResponseInProgress:
     """One response while it is generated. `ids` never holds the end-of-sequence token."""
 
     request: Request
     prompt: tuple[int, ...]
-    limit: int  # most tokens it may have
+    limit: int  # maximum number of tokens
     ids: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, where a request asks
+    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, if the request asks for it
     logprob: float = 0.0  # sum over `ids` at temperature 1
     end: int | None = None  # where the stop text ends
     finish_reason: str | None = None
     seconds: float = 0.0
 
 
-def decode_rows(
-    network: Any, rows: Sequence[Row], eos: Collection[int], decode: Callable[[Sequence[int]], str]
+class StopTexts:
+    """Finds the end of a response by its stop texts, decoding only where the last token can complete one."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._can_complete: dict[tuple[int, str], bool] = {}
+
+    def find_end(self, ids: Sequence[int], stops: Collection[str]) -> int | None:
+        """Return where the first stop text ends in the text of `ids`; None if there is none."""
+        if not any(self._may_complete(ids[-1], stop) for stop in stops):
+            return None
+        return stop_end(self._decode(ids), stops)
+
+    def _may_complete(self, token: int, stop: str) -> bool:
+        """Return whether a token can complete a stop text. A printable ASCII character shows in its token's text."""
+        key = (token, stop)
+        if key not in self._can_complete:
+            last = stop[-1]
+            self._can_complete[key] = last in self._decode([token]) or last.isspace() or not last.isascii()
+        return self._can_complete[key]
+
+
+def decode_responses(
+    network: Any,
+    responses: Sequence[ResponseInProgress],
+    eos: Collection[int],
+    decode: Callable[[Sequence[int]], str],
 ) -> None:
-    """Generate until every row has finished: at end of sequence, a stop text or its limit.
+    """Generate until every response has finished: at the end of sequence, at a stop text or at its limit.
 
-    Each prompt runs once and its cache is repeated for its rows. A row that has finished leaves the batch.
+    Each prompt runs once and its cache is repeated for its responses. A response that has finished leaves the batch.
+
+    Args:
+        network: A causal language model of Transformers.
+        responses: What to generate; filled in place.
+        eos: End-of-sequence token ids.
+        decode: Token ids -> text.
     """
-
-    @functools.cache
-    def may_end(token: int, stop: str) -> bool:
-        """Whether a token can complete a stop text. A printable ASCII character shows in its token's own text."""
-        last = stop[-1]
-        return last in decode([token]) or last.isspace() or not last.isascii()
-
     started = time.perf_counter()
-    live = list(rows)
-    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-    with evaluating(network) as head:
-        cached = Cached(network, head, list(places))
-        cached.select([places[row.prompt] for row in live])
+    stop_texts = StopTexts(decode)
+    unfinished = list(responses)
+    distinct_prompts = list(dict.fromkeys(response.prompt for response in responses))
+    row_of_prompt = {prompt: row for row, prompt in enumerate(distinct_prompts)}
+    with evaluation_mode(network) as hook:
+        batch = CachedBatch(network, hook, distinct_prompts)
+        batch.select([row_of_prompt[response.prompt] for response in unfinished])
         while True:
-            logits, requests = cached.logits, [row.request for row in live]
-            uniforms = [
-                uniform(r.seed, r.question, r.sample, len(row.ids)) for r, row in zip(requests, live, strict=True)
-            ]
-            tokens = draw(logits, [request.temperature for request in requests], uniforms)
-            logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-            drawn = zip(live, tokens.tolist(), logprobs.tolist(), cached.states, strict=True)
-            for row, token, logprob, state in drawn:
-                stops = row.request.stop
-                if row.request.keep_states:
-                    row.states.append(state)
+            tokens, logprobs = _draw_next(batch.logits, unfinished)
+            drawn = zip(unfinished, tokens.tolist(), logprobs.tolist(), batch.states, strict=True)
+            for response, token, logprob, state in drawn:
+                if response.request.keep_states:
+                    response.states.append(state)
                 if token in eos:
-                    row.finish_reason = "stop"
+                    response.finish_reason = "stop"
                 else:
-                    row.ids.append(token)
-                    row.logprob += logprob
-                    if any(may_end(token, stop) for stop in stops):
-                        row.end = stop_end(decode(row.ids), stops)
-                    if row.end is not None:
-                        row.finish_reason = "stop"
-                    elif len(row.ids) == row.limit:
-                        row.finish_reason = "length"
-                row.seconds = time.perf_counter() - started
-            left = [place for place, row in enumerate(live) if row.finish_reason is None]
-            if not left:
+                    _append_token(response, token, logprob, stop_texts)
+                response.seconds = time.perf_counter() - started
+            remaining = [row for row, response in enumerate(unfinished) if response.finish_reason is None]
+            if not remaining:
                 return
-            if len(left) < len(live):
-                cached.select(left)
-                tokens = tokens[left]
-                live = [live[place] for place in left]
-            cached.step(tokens.unsqueeze(-1))
+            if len(remaining) < len(unfinished):
+                batch.select(remaining)
+                tokens = tokens[remaining]
+                unfinished = [unfinished[row] for row in remaining]
+            batch.step(tokens.unsqueeze(-1))
+
+
+def _draw_next(logits: Tensor, responses: Sequence[ResponseInProgress]) -> tuple[Tensor, Tensor]:
+    """Draw the next token of every response: ids (B,) and their log-probabilities (B,) at temperature 1."""
+    temperatures = []
+    uniforms = []
+    for response in responses:
+        request = response.request
+        temperatures.append(request.temperature)
+        uniforms.append(hash_uniform(request.seed, request.question, request.sample, len(response.ids)))
+    tokens = draw_tokens(logits, temperatures, uniforms)
+    drawn_logits = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return tokens, drawn_logits - logits.logsumexp(dim=-1)
+
+
+def _append_token(response: ResponseInProgress, token: int, logprob: float, stop_texts: StopTexts) -> None:
+    """Append a token that does not end the sequence, and finish the response if it completes a stop text."""
+    response.ids.append(token)
+    response.logprob += logprob
+    response.end = stop_texts.find_end(response.ids, response.request.stop)
+    if response.end is not None:
+        response.finish_reason = "stop"
+    elif len(response.ids) == response.limit:
+        response.finish_reason = "length"

@@ -17,7 +17,16 @@ import transformers
 from torch import Tensor
 
 from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_model
-from catto.engines.decoding import Row, as_float64, counts_padding, decode_rows, evaluating, last_logits, state_logits
+from catto.engines.decoding import (
+    HeadHook,
+    ResponseInProgress,
+    as_float64,
+    counts_padding,
+    decode_responses,
+    evaluation_mode,
+    last_logits,
+    state_logits,
+)
 from catto.labels import decoded
 from catto.problems import DataError
 from catto.prompts import prompt_ids
@@ -79,40 +88,54 @@ class TransformersEngine(Engine):
         run resumes with the same batch shapes and so the same tokens, to the bit.
         """
         self._kept = {}
-        groups: dict[tuple[int, ...], list[Row]] = {}
+        responses_by_prompt: dict[tuple[int, ...], list[ResponseInProgress]] = {}
         seen: set[Key] = set()
         for request in requests:
             if request.key in seen:
                 raise ValueError(f"{request.name} is requested twice")
             seen.add(request.key)
-            if "" in request.stop:
-                raise ValueError(f"question {request.question}: a stop text is empty")
-            prompt, limit = self._rendered(request.messages), request.max_tokens
-            self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
-            limit = limit if self.positions is None else min(limit, self.positions - len(prompt))
-            groups.setdefault(prompt, []).append(Row(request, prompt, limit))
+            response = self._begin_response(request)
+            responses_by_prompt.setdefault(response.prompt, []).append(response)
         decode = partial(decoded, self.tokenizer)
-        for rows in pack(groups.values(), self.batch_size, counts_padding(self.network)):
-            missing = [row for row in rows if row.request.key not in done]
+        equal_lengths = counts_padding(self.network)
+        for batch in pack_batches(responses_by_prompt.values(), self.batch_size, equal_lengths):
+            missing = [response for response in batch if response.request.key not in done]
             if not missing:
                 continue
-            decode_rows(self.network, rows, self._eos, decode)
-            for row in missing:
-                if row.request.keep_states:  # a large model's states of several batches are better off its device
-                    self._kept[row.request.key] = tuple(row.ids), torch.stack(row.states).cpu()
-                    row.states = []
-                yield Generation(
-                    question=row.request.question,
-                    sample=row.request.sample,
-                    text=decode(row.ids)[: row.end],
-                    token_ids=tuple(row.ids),
-                    mean_logprob=row.logprob / len(row.ids) if row.ids else None,
-                    prompt_tokens=len(row.prompt),
-                    tokens=len(row.ids),
-                    finish_reason=row.finish_reason,
-                    model=self.model,
-                    seconds=row.seconds,
-                )
+            decode_responses(self.network, batch, self._eos, decode)
+            for response in missing:
+                if response.request.keep_states:  # a large model's states of several batches are better off its device
+                    states = torch.stack(response.states).cpu()
+                    self._kept[response.request.key] = tuple(response.ids), states
+                    response.states = []
+                yield self._finish_response(response, decode(response.ids)[: response.end])
+
+    def _begin_response(self, request: Request) -> ResponseInProgress:
+        """Render a request's prompt and limit its response to the model's positions."""
+        if "" in request.stop:
+            raise ValueError(f"question {request.question}: a stop text is empty")
+        prompt = self._rendered(request.messages)
+        self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
+        limit = request.max_tokens
+        if self.positions is not None:
+            limit = min(limit, self.positions - len(prompt))
+        return ResponseInProgress(request, prompt, limit)
+
+    def _finish_response(self, response: ResponseInProgress, text: str) -> Generation:
+        """Return the record of a finished response."""
+        tokens = len(response.ids)
+        return Generation(
+            question=response.request.question,
+            sample=response.request.sample,
+            text=text,
+            token_ids=tuple(response.ids),
+            mean_logprob=response.logprob / tokens if tokens else None,
+            prompt_tokens=len(response.prompt),
+            tokens=tokens,
+            finish_reason=response.finish_reason,
+            model=self.model,
+            seconds=response.seconds,
+        )
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order.
@@ -122,62 +145,102 @@ class TransformersEngine(Engine):
         """
         states: dict[int, Tensor] = {}
         sequences: dict[int, tuple[int, ...]] = {}
-        for place, context in enumerate(contexts):
-            ids, kept = self._kept.get(context.response, ((), ()))
-            length = len(context.prefix)
-            if length < len(kept) and ids[:length] == context.prefix:
-                states[place] = kept[length]
+        for index, context in enumerate(contexts):
+            state = self._kept_state(context)
+            if state is not None:
+                states[index] = state
                 continue
-            sequences[place] = (*self._rendered(context.messages), *context.prefix)
-            self._check_length(len(sequences[place]), f"context {place}: prompt and prefix")
+            sequences[index] = (*self._rendered(context.messages), *context.prefix)
+            self._check_length(len(sequences[index]), f"context {index}: prompt and prefix")
         self._kept = {}
+
+        def logits_from_states(hook: HeadHook, indices: list[int]) -> Tensor:
+            return state_logits(self.network, hook, torch.stack([states[index] for index in indices]))
+
+        def logits_from_sequences(hook: HeadHook, indices: list[int]) -> Tensor:
+            return last_logits(self.network, [sequences[index] for index in indices])
+
+        longest_first = sorted(sequences, key=lambda index: -len(sequences[index]))
         scores: dict[int, Scores] = {}
-        longest_first = sorted(sequences, key=lambda place: -len(sequences[place]))
-        with evaluating(self.network) as head:
-            for group in (list(states), longest_first):
+        with evaluation_mode(self.network) as hook:
+            for group, compute_logits in ((list(states), logits_from_states), (longest_first, logits_from_sequences)):
                 for start in range(0, len(group), self.batch_size):
-                    places = group[start : start + self.batch_size]
-                    if group is longest_first:
-                        logits = last_logits(self.network, [sequences[place] for place in places])
-                    else:
-                        logits = state_logits(self.network, head, torch.stack([states[place] for place in places]))
-                    batch = candidate_scores(as_float64(logits), [contexts[place].candidates for place in places])
-                    scores.update(zip(places, batch, strict=True))
-        return [scores[place] for place in range(len(contexts))]
+                    indices = group[start : start + self.batch_size]
+                    logits = as_float64(compute_logits(hook, indices))
+                    batch = score_candidates(logits, [contexts[index].candidates for index in indices])
+                    scores.update(zip(indices, batch, strict=True))
+        return [scores[index] for index in range(len(contexts))]
+
+    def _kept_state(self, context: Context) -> Tensor | None:
+        """Return the hidden state that predicts the token after a context's prefix, if it was kept."""
+        if context.response not in self._kept:
+            return None
+        ids, states = self._kept[context.response]
+        length = len(context.prefix)
+        if length < len(states) and ids[:length] == context.prefix:
+            return states[length]
+        return None
 
     def _check_length(self, tokens: int, what: str) -> None:
         if self.positions is not None and tokens > self.positions:
             raise ValueError(f"{what} need {tokens} tokens, the model has {self.positions} positions")
 
 
-def pack(groups: Iterable[list[Row]], batch_size: int, even: bool = False) -> list[list[Row]]:
-    """Cut each prompt's rows, longest prompt first, into batches of `batch_size` at most; only larger groups split.
+def pack_batches(
+    groups: Iterable[list[ResponseInProgress]], batch_size: int, equal_lengths: bool = False
+) -> list[list[ResponseInProgress]]:
+    """Cut each prompt's responses, longest prompt first, into batches.
 
-    even: a batch has prompts of one length, which need no padding.
+    Args:
+        groups: Responses by prompt. A group is split only if it is larger than a batch.
+        batch_size: Maximum number of responses in a batch.
+        equal_lengths: Whether a batch has prompts of one length, which need no padding.
+
+    Returns:
+        The batches.
     """
-    batches: list[list[Row]] = []
-    for rows in sorted(groups, key=lambda rows: -len(rows[0].prompt)):
-        for start in range(0, len(rows), batch_size):
-            chunk = rows[start : start + batch_size]
-            uneven = even and batches and len(batches[-1][0].prompt) != len(chunk[0].prompt)
-            if not batches or uneven or len(batches[-1]) + len(chunk) > batch_size:
+    batches: list[list[ResponseInProgress]] = []
+    for responses in sorted(groups, key=lambda responses: -len(responses[0].prompt)):
+        for start in range(0, len(responses), batch_size):
+            chunk = responses[start : start + batch_size]
+            if not batches or not _fits_batch(batches[-1], chunk, batch_size, equal_lengths):
                 batches.append([])
             batches[-1] += chunk
     return batches
 
 
-def candidate_scores(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> list[Scores]:
-    """Log-softmax at each row's candidates; `logsumexp(logits / tau) - max / tau` on the grid. logits: (B, V)."""
+def _fits_batch(
+    batch: list[ResponseInProgress], chunk: list[ResponseInProgress], batch_size: int, equal_lengths: bool
+) -> bool:
+    if len(batch) + len(chunk) > batch_size:
+        return False
+    return not equal_lengths or len(batch[0].prompt) == len(chunk[0].prompt)
+
+
+def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> list[Scores]:
+    """Compute the log-softmax at each row's candidates, and log-sum-exps on the grid of temperatures.
+
+    Args:
+        logits: (B, V) in float64.
+        candidates: Token ids of each row.
+
+    Returns:
+        For each row the candidates' log-probabilities and `logsumexp(logits / tau) - max / tau` for every tau.
+    """
+    vocabulary = logits.shape[-1]
     for ids in candidates:
-        if any(not 0 <= token < logits.shape[-1] for token in ids):
-            raise ValueError(f"candidates {ids}: expected token ids below {logits.shape[-1]}")
+        if any(not 0 <= token < vocabulary for token in ids):
+            raise ValueError(f"candidates {ids}: expected token ids below {vocabulary}")
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    grids = torch.stack([(shifted / tau).exp_().sum(dim=-1).log_() for tau in TAU_GRID], dim=-1).tolist()
+    by_tau = [(shifted / tau).exp_().sum(dim=-1).log_() for tau in TAU_GRID]
+    grids = torch.stack(by_tau, dim=-1).tolist()
     logprobs = shifted - shifted.logsumexp(dim=-1, keepdim=True)
-    return [
-        Scores(logprobs=tuple(row[list(ids)].tolist()), logsumexp=dict(zip(map(str, TAU_GRID), grid, strict=True)))
-        for row, ids, grid in zip(logprobs, candidates, grids, strict=True)
-    ]
+    names = [str(tau) for tau in TAU_GRID]
+    scores = []
+    for row, ids, grid in zip(logprobs, candidates, grids, strict=True):
+        at_candidates = tuple(row[list(ids)].tolist())
+        scores.append(Scores(logprobs=at_candidates, logsumexp=dict(zip(names, grid, strict=True))))
+    return scores
 
 
 def _pretrained(kind: Any, path: str | Path, **options: Any) -> Any:

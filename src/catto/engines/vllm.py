@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from catto.engines import Context, Engine, Generation, Key, Request, Scores, stop_end
-from catto.engines.transformers import candidate_scores
+from catto.engines.transformers import score_candidates
 from catto.labels import decoded
 from catto.prompts import prompt_ids
 
@@ -66,7 +66,7 @@ class VLLMEngine(Engine):
             prompts = [{"prompt_token_ids": context} for context in ids]
             outputs = self._llm.generate(prompts, self._params(**SCORED), use_tqdm=False)
             rows = torch.stack([read_row(output, self._vocabulary) for output in outputs])
-            scores += candidate_scores(rows, [context.candidates for context in batch])
+            scores += score_candidates(rows, [context.candidates for context in batch])
         return scores
 
 

@@ -215,7 +215,7 @@ def parameters(name: str) -> float | None:
 
 
 # Kinds of stages that use a model, and the block of the recipe's resources that they have; the others are light.
-MODELS = {"train": "train", "generated": "predict", "predicted": "predict", "sampled": "predict"}
+MODELS = {"train": "train", **dict.fromkeys(("generated", "predicted", "sampled", "pair_logprobs"), "predict")}
 
 
 def sort_of(recipe: Recipe, stage: Stage) -> str:
@@ -271,6 +271,11 @@ class Costs:
         epochs: float = settings.block.trl.get("num_train_epochs", settings.epochs)
         return ceil(self.recipe.context * elements * self.rows(settings) * epochs)
 
+    def pair_tokens(self, stage: Stage) -> int:
+        """Bound the tokens of the held-out pairs that a stage scores."""
+        asked = self.questions(stage.needs["pairs"].needs["questions"])
+        return 2 * self.recipe.context * asked * self.recipe.teacher.pairs_per_question
+
     def rows(self, settings: TrainSettings) -> int:
         """Count the rows of one element of a batch: of a pair two, and those of the third stream."""
         if settings.method.stage != "preference":
@@ -298,6 +303,8 @@ class Costs:
         batch, length = evaluation.batch_size, evaluation.max_tokens
         if stage.kind == "train":
             return None if size is None else self.tokens(stage) / self.speed / self.recipe.launch.processes
+        if stage.kind == "pair_logprobs":
+            return None if size is None else self.pair_tokens(stage) / (3 * self.speed)  # without the backward pass
         if stage.kind == "responses" and teacher.source == "server":
             return self.requests(stage) * teacher.max_tokens / (STREAM * teacher.concurrency)
         if stage.kind == "responses" and teacher.source == "transformers":

@@ -133,6 +133,14 @@ class Graph:
         name, questions = f"traces {task} seed {seed}", self.questions(task, "validation", seed)
         return self._rows(name, self._asked(name, questions, self.recipe.own_teacher.model_copy(update={"n": 1})))
 
+    def held_out_pairs(self, task: str, seed: int) -> Stage | None:
+        """The teacher's pairs of the validation questions; None where the recipe does not ask for them."""
+        if not self.recipe.asks_held_out_pairs:
+            return None
+        name = f"held-out pairs {task} seed {seed}"
+        responses = self._asked(name, self.questions(task, "validation", seed), self.recipe.own_teacher)
+        return self._rows(name, responses, ("preferences",))
+
     def _asked(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
@@ -345,6 +353,26 @@ class Graph:
         predicted = self._predicted(name, model, seed, task, "test", samples, temperature)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
+    def preference_accuracy(self, model: Choice) -> Stage | None:
+        """How often a model prefers the chosen response of held-out pairs, against the model that training began with.
+
+        None where the recipe asks for no such pairs, and for SFT, which is that model.
+        """
+        place = model.settings
+        pairs = self.held_out_pairs(place.task, place.seed)
+        start = _first_start(model)
+        if pairs is None or start is model:
+            return None
+        needs = {"policy": self._pair_logprobs(model, pairs), "start": self._pair_logprobs(start, pairs)}
+        return Stage("preference_accuracy", f"preference accuracy {place.name}", stages.StageSettings(), needs)
+
+    def _pair_logprobs(self, model: Choice, pairs: Stage) -> Stage[stages.PairSettings]:
+        """The log-probabilities of pairs under a model: one pass, which all that start from the model share."""
+        recipe = self.recipe
+        settings = stages.PairSettings(recipe.context, recipe.evaluation.batch_size, recipe.model.attention)
+        needs = {"model": model, "pairs": pairs}
+        return Stage("pair_logprobs", f"pair logprobs {model.settings.name}", settings, needs)
+
     # ---- the whole --------------------------------------------------------------------------------------------------
 
     def cells(self) -> list[stages.CellPlan]:
@@ -369,15 +397,39 @@ class Graph:
                 validation = [need for role, need in measured.needs.items() if alike and role.startswith("validation")]
                 named = stages.CellPlace(task, source, name, budget if row.budgeted else None, seed)
                 questions = self.questions(task, "test", seed)
-                cells.append(stages.CellPlan(named, predictions, candidates, model, questions, tuple(validation)))
+                # Temperature scaling leaves the order of responses as it is, and there are pairs of the training task.
+                preference = None if scaling or task != source else self.preference_accuracy(model)
+                cells.append(
+                    stages.CellPlan(named, predictions, candidates, model, questions, tuple(validation), preference)
+                )
         return cells
+
+    def measured_pairs(self, task: str) -> dict[int, Stage]:
+        """The stages of the held-out pairs of a training task that some method is measured on, by their seeds."""
+        pairs: dict[int, Stage] = {}
+        for cell in self.cells():
+            if cell.preference is not None and cell.place.trained_on == task:
+                pairs[cell.place.seed] = cell.preference.needs["policy"].needs["pairs"]
+        return pairs
 
     def report(self) -> Stage[stages.ReportSettings]:
         """The report of everything."""
         cells = tuple(self.cells())
-        parts = ((cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation) for cell in cells)
-        needs = {stage.name: stage for part in parts for stage in part if stage is not None}
+        needs: dict[str, Stage] = {}
+        for cell in cells:
+            parts = (cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation, cell.preference)
+            needs |= {stage.name: stage for stage in parts if stage is not None}
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
+
+
+def _first_start(model: Choice) -> Choice:
+    """Return the model at which training of this one began: of RCFT not DPO, but the SFT model that DPO starts from.
+
+    So the rewards of all methods are measured against the same model.
+    """
+    trained = model.needs[f"model 0 seed {model.settings.seed}"]  # all learning rates start from the same model
+    start = trained.needs.get("start")
+    return model if start is None else _first_start(start)
 
 
 def _titled(name: str, budget: Budget) -> str:

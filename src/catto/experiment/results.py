@@ -10,6 +10,7 @@ from statistics import fmean
 
 from catto.engines import ScoredGeneration
 from catto.experiment import stages
+from catto.experiment.preference_step import ACCURACY, MARGINS
 from catto.experiment.stages import Stage, Work, chosen, place, write
 from catto.experiment.steps import StoredEngine, engine_of, read_questions
 from catto.files import library_versions, read_json, read_records, write_records
@@ -175,8 +176,16 @@ def _cell(root: Path, plan: stages.CellPlan) -> Cell:
         vector=tau and tau.get("vector"),
         sampling_temperature=tau["temperature"] if tau and candidates is not None else None,
         candidates_fallback_rate=tau["fallback_rate"] if tau and candidates is not None else None,
+        preference=_margins(root, plan.preference),
         training=training,
     )
+
+
+def _margins(root: Path, stage: Stage | None) -> str | None:
+    """Return the file of the margins of held-out pairs; None where there are none, as with few stored responses."""
+    if stage is None or read_json(place(root, stage) / ACCURACY)["n"] == 0:
+        return None
+    return _path(root, stage, MARGINS)
 
 
 def _path(root: Path, stage: Stage, file: str) -> str:

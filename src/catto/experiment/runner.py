@@ -40,6 +40,8 @@ RUN = {
     "tau": "results.run_tau",
     "sampling": "results.run_sampling",
     "scaled": "results.run_scaled",
+    "pair_logprobs": "preference_step.run_pair_logprobs",
+    "preference_accuracy": "preference_step.run_preference_accuracy",
     "report": "results.run_report",
 }
 # With fewer bytes left than this a failure is attributed to a full disk.
@@ -47,7 +49,7 @@ ROOM = 2**20
 # What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
 # These load a model of their own: the last one that was generated with is released first.
-LOADING = {"responses", "base", "train"}
+LOADING = {"responses", "base", "train", "pair_logprobs"}
 Progress = Callable[[int, int, str], None]
 # Seconds after which an NFS client looks again (acdirmax), and some.
 LATE = 75.0

@@ -127,7 +127,9 @@ class Generating(StageSettings):
     reasoning: bool
     prompts: str  # fingerprint of their wording
 
-    excluded: ClassVar = {"evaluation": frozenset({"bins", "resamples", "unparsed", "decode", "k", "sampling"})}
+    excluded: ClassVar = {
+        "evaluation": frozenset({"bins", "resamples", "unparsed", "decode", "k", "sampling", "preference_pairs"})
+    }
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,15 @@ class ScalingSettings(StageSettings):
     kind: ScalingKind = "raw"
 
 
+@dataclass(frozen=True)
+class PairSettings(StageSettings):
+    """The log-probabilities of preference pairs under a model."""
+
+    context: int  # pairs with more tokens are left out, as in training
+    batch_size: int = field(compare=False)  # it changes float noise at most
+    attention: str | None = field(compare=False)
+
+
 class CellPlace(NamedTuple):
     """Which cell of the tables it is, as `report.numbers.Cell` names it."""
 
@@ -275,6 +286,7 @@ class CellPlan:
     chosen: Stage
     questions: Stage
     validation: tuple[Stage, ...]  # greedy predictions of the model, or of those among which it was chosen
+    preference: Stage | None = None  # held-out pairs that the model orders as preferred
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,15 @@ def run_responses(work: Work[ResponseSettings]) -> None:
     settings = work.settings
     source = None if settings.generating is None else engine_of(work, settings.generating.evaluation)
     unit = "responses" if source is None else "samples"
-    ask(_asked(work, settings), source, settings.teacher, work.out, lambda n, total: work.progress(n, total, unit))
+    ask(
+        _asked(work, settings),
+        source,
+        settings.teacher,
+        work.out,
+        lambda n, total: work.progress(n, total, unit),
+        # A file of responses to the training questions alone has no held-out pairs, which is no error.
+        may_be_empty=settings.split == "validation",
+    )
 
 
 def run_rows(work: Work[RowSettings]) -> None:

@@ -8,7 +8,7 @@ statistic follows from sums that leave out these two tokens, so a probability ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from catto.objectives.tiles import Head, Precision, located, product, product_dtype, statistics_dtype, tile_shape, tiles
+from catto.objectives.tiles import (
+    LogitSpec,
+    Precision,
+    Tile,
+    compute_tiles,
+    locate_tokens,
+    multiply,
+    product_dtype,
+    statistics_dtype,
+    tile_shape,
+)
 
 IGNORE = -100
 EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
@@ -67,7 +77,9 @@ class TokenStats:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenStats:
         """Apply a function to every statistic that was computed."""
-        values: dict[str, Any] = {name: None if v is None else function(v) for name, v in vars(self).items()}
+        values: dict[str, Any] = {}
+        for name, statistic in vars(self).items():
+            values[name] = None if statistic is None else function(statistic)
         return TokenStats(**values)
 
     def __getitem__(self, index: Any) -> TokenStats:
@@ -91,29 +103,48 @@ def token_stats(
 ) -> TokenStats:
     """Compute the statistics of every token, differentiable in hidden, weight and bias.
 
-    hidden: (..., H) and weight: (V, H); or weight None and hidden the ready logits (..., V). targets: (...), token
-    ids; a position of -100 is masked and not computed. Logits: z = softcap tanh(scale y / softcap) / temperature.
-    Statistics and gradients accumulate in fp32, those of float64 inputs in float64; `precision` is that of the
-    products' inputs (see `product_dtype`). `extras` names the optional statistics; the default is all of them, and each
-    costs another pass over every tile. `masked=False` promises that no target is -100, which saves a synchronisation of
-    the host with the device. tile: columns of a tile; None chooses it by device and shape.
+    Logits are z = softcap tanh(scale y / softcap) / temperature with y = hidden @ weight.T + bias. Statistics and
+    gradients accumulate in fp32, those of float64 inputs in float64.
+
+    Args:
+        hidden: Last hidden states (..., H); with `weight=None`, ready logits (..., V).
+        weight: The LM head (V, H), or None.
+        targets: Token ids (...). A position of -100 is masked and not computed.
+        bias: The LM head's bias (V,).
+        tile: Columns of a tile; None chooses by device and shape.
+        softcap: Soft cap of the logits, as in Gemma 2; None for none.
+        scale: Factor of the logits.
+        temperature: Divisor of the logits.
+        extras: Names of the optional statistics to compute; each costs another pass over every tile.
+        masked: False promises that no target is -100, which saves a synchronisation of the host with the device.
+        precision: Precision of the products' inputs, see `product_dtype`.
+
+    Returns:
+        Statistics of the targets' shape.
 
     >>> stats = token_stats(torch.tensor([[0.5, 0.3, 0.2]]).log(), None, torch.tensor([0]))
     >>> round(stats.confidence.item(), 4), round(stats.margin.item(), 4), stats.right.item()
     (0.5, 0.2, True)
     """
-    with gathered(weight, bias):
-        head = _head(hidden, targets, weight, bias, (softcap, scale, temperature), tile, extras, precision)
-        kept = targets != IGNORE
-        whole = not masked or bool(kept.all())
-        rows = hidden.reshape(-1, hidden.shape[-1]) if whole else hidden[kept]
-        ids = targets.reshape(-1) if whole else targets[kept]
-        *values, _ = _Tiled.apply(rows, weight, bias, ids, ids.new_zeros(len(ids), 0), head)  # type: ignore[no-untyped-call]
-    stats = TokenStats(*values)
-    if not whole:
-        return stats.map(lambda value: value.new_zeros(kept.shape).masked_scatter(kept, value))
-    # No view without need: FSDP2 warns about a forward that returns one.
-    return stats if targets.dim() == 1 else stats.map(lambda value: value.view_as(targets))
+    with gather_partitions(weight, bias):
+        logits = (softcap, scale, temperature)
+        spec = _logit_spec(hidden, targets, weight, bias, logits, tile, extras, precision)
+        is_scored = targets != IGNORE
+        all_scored = not masked or bool(is_scored.all())
+        if all_scored:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            ids = targets.reshape(-1)
+        else:
+            rows = hidden[is_scored]
+            ids = targets[is_scored]
+        no_labels = ids.new_zeros(len(ids), 0)
+        output = HeadOutput(*_TiledHead.apply(rows, weight, bias, ids, no_labels, spec))  # type: ignore[no-untyped-call]
+    stats = output.token_stats()
+    if not all_scored:
+        return stats.map(lambda value: value.new_zeros(is_scored.shape).masked_scatter(is_scored, value))
+    if targets.dim() == 1:
+        return stats  # no view without need: FSDP2 warns about a forward that returns one
+    return stats.map(lambda value: value.view_as(targets))
 
 
 def label_logprobs(
@@ -129,23 +160,39 @@ def label_logprobs(
     temperature: float = 1.0,
     precision: Precision = "auto",
 ) -> Tensor:
-    """Gather the log-probabilities of K labels at one position of each sequence; -inf where a label is -100.
+    """Compute the log-probabilities of K labels at one position of each sequence.
 
-    hidden: (B, T, H) or, with weight None, logits (B, T, V); positions: (B,); labels: (B, K) token ids -> (B, K).
+    Args:
+        hidden: Last hidden states (B, T, H); with `weight=None`, ready logits (B, T, V).
+        weight: The LM head (V, H), or None.
+        positions: The position of each sequence (B,).
+        labels: Token ids (B, K); -100 where a sequence has fewer labels.
+        bias: The LM head's bias (V,).
+        tile: Columns of a tile; None chooses by device and shape.
+        softcap: Soft cap of the logits; None for none.
+        scale: Factor of the logits.
+        temperature: Divisor of the logits.
+        precision: Precision of the products' inputs, see `product_dtype`.
+
+    Returns:
+        Log-probabilities (B, K); -inf where a label is -100.
 
     >>> logits = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
     >>> label_logprobs(logits, None, torch.tensor([0]), torch.tensor([[2, 0, -100]])).exp().round(decimals=4)
     tensor([[0.2000, 0.5000, 0.0000]])
     """
-    with gathered(weight, bias):
-        rows = hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
+    with gather_partitions(weight, bias):
+        sequences = torch.arange(hidden.shape[0], device=hidden.device)
+        rows = hidden[sequences, positions]
         ids = labels.clamp(min=0)
-        head = _head(rows, ids[:, 0], weight, bias, (softcap, scale, temperature), tile, (), precision)
-        values: Tensor = _Tiled.apply(rows, weight, bias, ids[:, 0], ids, head)[-1]  # type: ignore[no-untyped-call]
-    return values.masked_fill(labels == IGNORE, -torch.inf)
+        first_label = ids[:, 0]
+        logits = (softcap, scale, temperature)
+        spec = _logit_spec(rows, first_label, weight, bias, logits, tile, (), precision)
+        output = HeadOutput(*_TiledHead.apply(rows, weight, bias, first_label, ids, spec))  # type: ignore[no-untyped-call]
+    return output.labels.masked_fill(labels == IGNORE, -torch.inf)
 
 
-def _head(
+def _logit_spec(
     hidden: Tensor,
     targets: Tensor,
     weight: Tensor | None,
@@ -154,42 +201,59 @@ def _head(
     tile: int | None,
     extras: Collection[str],
     precision: Precision,
-) -> Head:
-    """Return how the logits are computed; ValueError where the tensors do not fit each other, or an option is bad."""
+) -> LogitSpec:
+    """Return how the logits are computed; ValueError if the tensors do not fit each other or an option is bad."""
+    softcap, scale, temperature = logits
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-    shape = tile_shape(hidden.shape[:-1].numel(), vocabulary, hidden.device, tile)
-    head = Head(*logits, vocabulary, *shape, frozenset(extras), product_dtype(hidden, weight, precision))
+    tokens = hidden.shape[:-1].numel()
+    rows_per_tile, columns_per_tile = tile_shape(tokens, vocabulary, hidden.device, tile)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not fit")
     if weight is not None and weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit")
-    if bias is not None and bias.shape != (head.vocabulary,):
-        raise ValueError(f"bias {tuple(bias.shape)} is not ({head.vocabulary},)")
-    capped = head.softcap is None or head.softcap > 0
-    if head.vocabulary < 2 or head.tile < 1 or head.temperature <= 0 or not capped:
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(f"bias {tuple(bias.shape)} is not ({vocabulary},)")
+    valid_softcap = softcap is None or softcap > 0
+    if vocabulary < 2 or columns_per_tile < 1 or temperature <= 0 or not valid_softcap:
         raise ValueError("expected a vocabulary of at least 2, tile >= 1, temperature > 0, softcap > 0 or None")
-    if unknown := head.extras - set(EXTRAS):
+    unknown = set(extras) - set(EXTRAS)
+    if unknown:
         raise ValueError(f"extras {sorted(unknown)} are not among {', '.join(EXTRAS)}")
-    return head
+    return LogitSpec(
+        softcap=softcap,
+        scale=scale,
+        temperature=temperature,
+        vocabulary=vocabulary,
+        rows_per_tile=rows_per_tile,
+        columns_per_tile=columns_per_tile,
+        extras=frozenset(extras),
+        product_dtype=product_dtype(hidden, weight, precision),
+    )
 
 
-def gathered(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]:
     """Gather the parameters that DeepSpeed ZeRO-3 has partitioned; every other tensor is whole already."""
-    pieces = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
-    if not pieces:
+    partitioned = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
+    if not partitioned:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     # A tied head is whole while the embedding's module holds it: gathering it here would take it from that module.
-    missing = [p for p in pieces.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
-    return GatheredParameters(missing) if missing else nullcontext()
+    missing = [p for p in partitioned.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
+    if not missing:
+        return nullcontext()
+    gathering: AbstractContextManager[Any] = GatheredParameters(missing)
+    return gathering
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
-    """Running statistics of N tokens; `rest` is over all tokens but target and rival, in units of exp(rival)."""
+class RunningSums(NamedTuple):
+    """Running sums over the tiles of N tokens.
+
+    The sums named `rest` are over all tokens but the target and the rival, in units of exp(z_r).
+    """
 
     target: Tensor  # z_t
     rival: Tensor  # z_r
@@ -201,76 +265,129 @@ class Sums(NamedTuple):
     labels: Tensor  # z of K further tokens, (N, K)
 
 
-def first(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> Sums:
-    """The sums over no column yet. targets: (N,), labels: (N, K)."""
+class HeadOutput(NamedTuple):
+    """What the head computes of N tokens: the fields of `TokenStats`, (N,) each, and the labels' log-probabilities."""
+
+    target: Tensor
+    rival: Tensor
+    logsumexp: Tensor
+    log_doubt: Tensor | None
+    mean_logit: Tensor | None
+    entropy: Tensor | None
+    log_sum_sq: Tensor | None
+    labels: Tensor  # (N, K)
+
+    def token_stats(self) -> TokenStats:
+        """Leave out the labels."""
+        return TokenStats(*self[:-1])
+
+
+def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSums:
+    """Return the sums over no column. targets: (N,), labels: (N, K)."""
     zero = torch.zeros_like(targets, dtype=dtype)
-    return Sums(zero, zero - torch.inf, targets, zero, zero, zero, zero, torch.zeros_like(labels, dtype=dtype))
+    return RunningSums(
+        target=zero,
+        rival=zero - torch.inf,
+        rival_id=targets,
+        rest=zero,
+        rest_z=zero,
+        rest_sq=zero,
+        total=zero,
+        labels=torch.zeros_like(labels, dtype=dtype),
+    )
 
 
-def fold(sums: Sums, z: Tensor, columns: slice, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> Sums:
-    """Add a tile of logits z (N, columns), which is overwritten, to the sums."""
-    # A finite stand-in for -inf: its exponential is 0 and 0 * nothing stays 0 in the entropy's sum.
+def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> RunningSums:
+    """Add a tile to the sums of its rows. The tile's logits are overwritten. targets: (N,), labels: (N, K)."""
+    z = tile.logits
+    # A finite stand-in for -inf: its exponential is 0, and 0 * nothing stays 0 in the entropy's sum.
     nothing = torch.finfo(z.dtype).min / 8
-    at_labels, total, rest_z, rest_sq = sums.labels, sums.total, sums.rest_z, sums.rest_sq
+
+    label_logits = sums.labels
     if labels.shape[1]:
-        inside, column = located(labels, columns)
-        at_labels = torch.where(inside, z.gather(-1, column), at_labels)
+        inside, column = locate_tokens(labels, tile.columns)
+        label_logits = torch.where(inside, z.gather(-1, column), label_logits)
+    total = sums.total
     if "mean_logit" in extras:
         total = total + z.sum(-1)
+
     # Take the target and the tile's rival out of the tile.
-    inside, column = located(targets, columns)
-    here = z.gather(-1, column.unsqueeze(-1))
-    z.scatter_(-1, column.unsqueeze(-1), torch.where(inside.unsqueeze(-1), nothing, here))
-    best, best_id = z.max(-1)
-    z.scatter_(-1, best_id.unsqueeze(-1), nothing)
+    target_inside, column = locate_tokens(targets, tile.columns)
+    target_column = column.unsqueeze(-1)
+    target_logit = z.gather(-1, target_column)
+    z.scatter_(-1, target_column, torch.where(target_inside.unsqueeze(-1), nothing, target_logit))
+    best, best_column = z.max(-1)
+    z.scatter_(-1, best_column.unsqueeze(-1), nothing)
+
     # Sum what is left, in units of exp(best).
     peak = best.clamp(min=nothing / 2).unsqueeze(-1)
-    e = (z - peak).exp_() if "entropy" in extras else z.sub_(peak).exp_()
-    # Change the units to those of the greater rival; the lesser one joins the rest.
-    top, lesser = torch.maximum(sums.rival, best), torch.minimum(sums.rival, best)
-    old, new, second = (sums.rival - top).exp(), (best - top).exp(), (lesser - top).exp()
-    rest = sums.rest * old + e.sum(-1) * new + second
-    if "log_sum_sq" in extras:
-        rest_sq = rest_sq * old**2 + (e * e).sum(-1) * new**2 + second**2
     if "entropy" in extras:
-        rest_z = rest_z * old + z.mul_(e).sum(-1) * new + second * lesser.clamp(min=nothing)
-    target = torch.where(inside, here.squeeze(-1), sums.target)
-    rival_id = torch.where(best > sums.rival, best_id + columns.start, sums.rival_id)
-    return Sums(target, top, rival_id, rest, rest_z, rest_sq, total, at_labels)
+        e = (z - peak).exp_()  # z itself is needed below
+    else:
+        e = z.sub_(peak).exp_()
+
+    # Change the units to those of the greater rival; the lesser one joins the rest.
+    greater = torch.maximum(sums.rival, best)
+    lesser = torch.minimum(sums.rival, best)
+    old_units = (sums.rival - greater).exp()
+    tile_units = (best - greater).exp()
+    second = (lesser - greater).exp()
+    rest = sums.rest * old_units + e.sum(-1) * tile_units + second
+    rest_sq = sums.rest_sq
+    if "log_sum_sq" in extras:
+        rest_sq = rest_sq * old_units**2 + (e * e).sum(-1) * tile_units**2 + second**2
+    rest_z = sums.rest_z
+    if "entropy" in extras:
+        rest_z = rest_z * old_units + z.mul_(e).sum(-1) * tile_units + second * lesser.clamp(min=nothing)
+
+    best_id = best_column + tile.columns.start
+    return RunningSums(
+        target=torch.where(target_inside, target_logit.squeeze(-1), sums.target),
+        rival=greater,
+        rival_id=torch.where(best > sums.rival, best_id, sums.rival_id),
+        rest=rest,
+        rest_z=rest_z,
+        rest_sq=rest_sq,
+        total=total,
+        labels=label_logits,
+    )
 
 
-def finish(sums: Sums, head: Head) -> tuple[Tensor | None, ...]:
-    """Sums -> the seven statistics of `TokenStats`, (N,) or None, and the labels' log-probabilities, (N, K)."""
-    logsumexp = torch.logaddexp(sums.target, sums.rival + sums.rest.log1p())
+def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
+    """Turn the sums over the whole vocabulary into log-probabilities and the requested statistics."""
+    log_rest = sums.rest.log1p()  # of the rival and the rest, in units of exp(rival)
+    logsumexp = torch.logaddexp(sums.target, sums.rival + log_rest)
     # Differences of logits, never of log-sum-exps: a logit of 40 has only six digits after the point.
     gap = sums.target - sums.rival
-    share = logsigmoid(sums.rest.log1p() - gap)  # log of the mass of all but the target
-    # The greater of the two is computed, the lesser follows from the gap: both keep their digits, and the order of the
-    # two is that of the logits.
-    target = torch.where(gap > 0, logsigmoid(gap - sums.rest.log1p()), share - sums.rest.log1p() + gap)
-    rival = torch.where(gap > 0, target - gap, share - sums.rest.log1p())
-    top, log_top = torch.maximum(sums.target, sums.rival), torch.maximum(target, rival)
-    labels = sums.labels - top.unsqueeze(-1) + log_top.unsqueeze(-1)
+    log_not_target = logsigmoid(log_rest - gap)  # log of the mass of all tokens but the target
+    # The greater of the two is computed and the lesser follows from the gap: both keep their digits, and the order of
+    # the two is that of the logits.
+    target = torch.where(gap > 0, logsigmoid(gap - log_rest), log_not_target - log_rest + gap)
+    rival = torch.where(gap > 0, target - gap, log_not_target - log_rest)
+    top_logit = torch.maximum(sums.target, sums.rival)
+    log_top = torch.maximum(target, rival)
+    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
+
     log_doubt = mean_logit = entropy = log_sum_sq = None
-    if "log_doubt" in head.extras:  # log(1 - c): the log-sum-exp without the top token
-        without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log()) - logsumexp
-        log_doubt = torch.where(sums.target > sums.rival, share, without_rival)
-    if "mean_logit" in head.extras:
-        mean_logit = sums.total / head.vocabulary
-    if "entropy" in head.extras:
+    if "log_doubt" in spec.extras:  # log(1 - c): the log-sum-exp without the top token
+        log_not_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log()) - logsumexp
+        log_doubt = torch.where(sums.target > sums.rival, log_not_target, log_not_rival)
+    if "mean_logit" in spec.extras:
+        mean_logit = sums.total / spec.vocabulary
+    if "entropy" in spec.extras:
         entropy = logsumexp - target.exp() * sums.target - rival.exp() * (sums.rival + sums.rest_z)
-    if "log_sum_sq" in head.extras:
+    if "log_sum_sq" in spec.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
-    return target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq, labels
+    return HeadOutput(target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq, labels)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-class Grads(NamedTuple):
-    """Incoming gradients of N tokens, (N,) each, labels (N, K), or None; and the multiple of p_j that they make."""
+class HeadGradients(NamedTuple):
+    """Incoming gradients of N tokens, (N,) each and labels (N, K); None where nothing depends on a statistic."""
 
-    mass: Tensor
+    mass: Tensor  # the multiple of p_j that the others add up to
     target: Tensor | None
     rival: Tensor | None
     log_doubt: Tensor | None
@@ -278,8 +395,12 @@ class Grads(NamedTuple):
     entropy: Tensor | None
     labels: Tensor | None
 
+    def at_rows(self, rows: slice) -> HeadGradients:
+        """Return the gradients of some of the tokens."""
+        return HeadGradients(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
 
-class Saved(NamedTuple):
+
+class SavedTokens(NamedTuple):
     """What the backward pass needs of N tokens."""
 
     targets: Tensor
@@ -290,40 +411,105 @@ class Saved(NamedTuple):
     log_doubt: Tensor | None
     entropy: Tensor | None
 
-
-def to_gradient(z: Tensor, columns: slice, head: Head, saved: Saved, grads: Grads) -> Tensor:
-    """Overwrite a tile of logits z with the gradient of the loss in the raw logits y."""
-    slope = None if head.softcap is None else 1 - (z * (head.temperature / head.softcap)) ** 2
-    further = []
-    if grads.log_doubt is not None and saved.log_doubt is not None:
-        # g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token; the - g p_j is in the mass
-        e = (z - (saved.logsumexp + saved.log_doubt).unsqueeze(-1)).exp_()
-        inside, column = located(torch.where(saved.right, saved.targets, saved.rival_id).unsqueeze(-1), columns)
-        e.scatter_(-1, column, torch.where(inside, 0, e.gather(-1, column)))
-        further.append(e.mul_(grads.log_doubt.unsqueeze(-1)))
-    if grads.entropy is not None and saved.entropy is not None:  # -g p_j (log p_j + entropy)
-        log_p = z - saved.logsumexp.unsqueeze(-1)
-        p = log_p.exp()
-        further.append(p.mul_(log_p.add_(saved.entropy.unsqueeze(-1))).mul_(-grads.entropy.unsqueeze(-1)))
-    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(grads.mass.unsqueeze(-1))
-    peaks = [(saved.targets, grads.target), (saved.rival_id, grads.rival)]
-    if grads.labels is not None:
-        peaks += zip(saved.labels.unbind(-1), grads.labels.unbind(-1), strict=True)
-    for tokens, grad in peaks:
-        if grad is not None:
-            inside, column = located(tokens, columns)
-            d.scatter_add_(-1, column.unsqueeze(-1), torch.where(inside, grad, 0).to(d.dtype).unsqueeze(-1))
-    if grads.mean_logit is not None:
-        d.add_(grads.mean_logit.unsqueeze(-1) / head.vocabulary)
-    for part in further:
-        d.add_(part)
-    factor = head.scale / head.temperature
-    d = d if slope is None else d.mul_(slope)
-    return d if factor == 1.0 else d.mul_(factor)
+    def at_rows(self, rows: slice) -> SavedTokens:
+        """Return what was saved of some of the tokens."""
+        return SavedTokens(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
 
 
-class _Tiled(torch.autograd.Function):
-    """(N, H), (V, H), (V,), (N,), (N, K) -> the seven statistics of `TokenStats`, (N,), and the labels' (N, K).
+def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the multiple of p_j in the gradient of the logits, (N,).
+
+    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p serves them all.
+    """
+    mass = torch.zeros(tokens, dtype=dtype, device=device)
+    label_sum = None if gradients.labels is None else gradients.labels.sum(-1)
+    for gradient in (gradients.target, gradients.rival, gradients.log_doubt, label_sum):
+        if gradient is not None:
+            mass = mass - gradient
+    if gradients.logsumexp is not None:
+        mass = mass + gradients.logsumexp
+    return mass
+
+
+def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: HeadGradients) -> Tensor:
+    """Overwrite the tile's logits with the gradient of the loss in the raw logits y, (rows, columns)."""
+    z = tile.logits
+    slope = None
+    if spec.softcap is not None:
+        slope = 1 - (z * (spec.temperature / spec.softcap)) ** 2
+    further_terms = []
+    if gradients.log_doubt is not None and saved.log_doubt is not None:
+        further_terms.append(_doubt_gradient(tile, saved, gradients.log_doubt, saved.log_doubt))
+    if gradients.entropy is not None and saved.entropy is not None:
+        further_terms.append(_entropy_gradient(tile, saved, gradients.entropy, saved.entropy))
+
+    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(gradients.mass.unsqueeze(-1))
+    single_tokens = [(saved.targets, gradients.target), (saved.rival_id, gradients.rival)]
+    if gradients.labels is not None:
+        single_tokens += zip(saved.labels.unbind(-1), gradients.labels.unbind(-1), strict=True)
+    for ids, gradient in single_tokens:
+        if gradient is not None:
+            inside, column = locate_tokens(ids, tile.columns)
+            addend = torch.where(inside, gradient, 0).to(d.dtype)
+            d.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
+    if gradients.mean_logit is not None:
+        d.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
+    for term in further_terms:
+        d.add_(term)
+    if slope is not None:
+        d.mul_(slope)
+    factor = spec.scale / spec.temperature
+    if factor != 1.0:
+        d.mul_(factor)
+    return d
+
+
+def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
+    """g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token; -g p_j is in the mass."""
+    e = (tile.logits - (saved.logsumexp + log_doubt).unsqueeze(-1)).exp_()
+    top_id = torch.where(saved.right, saved.targets, saved.rival_id)
+    inside, column = locate_tokens(top_id.unsqueeze(-1), tile.columns)
+    e.scatter_(-1, column, torch.where(inside, 0, e.gather(-1, column)))
+    return e.mul_(gradient.unsqueeze(-1))
+
+
+def _entropy_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, entropy: Tensor) -> Tensor:
+    """-g p_j (log p_j + entropy)."""
+    log_p = tile.logits - saved.logsumexp.unsqueeze(-1)
+    p = log_p.exp()
+    return p.mul_(log_p.add_(entropy.unsqueeze(-1))).mul_(-gradient.unsqueeze(-1))
+
+
+class WeightGradient:
+    """Accumulates the gradient of the LM head, one range of columns after the other.
+
+    A sum of several products is kept in fp32, whatever the weight's dtype. The first product of a sum writes instead
+    of adding: zeroing a large gradient beforehand costs 4 % of the pass.
+    """
+
+    def __init__(self, weight: Tensor, tokens: int, dtype: torch.dtype, spec: LogitSpec) -> None:
+        self.gradient = torch.empty_like(weight)
+        self.tokens = tokens
+        self.dtype = dtype
+        self.product_dtype = spec.product_dtype
+        self._sum = self.gradient  # of the current columns
+
+    def add(self, tile: Tile, logit_gradient: Tensor, hidden: Tensor) -> None:
+        """Add what a tile's rows contribute. logit_gradient: (rows, columns), hidden: (rows, H)."""
+        is_first = tile.rows.start == 0
+        is_last = tile.rows.stop == self.tokens
+        if is_first:
+            space = self.gradient[tile.columns]
+            one_product = is_last and space.dtype == self.product_dtype
+            writes_in_place = space.dtype == self.dtype or one_product
+            self._sum = space if writes_in_place else torch.empty_like(space, dtype=self.dtype)
+        multiply(self._sum, logit_gradient.T, hidden, add=not is_first)
+        if is_last and self._sum.dtype != self.gradient.dtype:
+            self.gradient[tile.columns] = self._sum
+
+
+class _TiledHead(torch.autograd.Function):
+    """(N, H), (V, H), (V,), (N,), (N, K) -> the fields of `HeadOutput`.
 
     Autocast is off inside: it would run a product of fp32 numbers in bf16, and the statistics with it.
     """
@@ -336,70 +522,76 @@ class _Tiled(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         labels: Tensor,
-        head: Head,
+        spec: LogitSpec,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.head = head
+        ctx.spec = spec
         with torch.autocast(hidden.device.type, enabled=False):
-            parts: dict[int, Sums] = {}  # by the first of a tile's rows
-            for rows, columns, z, _ in tiles(hidden, weight, bias, head):
-                before = parts.get(rows.start) or first(targets[rows], labels[rows], statistics_dtype(hidden))
-                parts[rows.start] = fold(before, z, columns, targets[rows], labels[rows], head.extras)
-            sums = Sums(*(torch.cat(part) for part in zip(*parts.values(), strict=True)))
-            values = finish(sums, head)
-        _, _, logsumexp, log_doubt, _, entropy, log_sum_sq, _ = values
+            sums_by_row: dict[int, RunningSums] = {}  # by the first of a tile's rows
+            for tile in compute_tiles(hidden, weight, bias, spec):
+                rows = tile.rows
+                if rows.start not in sums_by_row:
+                    sums_by_row[rows.start] = empty_sums(targets[rows], labels[rows], statistics_dtype(hidden))
+                before = sums_by_row[rows.start]
+                sums_by_row[rows.start] = add_tile(before, tile, targets[rows], labels[rows], spec.extras)
+            sums = RunningSums(*(torch.cat(parts) for parts in zip(*sums_by_row.values(), strict=True)))
+            output = finish_sums(sums, spec)
         right = sums.target > sums.rival
-        saved = targets, labels, sums.rival_id, right, logsumexp, log_doubt, entropy  # in the order of `Saved`
+        saved = SavedTokens(targets, labels, sums.rival_id, right, output.logsumexp, output.log_doubt, output.entropy)
         ctx.save_for_backward(hidden, weight, bias, *saved)
-        if log_sum_sq is not None:
-            ctx.mark_non_differentiable(log_sum_sq)
-        return values
+        if output.log_sum_sq is not None:
+            ctx.mark_non_differentiable(output.log_sum_sq)
+        return tuple(output)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *saved = ctx.saved_tensors
-        head, dtype = ctx.head, statistics_dtype(hidden)
-        target, rival, logsumexp, log_doubt, mean_logit, entropy, _, labels = grads  # log_sum_sq has no gradient
-        # d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p, the mass, serves them all
-        mass = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
-        for grad in (target, rival, log_doubt, None if labels is None else labels.sum(-1)):
-            mass = mass if grad is None else mass - grad
-        mass = mass if logsumexp is None else mass + logsumexp
-        incoming = (mass, target, rival, log_doubt, mean_logit, entropy, labels)
-
-        def cut(values: Sequence[Tensor | None], rows: slice) -> list[Any]:
-            return [None if value is None else value[rows] for value in values]
-
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *saved_tensors = ctx.saved_tensors
+        spec = ctx.spec
+        saved = SavedTokens(*saved_tensors)
+        of_output = HeadOutput(*incoming)  # type: ignore[arg-type]
+        dtype = statistics_dtype(hidden)
+        gradients = HeadGradients(
+            mass=sum_mass(of_output, len(hidden), dtype, hidden.device),
+            target=of_output.target,
+            rival=of_output.rival,
+            log_doubt=of_output.log_doubt,
+            mean_logit=of_output.mean_logit,
+            entropy=of_output.entropy,
+            labels=of_output.labels,
+        )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-            g_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
-            g_weight = torch.empty_like(weight) if weight is not None and needs_weight else None
-            g_bias = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
-            rounded = hidden if weight is None else hidden.to(head.product)
-            tokens: dict[int, tuple[Saved, Grads]] = {}  # by the first of a tile's rows
-            total = rounded  # of a part of the weight's gradient
-            for rows, columns, z, part in tiles(rounded, weight, bias, head):
-                # The first of a sum writes: zeroing a large gradient beforehand costs 4 % of the pass.
-                more = rows.start > 0
-                if rows.start not in tokens:
-                    tokens[rows.start] = Saved(*cut(saved, rows)), Grads(*cut(incoming, rows))
-                d = to_gradient(z, columns, head, *tokens[rows.start])
-                low = d.to(head.product)
-                if g_hidden is not None and part is not None:
-                    product(g_hidden[rows], low, part, add=columns.start > 0)
-                elif g_hidden is not None:
-                    g_hidden[rows, columns] = d
-                if g_weight is not None:
-                    if not more:  # a sum of several products is fp32, whatever the weight's dtype
-                        space, alone = g_weight[columns], rows.stop == len(hidden)
-                        exact = space.dtype == dtype or (alone and space.dtype == head.product)
-                        total = space if exact else torch.empty_like(space, dtype=dtype)
-                    product(total, low.T, rounded[rows], add=more)
-                    if rows.stop == len(hidden) and total.dtype != g_weight.dtype:
-                        g_weight[columns] = total
-                if g_bias is not None:
-                    g_bias[columns] = g_bias[columns] + d.sum(0) if more else d.sum(0)
-            g_hidden = None if g_hidden is None else g_hidden.to(hidden.dtype)
-            g_bias = None if g_bias is None else g_bias.to(bias.dtype)
-        return g_hidden, g_weight, g_bias, None, None, None
+        with gather_partitions(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+            rounded = hidden if weight is None else hidden.to(spec.product_dtype)
+            hidden_gradient = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
+            bias_gradient = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
+            weight_gradient = None
+            if weight is not None and needs_weight:
+                weight_gradient = WeightGradient(weight, len(hidden), dtype, spec)
+            tokens_by_row: dict[int, tuple[SavedTokens, HeadGradients]] = {}  # by the first of a tile's rows
+            for tile in compute_tiles(rounded, weight, bias, spec):
+                rows = tile.rows
+                columns = tile.columns
+                if rows.start not in tokens_by_row:
+                    tokens_by_row[rows.start] = saved.at_rows(rows), gradients.at_rows(rows)
+                logit_gradient = tile_gradient(tile, spec, *tokens_by_row[rows.start])
+                rounded_gradient = logit_gradient.to(spec.product_dtype)
+                if hidden_gradient is not None and tile.weight is not None:
+                    multiply(hidden_gradient[rows], rounded_gradient, tile.weight, add=columns.start > 0)
+                elif hidden_gradient is not None:
+                    hidden_gradient[rows, columns] = logit_gradient
+                if weight_gradient is not None:
+                    weight_gradient.add(tile, rounded_gradient, rounded[rows])
+                if bias_gradient is not None:
+                    tile_sum = logit_gradient.sum(0)
+                    if rows.start > 0:
+                        tile_sum = bias_gradient[columns] + tile_sum
+                    bias_gradient[columns] = tile_sum
+        return (
+            None if hidden_gradient is None else hidden_gradient.to(hidden.dtype),
+            None if weight_gradient is None else weight_gradient.gradient,
+            None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            None,
+            None,
+            None,
+        )

@@ -22,68 +22,108 @@ MIXED_PRODUCTS = {"cuda"}
 Precision = Literal["auto", "fp32"]
 
 
-class Head(NamedTuple):
-    """How logits follow from the product y: z = softcap tanh(scale y / softcap) / temperature. And what to compute."""
+class LogitSpec(NamedTuple):
+    """How logits follow from the product y, z = softcap tanh(scale y / softcap) / temperature, and what to compute."""
 
     softcap: float | None
     scale: float
     temperature: float
     vocabulary: int
-    rows: int  # of a tile
-    tile: int  # its columns
+    rows_per_tile: int
+    columns_per_tile: int
     extras: frozenset[str]
-    product: torch.dtype  # of the inputs of the products
+    product_dtype: torch.dtype  # of the inputs of the products
 
 
-def slices(length: int, step: int) -> Iterator[slice]:
-    """Cut [0, length) into pieces; an empty range is one empty piece, so that an all-masked batch keeps its graph."""
-    return (slice(start, min(start + step, length)) for start in range(0, max(length, 1), step))
+class Tile(NamedTuple):
+    """A block of logits. The next tile overwrites `logits`."""
+
+    rows: slice
+    columns: slice
+    logits: Tensor  # (rows, columns)
+    weight: Tensor | None  # (columns, H): the part of the head that made them; None where logits were given
+
+
+def split_range(length: int, step: int) -> Iterator[slice]:
+    """Cut [0, length) into slices; an empty range is one empty slice, so that an all-masked batch keeps its graph."""
+    for start in range(0, max(length, 1), step):
+        yield slice(start, min(start + step, length))
 
 
 def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | None = None) -> tuple[int, int]:
-    """Rows and columns of a tile; `tile` columns if given.
+    """Choose the rows and columns of a tile.
 
-    On a GPU as many as memory allows, since every tile costs its launches: all tokens, so that the weight's gradient
-    is a sum of one product, and a 256th of the device's memory, but at most an eighth of the vocabulary. With its
-    temporaries a tile stays below a tenth of what dense logits need.
+    On a GPU a tile is as large as memory allows, since every tile costs its launches. It holds all tokens, so that the
+    weight's gradient is a sum of one product. It takes a 256th of the device's memory, but at most an eighth of the
+    vocabulary: with its temporaries it stays below a tenth of what dense logits need.
+
+    Args:
+        tokens: Number of tokens.
+        vocabulary: Number of logits per token.
+        device: Where the logits are computed.
+        tile: Number of columns; None chooses it.
+
+    Returns:
+        Rows and columns.
     """
-    if tile is not None or device.type not in MIXED_PRODUCTS:
-        return TOKENS, TILE if tile is None else tile
-    columns = min(device_memory(device) // 1024 // max(tokens, 1), vocabulary // 8)
-    return max(tokens, 1), -(-max(columns, 1024) // 128) * 128
+    if tile is not None:
+        return TOKENS, tile
+    if device.type not in MIXED_PRODUCTS:
+        return TOKENS, TILE
+    tokens = max(tokens, 1)
+    bytes_per_tile = device_memory(device) // 256
+    columns = min(bytes_per_tile // 4 // tokens, vocabulary // 8)
+    columns = max(columns, 1024)
+    return tokens, round_up(columns, 128)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Round up to a multiple.
+
+    >>> round_up(1025, 128)
+    1152
+    """
+    return -(-number // multiple) * multiple
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes; a modest GPU's where the device does not tell."""
-    known = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device).total_memory if known else 16 * 2**30
+    """Return the device's memory in bytes; that of a modest GPU where it cannot be asked."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory
+    return 16 * 2**30
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """At least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    """Return at least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
+    if tensor.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
-    """The dtype to which hidden states, weights and the logits' gradient are rounded before they are multiplied.
+    """Return the dtype to which hidden states, weights and the logits' gradient are rounded before a product.
 
-    Where products of 16-bit numbers come out in fp32: the weight's, or autocast's if the weight is fp32. A product of
-    bf16 numbers is exact in fp32, so a bf16 model loses nothing in the logits, at many times the speed. Elsewhere,
-    and with `precision="fp32"`, that of the statistics.
+    Where products of 16-bit numbers come out in fp32, it is the weight's dtype, or autocast's if the weight is fp32.
+    A product of bf16 numbers is exact in fp32, so a bf16 model loses nothing in the logits, at many times the speed.
+    Elsewhere, and with `precision="fp32"`, it is the dtype of the statistics.
     """
-    full, device = statistics_dtype(hidden), hidden.device.type
+    full = statistics_dtype(hidden)
+    device = hidden.device.type
     if weight is None or precision == "fp32" or device not in MIXED_PRODUCTS or full == torch.float64:
         return full
-    mixed = weight.dtype == torch.float32 and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if mixed else weight.dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else full
+    dtype = weight.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    if dtype in (torch.bfloat16, torch.float16):
+        return dtype
+    return full
 
 
 @cache
 def cpu_bf16_slowdown() -> float:
-    """Measure how many times as long as in fp32 a product takes in bf16 on this processor, with one thread.
+    """Measure the time of a bf16 product on this processor as a multiple of the fp32 product's, with one thread.
 
-    Instructions for bf16 do not make it fast: where they are AVX-512's and not AMX's it took 1.7 times as long.
+    Having bf16 instructions does not make it fast: with AVX-512's, and without AMX's, it took 1.7 times as long.
     """
 
     def seconds(dtype: torch.dtype) -> float:
@@ -93,43 +133,45 @@ def cpu_bf16_slowdown() -> float:
     return seconds(torch.bfloat16) / seconds(torch.float32)
 
 
-def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b. 16-bit inputs give fp32 results that were never rounded to 16 bits."""
-    options: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """Compute out = a @ b, or out += a @ b. 16-bit inputs give fp32 results that were never rounded to 16 bits."""
+    options: dict[str, Any] = {}
+    if a.dtype != out.dtype:
+        options["out_dtype"] = out.dtype
     if add:
         torch.addmm(out, a, b, out=out, **options)
     else:
         torch.mm(a, b, out=out, **options)
 
 
-def tiles(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, head: Head
-) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Yield (rows, columns, logits z (rows, columns), the weight's part (columns, H)) of every tile.
-
-    All rows come with the first columns, then all with the next. z is overwritten by the next tile.
-    """
-    dtype, rounded = statistics_dtype(hidden), hidden if weight is None else hidden.to(head.product)
+def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, spec: LogitSpec) -> Iterator[Tile]:
+    """Yield every tile of the logits: all rows with the first columns, then all rows with the next columns."""
+    dtype = statistics_dtype(hidden)
+    rounded = hidden if weight is None else hidden.to(spec.product_dtype)
+    rows_per_tile = min(spec.rows_per_tile, len(hidden))
+    columns_per_tile = min(spec.columns_per_tile, spec.vocabulary)
     # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
-    buffer = hidden.new_empty(min(head.rows, len(hidden)), min(head.tile, head.vocabulary), dtype=dtype)
-    factor = (head.softcap or head.scale) / head.temperature
-    for columns in slices(head.vocabulary, head.tile):
-        part = None if weight is None else weight[columns].to(head.product)
-        for rows in slices(len(hidden), head.rows):
+    buffer = hidden.new_empty(rows_per_tile, columns_per_tile, dtype=dtype)
+    factor = (spec.softcap or spec.scale) / spec.temperature
+    for columns in split_range(spec.vocabulary, spec.columns_per_tile):
+        part = None if weight is None else weight[columns].to(spec.product_dtype)
+        for rows in split_range(len(hidden), spec.rows_per_tile):
             z = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
             if part is None:
                 z.copy_(hidden[rows, columns])
             else:
-                product(z, rounded[rows], part.T)
+                multiply(z, rounded[rows], part.T)
             if bias is not None:
                 z.add_(bias[columns].to(dtype))
-            if head.softcap is not None:
-                z.mul_(head.scale / head.softcap).tanh_()
-            yield rows, columns, z if factor == 1.0 else z.mul_(factor), part
+            if spec.softcap is not None:
+                z.mul_(spec.scale / spec.softcap).tanh_()
+            if factor != 1.0:
+                z.mul_(factor)
+            yield Tile(rows, columns, z, part)
 
 
-def located(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Whether each token id lies in the tile, and its column there (any column of the tile where it does not)."""
-    local = tokens - columns.start
-    column = local.clamp(0, columns.stop - columns.start - 1)
-    return local == column, column
+def locate_tokens(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return whether each token id is in the tile, and its column there (any column of the tile if it is not)."""
+    offset = tokens - columns.start
+    column = offset.clamp(0, columns.stop - columns.start - 1)
+    return offset == column, column

@@ -18,13 +18,14 @@ from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
+from catto.metrics.preference import Part, preference_interval
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, candidates, select, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
 from catto.metrics.temperature import rescaled
 from catto.metrics.vector import scale_by_vector
 from catto.problems import DataError, locating
-from catto.records import Prediction, Question, content_hash
+from catto.records import PairMargin, Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
 
@@ -32,6 +33,8 @@ BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
 # The metrics with an interval; the other headline ones are slow to resample, and read beside these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
+# Held-out preference accuracy -> what of the responses it reads.
+PREFERENCE: Mapping[str, Part] = {"preference_accuracy": "whole", "preference_accuracy_reasoning": "reasoning"}
 # Swaps for each comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m)
 # < 0.02. With a fixed number of swaps nothing in a large table could be shown.
 SWAPS = 50
@@ -49,13 +52,14 @@ def silent(_done: int, _total: int) -> None:
 class Answered(GradedAnswers):
     """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read.
 
-    asked: the N questions; empty where they are not known.
+    asked: the N questions; empty where they are not known. margins: of held-out preference pairs, where there are any.
     """
 
     cell: Cell
     label: list[str | None]
     model: str
     asked: list[Question]
+    margins: Sequence[PairMargin] = ()
 
     @property
     def posteriors(self) -> list[dict[str, float]]:
@@ -90,6 +94,7 @@ def read_cell(
     if not answers:
         raise DataError(path, None, "holds no rows")
     predictions = list(answers.values())
+    margins = [] if cell.preference is None else list(read_records(folder / cell.preference, PairMargin))
     answered = Answered(
         source=path,
         confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
@@ -101,6 +106,7 @@ def read_cell(
         label=[prediction.label for prediction in predictions],
         model=predictions[0].model,
         asked=[asked[name] for name in answers if asked],
+        margins=margins,
     )
     return answered.unparsed_wrong() if unparsed == "wrong" else answered, predictions
 
@@ -151,7 +157,8 @@ def measure_results(
     groups: list[GroupNumbers] = []
     for answered in cells:
         cell = answered.cell
-        files = [cell.predictions, cell.candidates, cell.validation, *results.questions.get(cell.task, ())]
+        files = [cell.predictions, cell.candidates, cell.validation, cell.preference]
+        files += results.questions.get(cell.task, ())
         digests |= {name: sha256(folder / name)[:16] for name in files if name is not None and name not in digests}
         place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
         key = content_hash([protocol, place, [digests[name] for name in files]])
@@ -179,6 +186,7 @@ def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unpars
     values = {name: metric(mine.confidence, mine.correct) for name, metric in others.items()}
     values |= {f"brier_{part}": getattr(split, part) for part in ("reliability", "resolution", "uncertainty")}
     metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
+    metrics |= preference_of([mine], settings)
     selection, sampled = selection_of(mine.cell, folder, unparsed)
     return CellNumbers(
         **mine.cell.model_dump(include={*Place.model_fields, "seed"}),
@@ -197,6 +205,7 @@ def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unpars
             "accuracy_unparsed_wrong": float(mine.unparsed_wrong().correct.mean()),
             **sampled,
             **risk_of(mine, folder, unparsed),
+            **({"preference_pairs": float(len(mine.margins))} if mine.margins else {}),
         },
     )
 
@@ -261,6 +270,23 @@ def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, f
     return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
 
 
+def preference_of(runs: Sequence[Answered], settings: MeasureSettings) -> dict[str, Interval]:
+    """Measure the held-out preference accuracy, a mean over runs; nothing where a run has no pairs.
+
+    That of the reasoning is left out where no two responses of a run differ in their reasoning.
+    """
+    pairs = [run.margins for run in runs]
+    if not all(pairs):
+        return {}
+    resamples = settings.draws(max(len(run) for run in pairs))
+    intervals = {}
+    for name, part in PREFERENCE.items():
+        interval = preference_interval(pairs, part, resamples=resamples, level=settings.level, seed=settings.seed)
+        if isfinite(interval.value):
+            intervals[name] = interval
+    return intervals
+
+
 def against_posterior(answered: Answered) -> dict[str, float]:
     """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
 
@@ -309,7 +335,10 @@ def measure_groups(
             input=key,
             n=max(cell.n for cell in seeds),
             metrics=_spreads([cell.metrics for cell in seeds]),
-            intervals={name: resampled[name].interval for name in COMPARED},
+            intervals={
+                **{name: resampled[name].interval for name in COMPARED},
+                **preference_of([cells[index] for index in group.cells], settings),
+            },
             gap=resampled[GAP].interval,
             null=null,
             sources=Sources.total_of(cell.sources for cell in seeds),

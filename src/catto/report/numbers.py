@@ -78,6 +78,7 @@ class Cell(Place):
     predictions: str  # one line for each test question
     candidates: str | None = None  # k sampled lines for each test question
     validation: str | None = None  # greedy predictions on the validation questions of the task
+    preference: str | None = None  # margins of held-out pairs, of a model that has a start to compare with
     tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
     vector: VectorScaling | None = None  # of vector scaling
     sampling_temperature: float | None = None  # at which the candidates were drawn
@@ -145,10 +146,11 @@ class MeasuredPlace(Place):
 class CellNumbers(MeasuredPlace):
     """One method on one task at one seed.
 
-    selection: k -> rule -> accuracy. others: numbers without an interval, by the names that the page defines. Where the
-    posterior is known: true_error, bayes_accuracy, regret; how answers were read: fallback_rate, plain_rate,
-    accuracy_unparsed_wrong; of sampled answers: auroc_within, ...; risk_*: the threshold that keeps the risk, fitted on
-    validation, and its effect.
+    metrics: also preference_accuracy and preference_accuracy_reasoning, where held-out pairs were scored; their number
+    is preference_pairs among the others. selection: k -> rule -> accuracy. others: numbers without an interval, by the
+    names that the page defines. Where the posterior is known: true_error, bayes_accuracy, regret; how answers were
+    read: fallback_rate, plain_rate, accuracy_unparsed_wrong; of sampled answers: auroc_within, ...; risk_*: the
+    threshold that keeps the risk, fitted on validation, and its effect.
     """
 
     seed: int

@@ -25,7 +25,7 @@ from catto.records import Prediction, Question
 from catto.report import tables as names
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, looks
-from catto.report.measuring import BASELINE, COMPARED
+from catto.report.measuring import BASELINE, COMPARED, PREFERENCE
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, setting_title, task_order, task_title
@@ -114,11 +114,12 @@ def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     forced = f"{group.sources.counted}: these numbers describe the fallback, not the model."
     card["forced"] = forced if group.sources.forced else None
-    card["by_seed"] = [
-        {"seed": cell.seed} | {name: value for name in COMPARED if isfinite(value := cell.metrics[name].value)}
-        for cell in numbers.cells
-        if group.holds(cell)
-    ]
+    card["by_seed"] = []
+    for cell in numbers.cells:
+        if group.holds(cell):
+            shown = {name: cell.metrics[name].value for name in (*COMPARED, *PREFERENCE) if name in cell.metrics}
+            defined = {name: value for name, value in shown.items() if isfinite(value)}
+            card["by_seed"].append({"seed": cell.seed, **defined})
     return dict(json.loads(json.dumps(card), parse_float=lambda digits: round(float(digits), 7)))
 
 

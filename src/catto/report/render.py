@@ -83,7 +83,7 @@ class Column:
 
     in_paper: whether the paper's table has this column too. The number is the group's one named `metric`, in its unit
     times `scale`; or the accuracy of a rule that picks one of k samples. note: its sentence in the caption of the first
-    table.
+    table. optional: the column is left out where no group has the number.
     """
 
     name: str
@@ -96,6 +96,7 @@ class Column:
     top: str = ""
     task: str = ""
     note: str = ""
+    optional: bool = False
 
     @property
     def heading(self) -> str:

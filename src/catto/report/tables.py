@@ -24,7 +24,7 @@ from catto import methods
 from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand
-from catto.report.measuring import papers_budget
+from catto.report.measuring import PREFERENCE, papers_budget
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, supported_decimals
 from catto.report.render import Column, Entry, Line, Table
 
@@ -145,7 +145,8 @@ def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: C
         lines.append(Line(method, title, block, tuple(entry((method, budget), column) for column in columns)))
     entries = [entry for line in lines for entry in line.entries]
     notes = [note for name, note in spec.notes.items() if any(getattr(entry, name) for entry in entries)]
-    caption = " ".join([spec.caption, *notes, *(column.note for column in columns if column.note)])
+    explained = dict.fromkeys(column.note for column in columns if column.note)  # once for the columns of all tasks
+    caption = " ".join([spec.caption, *notes, *explained])
     return Table(spec.stem, spec.title, caption, columns, tuple(lines), None, spec.kind)
 
 
@@ -159,11 +160,14 @@ def summary(numbers: Numbers) -> Table:
     """
     spec, groups, verdict = specs()["summary"], numbers.first_screen, numbers.verdict
     n, k = min(group.n for group in groups), max(_sizes(groups), default=0)
-    columns = [
-        column.fill(k, decimals=supported_decimals(n) + (0 if column.scale == 100 else 2))
-        for column in spec.columns
-        if (k or not column.rule) and (column.metric != "true_error" or all(g.number("true_error") for g in groups))
-    ]
+    columns = []
+    for column in spec.columns:
+        unknown_truth = column.metric == "true_error" and not all(group.number("true_error") for group in groups)
+        nothing_sampled = column.rule and not k
+        if unknown_truth or nothing_sampled or _is_empty(column, groups):
+            continue
+        decimals = supported_decimals(n) + (0 if column.scale == 100 else 2)
+        columns.append(column.fill(k, decimals=decimals))
 
     def entry(row: Row, column: Column) -> Entry:
         """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it."""
@@ -189,6 +193,11 @@ def summary(numbers: Numbers) -> Table:
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
     spec = replace(spec, title=", ".join(facts))
     return _filled(spec, columns, ((group.method, None) for group in groups), entry)
+
+
+def _is_empty(column: Column, groups: Iterable[GroupNumbers]) -> bool:
+    """Return whether a column is left out: it is optional and no group has its number."""
+    return column.optional and not any(group.number(column.metric) for group in groups)
 
 
 def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
@@ -221,6 +230,7 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
         column.fill(k, task=task, top=column.top if spec.each else task_title(task))
         for task in tasks_of(groups)
         for column, k in repeated
+        if not _is_empty(column, groups)
     ]
     places = {(group.method, group.task): group for group in groups}
     if budget:
@@ -249,6 +259,8 @@ def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
     entry.std = None if std is None else scale * std
     if column.metric == "auroc_within":
         entry.notes = (f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",)
+    if column.metric == "preference_accuracy" and spec.shows == "all":
+        entry.notes = (f"N = {group.others['preference_pairs'].mean:g}",)
     if column.metric == "risk_threshold" and (promised := group.others["risk_promised"].mean) < 1:
         entry.notes = (f"in {round(promised * len(group.seeds))} of {len(group.seeds)} seeds",)
     versus = group.versus.get(column.metric)
@@ -264,7 +276,7 @@ def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
                 ends = f"[{100 * gap.low:+z.2f}, {100 * gap.high:+z.2f}]"
                 entry.notes += (f"conf. - acc. {100 * gap.value:+z.2f} {ends}",)
     share = group.others["sample_fallback_rate" if spec.needs == "sample_fallback_rate" else "fallback_rate"].mean
-    if share > MOST_FORCED:
+    if share > MOST_FORCED and column.metric not in PREFERENCE:  # which reads no answers of the model
         entry.forced, entry.mark = f"{100 * share:.0f} % forced", ""
     return entry
 

@@ -47,6 +47,8 @@ def ask(
     settings: TeacherSettings,
     out: Path,
     progress: Progress | None = None,
+    *,
+    may_be_empty: bool = False,
 ) -> None:
     """Collect n responses to every training question, unread, into `out`/generations.jsonl with its manifest.
 
@@ -55,7 +57,7 @@ def ask(
 
     Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
     `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError. `progress(done, total)` counts
-    responses.
+    responses. `may_be_empty`: stored responses need not answer any of the questions.
 
     >>> import tempfile
     >>> from catto.tasks import load
@@ -69,7 +71,8 @@ def ask(
     with locked(out / LOCK):
         journal = _journal(training, source, settings, out)
         if not journal.finished():
-            source, total = source or open_source(settings, training), len(journal.keys)
+            source = source or open_source(settings, training, may_be_empty=may_be_empty)
+            total = len(journal.keys)
             with journal:
                 cap = RefusalCap(settings.max_refused, journal.places.keys() - journal.refused.keys(), journal.refused)
                 for outcome in source.generate(Requests(training, settings), set(journal.places)):

@@ -18,8 +18,11 @@ from catto.records import Question
 from catto.tasks.witnesses import respond
 
 
-def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Engine:
-    """Open the source that the settings name. A source is an engine of which only `generate` is used."""
+def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
+    """Open the source that the settings name. A source is an engine of which only `generate` is used.
+
+    may_be_empty: stored responses need not answer any of the questions.
+    """
     match settings.source:
         case "server":
             from catto.engines.server import ServerEngine
@@ -35,7 +38,7 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question]) -> Eng
         case "witnesses" | "labels":
             return BuiltInTeacher(settings.source, questions)
         case "responses":
-            return StoredResponses(settings.responses or "", settings.fields, questions)
+            return StoredResponses(settings.responses or "", settings.fields, questions, may_be_empty=may_be_empty)
     raise ValueError("source: the settings name none, and none was given")
 
 
@@ -78,7 +81,9 @@ class StoredResponses(Engine):
     so the whole user message has to match; where the labels are words, the question's own fields suffice.
     """
 
-    def __init__(self, place: str, fields: ResponseFields, questions: Sequence[Question]) -> None:
+    def __init__(
+        self, place: str, fields: ResponseFields, questions: Sequence[Question], *, may_be_empty: bool = False
+    ) -> None:
         self.name, self.model, self.fields = f"responses {Path(place).name}", place, fields
         known = _by_text(questions) if fields.prompt else {question.id: question for question in questions}
         self._stored: dict[Key, Generation] = {}
@@ -96,7 +101,7 @@ class StoredResponses(Engine):
                 if generation.key in self._stored:
                     raise ValueError(f"{generation.name} occurs twice")
                 self._stored[generation.key] = generation
-        if not self._stored:
+        if not self._stored and not may_be_empty:
             raise DataError(place, None, f"none of its {unknown} rows answers a question asked here")
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": unknown}
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
-from catto.engines.decoding import evaluating
+from catto.engines.decoding import evaluation_mode
 from catto.files import link, write_text
 from catto.metrics import errors
 from catto.training import model_forward
@@ -101,7 +101,7 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
     model_forward.install(model)
     # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
-    with evaluating(model), torch.inference_mode(False), torch.no_grad():
+    with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]

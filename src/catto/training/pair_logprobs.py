@@ -1,0 +1,136 @@
+"""Log-probabilities of preference pairs under one model, without training it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from catto.prompts import common
+from catto.records import PairLogprobs, PreferenceRow
+from catto.training.batches import Row, build
+from catto.training.model_forward import call, install, sharing_obstacle
+from catto.training.tokenize import find_label, pair_tokens, preference_columns
+
+# Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
+MOST_TOKENS = 32_768
+
+
+class TokenizedPair(NamedTuple):
+    """The token ids of a pair, and the index of the label's token in each of its responses."""
+
+    question: str
+    chosen: Row
+    rejected: Row
+    chosen_label_at: int
+    rejected_label_at: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longer of its two sequences."""
+        return len(self.chosen.prompt) + max(len(self.chosen.completion), len(self.rejected.completion))
+
+
+def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
+    """Tokenize pairs and find their labels; as in training, pairs with more than `max_length` tokens are left out."""
+    pairs = []
+    for row in rows:
+        columns = preference_columns(tokenizer, row)
+        if max_length is not None and pair_tokens(columns) > max_length:
+            continue
+        responses = {}
+        labels = {}
+        for side in ("chosen", "rejected"):
+            where = f"question {row.question}, {side}"
+            responses[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
+            labels[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
+        pair = TokenizedPair(
+            question=row.question,
+            chosen=responses["chosen"],
+            rejected=responses["rejected"],
+            chosen_label_at=labels["chosen"],
+            rejected_label_at=labels["rejected"],
+        )
+        pairs.append(pair)
+    return pairs
+
+
+def pair_logprobs(
+    model: Any,
+    pairs: Sequence[TokenizedPair],
+    pad: int,
+    *,
+    batch_size: int = 16,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[PairLogprobs]:
+    """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
+
+    Args:
+        model: a causal language model; its forward gets the keyword of `model_forward.install`.
+        pairs: N tokenized pairs.
+        pad: token id that fills up the rows of a batch.
+        batch_size: most responses in a batch, which is smaller where they are long; a pair is never divided.
+        progress: called with the number of pairs that are done, and of all.
+
+    Returns:
+        N records, in the order of the pairs. Tokens are scored in float32 or better and summed in float64.
+    """
+    install(model)
+    model.eval()
+    shared = sharing_obstacle(model) is None
+    scored: dict[int, PairLogprobs] = {}
+    for numbers in _batches(pairs, batch_size):
+        rows: list[Row] = []
+        for number in numbers:
+            rows += [pairs[number].chosen, pairs[number].rejected]
+        logprobs = _token_logprobs(model, rows, pad, shared=shared)
+        for place, number in enumerate(numbers):
+            scored[number] = _sum_pair(pairs[number], logprobs[2 * place], logprobs[2 * place + 1])
+        if progress is not None:
+            progress(len(scored), len(pairs))
+    return [scored[number] for number in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of the pairs of each batch.
+
+    Pairs of one batch are about as long, so that little is padding; the longest come first, where memory could fail.
+    """
+    order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
+    first = 0
+    while first < len(order):
+        longest = pairs[order[first]].tokens
+        fitting = min(batch_size, MOST_TOKENS // longest) // 2
+        size = max(1, fitting)
+        yield order[first : first + size]
+        first += size
+
+
+@torch.no_grad()
+def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
+    """Return the log-probability of every token of each completion. shared: compute each prompt once."""
+    batch = build(rows, [], len(rows), pad, shared=shared).to(model.device)
+    target = call(model, batch).stats.target.tolist()
+    logprobs = []
+    start = 0
+    for length in batch.lengths:
+        logprobs.append(target[start : start + length])
+        start += length
+    return logprobs
+
+
+def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
+    """Sum what the responses do not have in common; see `PairLogprobs`."""
+    same = common(list(pair.chosen.completion), list(pair.rejected.completion))
+    chosen_end = pair.chosen_label_at
+    rejected_end = pair.rejected_label_at
+    same_reasoning = min(same, chosen_end, rejected_end)
+    reasons_differ = same_reasoning < max(chosen_end, rejected_end)
+    return PairLogprobs(
+        question=pair.question,
+        chosen=sum(chosen[same:]),
+        rejected=sum(rejected[same:]),
+        chosen_reasoning=sum(chosen[same_reasoning:chosen_end]) if reasons_differ else None,
+        rejected_reasoning=sum(rejected[same_reasoning:rejected_end]) if reasons_differ else None,
+    )
