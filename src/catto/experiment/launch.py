@@ -55,6 +55,8 @@ def check(recipe: Recipe) -> None:
     layout = _layout(launch)
     for name in recipe.methods:
         row = method(method(name).start if method(name).stage == "scaling" else name)
+        if row.stage == "base":  # it is not trained
+            continue
         block: TrainerSettings = getattr(recipe, row.stage)
         batch = {"per_device_train_batch_size": block.batch_size or row.batch_size}
         try:

@@ -266,8 +266,8 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
 
     Otherwise that would be known after the teacher was paid and the models to start from were trained.
     """
-    # With reasoning: some losses read nothing else.
-    right, wrong = ((Message(role="assistant", content=completion("A B", label)),) for label in "AB")
+    # With reasoning that differs: some losses read nothing else.
+    right, wrong = ((Message(role="assistant", content=completion(label, label)),) for label in "AB")
     row: dict[str, Any] = {"prompt": (Message(role="user", content="A\nB"),), "question": "q", "task": "t"}
     row |= {"labels": ("A", "B"), "gold": "A", "correctness_rate": 0.5}
     pair = PreferenceRow(**row, chosen=right, rejected=wrong, chosen_label="A", rejected_label="B")
