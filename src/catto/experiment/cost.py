@@ -273,8 +273,9 @@ class Costs:
 
     def pair_tokens(self, stage: Stage) -> int:
         """Bound the tokens of the held-out pairs that a stage scores."""
-        asked = self.questions(stage.needs["pairs"].needs["questions"])
-        return 2 * self.recipe.context * asked * self.recipe.teacher.pairs_per_question
+        pairs = stage.needs["pairs"]
+        asked = self.questions(pairs.needs["questions"])
+        return 2 * self.recipe.context * asked * pairs.settings.asked.teacher.pairs_per_question
 
     def rows(self, settings: TrainSettings) -> int:
         """Count the rows of one element of a batch: of a pair two, and those of the third stream."""

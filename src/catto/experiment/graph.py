@@ -50,6 +50,8 @@ GREEDY = (0.0,)
 Choice = Stage[stages.ChoiceSettings]
 # `sampling: validation` chooses among these temperatures, on at most so many validation questions.
 SAMPLING, SAMPLING_QUESTIONS = (0.3, 0.5, 0.7, 1.0), 100
+# Pairs of a held-out question, at least as many as training takes: responses are there, and more pairs are less noisy.
+HELD_OUT_PAIRS = 4
 
 
 def contents(place: str | None) -> str | None:
@@ -137,8 +139,11 @@ class Graph:
         """The teacher's pairs of the validation questions; None where the recipe does not ask for them."""
         if not self.recipe.asks_held_out_pairs:
             return None
+        teacher = self.recipe.own_teacher
+        per_question = max(teacher.pairs_per_question, HELD_OUT_PAIRS)
+        teacher = teacher.model_copy(update={"pairs_per_question": per_question})
         name = f"held-out pairs {task} seed {seed}"
-        responses = self._asked(name, self.questions(task, "validation", seed), self.recipe.own_teacher)
+        responses = self._asked(name, self.questions(task, "validation", seed), teacher)
         return self._rows(name, responses, ("preferences",))
 
     def _asked(
