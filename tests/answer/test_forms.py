@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 
 from answer_cases import LETTERS, NLI, answer, laws, question
 from answer_table import TABLES
-from catto.answers import find_label
-from catto.prompts import parse, parse_answer
+from catto.answer.forms import fold_choices, read_form
+from catto.answer.response import parse_answer, parse_response
 
-CONVENTIONS = Path(__file__).parent.parent / "docs" / "conventions.md"
+
+def read_label(text: str, labels: tuple[str, ...], texts: tuple[str, ...] | None = None) -> str | None:
+    """Read a whole text by the forms."""
+    reading = read_form(text, (0, len(text)), fold_choices(labels, texts))
+    return None if reading is None else reading.label
+
+
+CONVENTIONS = Path(__file__).parents[2] / "docs" / "conventions.md"
 NOT_ANSWERS = ["", " ", "none", "E", "Z", "AB", "B2", "A.M.", "B-cells", "C++", "A's", "-", "A dog barks", "a dog"]
 NOT_ANSWERS += ["A small (brown) dog", "A (small) dog", 'A "dog"', "I am sure", "It is a", "B is wrong", "not B"]
 NOT_ANSWERS += ["The answer is not B", "Vitamin C", "The blood type is A", "vitamin b", "A and B", "A, B", "A/B", "A B"]
@@ -40,8 +47,7 @@ NOT_ANSWERS += ["Wrong answers:\nA", "(A) or <D>", "C\x00++", "C\u200b++", "C\x1
 @pytest.mark.parametrize("name", TABLES)
 def test_every_answer_is_read_as_a_person_reads_it(name: str) -> None:
     labels, texts, rows = TABLES[name]
-    found = {text: find_label(text, (0, len(text)), labels, texts) for text, _ in rows}
-    assert {text: reading and reading.label for text, reading in found.items()} == dict(rows)
+    assert {text: read_label(text, labels, texts) for text, _ in rows} == dict(rows)
 
 
 def test_the_table_has_hundreds_of_answers_of_both_kinds() -> None:
@@ -160,7 +166,7 @@ def test_forms_inside_marks_and_contractions_are_read(text: str) -> None:
 def test_forms_inside_forms_have_an_end() -> None:
     texts = ("x" * 200_000, "y", "z", "w")
     for text in ("(" * 5_000 + "B" + ")" * 5_000, "B" + " is correct" * 1_000, "(B) is correct" * 500):
-        assert find_label(text, (0, len(text)), LETTERS[:4], texts) is None
+        assert read_label(text, LETTERS[:4], texts) is None
 
 
 def test_repeated_option_texts_do_not_contradict() -> None:
@@ -188,7 +194,7 @@ def test_repeated_option_texts_do_not_contradict() -> None:
     ],
 )
 def test_the_last_answer_tag_counts(text: str, expected: str | None) -> None:
-    assert parse(text, LETTERS).label == expected
+    assert parse_response(text, LETTERS).label == expected
 
 
 @pytest.mark.parametrize(
@@ -213,7 +219,7 @@ def test_the_last_answer_tag_counts(text: str, expected: str | None) -> None:
     ],
 )
 def test_a_text_that_runs_on_to_the_next_turn_is_read_up_to_there(text: str, expected: str | None) -> None:
-    assert parse(text, ("A", "B", "Q") if "\nQ: the" in text else LETTERS).label == expected
+    assert parse_response(text, ("A", "B", "Q") if "\nQ: the" in text else LETTERS).label == expected
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_a_text_that_runs_on_to_the_next_turn_is_read_up_to_there(text: str, exp
     ],
 )
 def test_reasoning_is_found_with_or_without_its_tags(text: str, expected: str | None) -> None:
-    assert parse(text, LETTERS).reasoning == expected
+    assert parse_response(text, LETTERS).reasoning == expected
 
 
 wrappings = st.sampled_from(["{}", "({})", "[{}]", "**{}**", "`{}`", '"{}"', "'{}'", r"\boxed{{{}}}", "_{}_", "{}."])
@@ -252,7 +258,7 @@ def test_formatting_keeps_the_label_and_the_span_is_the_label(
     for wrap in [inner, *(wrap for wrap in wraps if (inner, wrap) != ("{})", "({})"))]:
         shown = wrap.format(shown)
     text = f"{noise}<answer>\n{lead}{shown}{tail}"
-    found = parse(text, labels)
+    found = parse_response(text, labels)
     assert found.label == label
     assert found.span is not None
     assert text[slice(*found.span)].lower() == label.lower()
@@ -266,7 +272,7 @@ def test_a_second_label_takes_the_answer_away(
     first, second = data.draw(st.lists(st.sampled_from(labels), min_size=2, max_size=2, unique=True))
     pair = [wrap.format(first), other_wrap.format(second)]
     text = f"<answer>{lead}{between.join(pair)}</answer>"
-    assert parse(text, labels).label is None
+    assert parse_response(text, labels).label is None
 
 
 pieces = st.sampled_from(
@@ -279,7 +285,7 @@ pieces = st.sampled_from(
 def test_arbitrary_text_never_raises_and_a_label_comes_with_its_span(
     text: str, labels: tuple[str, ...], with_options: bool
 ) -> None:
-    found = parse(text, labels, [f"{label} or a" for label in labels] if with_options else None)
+    found = parse_response(text, labels, [f"{label} or a" for label in labels] if with_options else None)
     assert (found.label is None) == (found.span is None)
     if found.span is not None:
         assert found.label in labels
@@ -312,7 +318,7 @@ LONG = [
 @pytest.mark.parametrize("piece", LONG)
 def test_a_megabyte_is_read_in_linear_time(piece: str) -> None:
     began = time.process_time()
-    found = parse("<answer>" + piece * (MEGABYTE // len(piece)), LETTERS, ["a cat"] * 5)
+    found = parse_response("<answer>" + piece * (MEGABYTE // len(piece)), LETTERS, ["a cat"] * 5)
     assert found.label == ("A" if piece == "A\n" else None)
     assert time.process_time() - began < 5
 
@@ -365,10 +371,11 @@ ENDS = ["", " is correct"]
 def test_two_labels_are_never_an_answer(labels: tuple[str, ...]) -> None:
     """62,720 answers over the four sets of labels."""
     read = []
+    choices = fold_choices(labels)
     for start, one, other, between, end in itertools.product(STARTS, WRAPS, WRAPS, BETWEEN, ENDS):
         text = start + one.format(labels[1]) + between + other.format(labels[0]) + end
         if between or one != "{}" or other != "{}":
-            read += [text] if find_label(text, (0, len(text)), labels, None) else []
+            read += [text] if read_form(text, (0, len(text)), choices) else []
     assert read == []
 
 
@@ -378,7 +385,7 @@ def test_two_labels_are_no_answer_where_options_have_texts() -> None:
     for (one, other), between in itertools.product(itertools.permutations(said, 2), BETWEEN[:-1]):
         text = one + between + other
         if {one[0], other[0]} == {"A", "B"}:
-            assert find_label(text, (0, len(text)), labels, texts) is None, text
+            assert read_label(text, labels, texts) is None, text
 
 
 def forms() -> list[list[str]]:
@@ -396,8 +403,8 @@ def test_the_documented_forms_are_read_as_documented() -> None:
         for code in re.findall(r"`` .+? ``|`[^`]+`", examples):
             shown = code.strip("`").strip() if not code.startswith("`` ") else code[3:-3]
             shown = shown.replace(r"\|", "|").replace("⏎", "\n")
-            found = find_label(shown, (0, len(shown)), ("A", "B", "C"), ("the cat", "the dog", "a cow"))
-            assert (found.label if found else "none") == label, (form, shown)
+            found = read_label(shown, ("A", "B", "C"), ("the cat", "the dog", "a cow"))
+            assert (found or "none") == label, (form, shown)
             read += 1
     assert read > 90
 
@@ -461,7 +468,7 @@ PLAIN = [
 
 @pytest.mark.parametrize(("text", "expected"), PLAIN)
 def test_without_tags_the_answer_is_what_the_last_line_states(text: str, expected: str | None) -> None:
-    found = parse(text, ("A", "B", "C"), ("the cat", "the dog", "a cow"))
+    found = parse_response(text, ("A", "B", "C"), ("the cat", "the dog", "a cow"))
     assert (found.label, found.source) == (expected, "plain" if expected else None)
     if found.span is not None:
         assert text[slice(*found.span)] == "B"
@@ -469,9 +476,9 @@ def test_without_tags_the_answer_is_what_the_last_line_states(text: str, expecte
 
 
 def test_the_reasoning_of_a_plain_answer_ends_before_it() -> None:
-    assert parse("Dogs bark.\n\nThe answer is B.", LETTERS).reasoning == "Dogs bark."
-    assert parse("<think>r</think>\nThe answer is B.", LETTERS).reasoning == "r"
-    assert parse("The answer is B.", LETTERS).reasoning is None
+    assert parse_response("Dogs bark.\n\nThe answer is B.", LETTERS).reasoning == "Dogs bark."
+    assert parse_response("<think>r</think>\nThe answer is B.", LETTERS).reasoning == "r"
+    assert parse_response("The answer is B.", LETTERS).reasoning is None
 
 
 @pytest.mark.parametrize(
@@ -490,8 +497,8 @@ def test_the_reasoning_of_a_plain_answer_ends_before_it() -> None:
     ],
 )
 def test_a_response_cut_by_its_limit_is_read_up_to_its_last_whole_line(text: str, expected: str | None) -> None:
-    assert parse(text, LETTERS, cut=True).label == expected
-    assert parse(text + "\n</answer>" * ("<answer>" in text), LETTERS).label == (
+    assert parse_response(text, LETTERS, cut=True).label == expected
+    assert parse_response(text + "\n</answer>" * ("<answer>" in text), LETTERS).label == (
         None if "beca" in text or "How" in text else "B"
     )
 
