@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
 from catto.answer.response import parse_response
+from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
 from catto.prompts import completion
 from tokenizer_kinds import FUSED, WORDS, byte_level, firsts, kinds, wrapped
 

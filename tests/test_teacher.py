@@ -11,11 +11,11 @@ from typing import IO
 import pytest
 
 from catto import files
+from catto.answer.response import ParsedResponse, parse_answer, parse_response
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
 from catto.files import locked, read_manifest, read_records
 from catto.problems import DataError
-from catto.answer.response import ParsedResponse, parse_answer, parse_response
 from catto.prompts import messages
 from catto.recipe import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.answer.response import parse_response
 from catto.engines import Generation
 from catto.files import read_manifest
-from catto.answer.response import parse_response
 from catto.prompts import completion, messages
 from catto.recipe import TeacherSettings
 from catto.records import Response
