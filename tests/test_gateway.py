@@ -470,6 +470,15 @@ def test_faults_of_the_upstream_have_statuses_of_their_own(reply: Reply, status:
     assert "secret question" not in str(found.value)
 
 
+@pytest.mark.parametrize("value", [3.0, 1e300, math.nan, "-0.25", True])
+def test_an_impossible_log_probability_of_the_upstream_is_a_502(value: Any) -> None:
+    """It is neither a confidence of 1, which passes every threshold, nor a failure of the gateway."""
+    with OpenAIServer(always("B", value)) as upstream, gateway(upstream, limit=threshold(0.9)) as url:
+        status, reply, _ = post(url, body())
+    assert (status, reply["error"]["type"]) == (502, "upstream_error")
+    assert "logprob: expected a " in reply["error"]["message"]
+
+
 def test_one_failed_sample_fails_the_request_and_cancels_the_others() -> None:
     def respond(seen: Seen) -> Reply:
         with lock:
