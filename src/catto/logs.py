@@ -384,7 +384,7 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     reading = parse(text, labels)
     if reading.span is None and said is not None:
         raise ValueError(f"logprobs: the graded answer {said!r} is not found in the reply: name a --confidence")
-    if reading.span is None or said is None:
+    if reading.span is None or reading.label is None or said is None:
         total = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
         return {"label": None, "confidence": exp(total), "source": "fallback"}
     place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
