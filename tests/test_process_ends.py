@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway_world import until
-from openai_server import OpenAIServer, Reply, Seen, chat, counted, ok
+from openai_server import OpenAIServer, Reply, Seen, counted, ok
 from test_log_probabilities import reply_with
 
 # Far more than an interpreter needs to start, ask and end.
@@ -151,8 +150,10 @@ def test_an_interrupted_evaluation_ends(tmp_path: Path) -> None:
             asked = [seen for seen in server.seen if seen.body["messages"][0]["content"] != "Count."]
             return len(asked) > 2
 
-        until(has_asked, 120)
-        time.sleep(0.5)
+        end_of_waiting = time.monotonic() + 120
+        while not has_asked():
+            assert time.monotonic() < end_of_waiting
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         problems = end(process)
     assert process.returncode == 130

@@ -301,8 +301,13 @@ class ServerEngine(Engine):
             page = content.decode(errors="replace")
             said = error_message(content) or shortened(one_line(page, self._secrets)) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
+        # A long reply takes a tenth of a second to read, in which a gateway's event loop would serve nobody.
+        return await asyncio.to_thread(self._read_content, bytes(content), request, tries)
+
+    def _read_content(self, content: bytes, request: Request, tries: int) -> Generation:
+        """Read a reply with status 200; FaultError where it is no usable completion."""
         try:
-            reply = Reply.model_validate_json(bytes(content))
+            reply = Reply.model_validate_json(content)
         except ValidationError as error:
             what = error_message(content) or ("HTML" if content.lstrip()[:1] == b"<" else first_problem(error))
             raise FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
