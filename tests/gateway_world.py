@@ -16,7 +16,7 @@ from catto.calibrate import Fitted, RiskThreshold
 from catto.engines.server import ServerEngine
 from catto.records import Protocol
 from catto.serve.answering import Answerer
-from catto.serve.gateway import Gateway, Limits, PatientProtocol
+from catto.serve.gateway import Gateway, Limits, server_options
 from openai_server import Body, OpenAIServer, Reply, Seen, chat, ok
 
 MODEL = "tiny-answerer"
@@ -49,8 +49,9 @@ def gateway(
     asking = ServerEngine(url, MODEL, top_logprobs=20, **{"max_retries": 1, "deadline": 30.0, **engine})
     asking.continues = continues
     answerer = Answerer(asking, asking.client(), fitted, limit, "I do not know.")
-    app = Gateway(answerer, labels, protocol, limits or Limits(), log).app()
-    config = uvicorn.Config(app, port=0, http=PatientProtocol, log_level="warning", access_log=False)
+    limits = limits or Limits()
+    app = Gateway(answerer, labels, protocol, limits, log).app()
+    config = uvicorn.Config(app, port=0, **server_options(limits))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -392,6 +392,53 @@ def test_an_unanswered_response_is_continued_where_the_upstream_can() -> None:
         assert "states no label" in found["reason"]
 
 
+def says_another_option(seen: Seen) -> Reply:
+    """A response that names none of the labels; its continuation gives A."""
+    if seen.body.get("continue_final_message"):
+        reply = chat("A", model="tiny-answerer")
+        reply["choices"][0]["logprobs"] = {"content": [{"token": "A", "logprob": -0.1, "top_logprobs": []}]}
+        return ok(reply)
+    reply = chat("E) Bern", model="tiny-answerer")
+    reply["choices"][0]["logprobs"] = {"content": [{"token": "E) Bern", "logprob": -1.0, "top_logprobs": []}]}
+    return ok(reply)
+
+
+@pytest.mark.parametrize("options", [None, {"A": "Paris", "B": "Rome"}, {"A": "Paris", "Z": "Rome"}])
+def test_a_reply_never_contradicts_its_label(options: dict[str, str] | None) -> None:
+    """The text is the label where the response does not state it, in a completion, a stream and the candidates."""
+    wishes = {"return_candidates": True, **({"options": options} if options else {})}
+    with OpenAIServer(says_another_option) as upstream, gateway(upstream, limit=threshold(0.5)) as url:
+        reply = ask(url, wishes=wishes)
+        chunks = ask(url, wishes=wishes, stream=True)
+    assert (reply.catto["label"], reply.catto["source"], reply.catto["abstained"]) == ("A", "fallback", False)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("A", "stop")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "A"
+    (candidate,) = reply.catto["candidates"]
+    assert (candidate["text"], candidate["response"]) == ("A", "E) Bern")
+    for found in (reply.catto, chunks[-1].catto):
+        assert "the response states none of the labels" in found["reason"]
+        # The labels of the task are A to D: of questions with Z the threshold promises nothing.
+        assert (found["guarantee"] is None) == ("Z" in (options or ()))
+        assert ("labels that the task does not have" in found["reason"]) == ("Z" in (options or ()))
+
+
+def test_a_label_that_the_response_states_leaves_the_text_alone() -> None:
+    with OpenAIServer(always("B")) as upstream, gateway(upstream) as url:
+        reply = ask(url, wishes={"return_candidates": True})
+    assert reply.choices[0].message.content == "<answer>\nB\n</answer>"
+    (candidate,) = reply.catto["candidates"]
+    assert (candidate["text"], candidate["response"]) == ("<answer>\nB\n</answer>", None)
+    assert reply.catto["reason"] is None
+
+
+def test_without_a_label_no_confidence_is_stated() -> None:
+    with OpenAIServer(says_another_option) as upstream, gateway(upstream, continues=False) as url:
+        reply = ask(url, wishes={"return_candidates": True})
+    assert reply.choices[0].message.content == "E) Bern"
+    for found in (reply.catto, reply.catto["candidates"][0]):
+        assert (found["label"], found["confidence"], found["confidence_raw"]) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -468,6 +515,15 @@ def test_faults_of_the_upstream_have_statuses_of_their_own(reply: Reply, status:
         ask(url, "a secret question of many words")
     assert found.value.status_code == status
     assert "secret question" not in str(found.value)
+
+
+@pytest.mark.parametrize("value", [3.0, 1e300, math.nan, "-0.25", True])
+def test_an_impossible_log_probability_of_the_upstream_is_a_502(value: Any) -> None:
+    """It is neither a confidence of 1, which passes every threshold, nor a failure of the gateway."""
+    with OpenAIServer(always("B", value)) as upstream, gateway(upstream, limit=threshold(0.9)) as url:
+        status, reply, _ = post(url, body())
+    assert (status, reply["error"]["type"]) == (502, "upstream_error")
+    assert "logprob: expected a " in reply["error"]["message"]
 
 
 def test_one_failed_sample_fails_the_request_and_cancels_the_others() -> None:

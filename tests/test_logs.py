@@ -423,7 +423,7 @@ def test_broken_zip_files_are_one_line(tmp_path: Path) -> None:
 
 def test_a_log_is_calibrated_and_compared_like_any_file(tmp_path: Path, capsys: Capture) -> None:
     rng = np.random.default_rng(0)
-    scores = rng.normal(size=(80, 3)) * 3
+    scores = rng.normal(size=(80, 3)) * 3 - 20
     right = [bool(rng.random() < 0.6) for _ in scores]
     golds = [int(row.argmax()) if one else int(row.argmin()) for row, one in zip(scores, right, strict=True)]
     rows = [

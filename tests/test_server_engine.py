@@ -8,6 +8,7 @@ import math
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -17,8 +18,10 @@ import pytest
 from catto.engines import Generation, model_name
 from catto.engines.server import ServerEngine, ServerError
 from catto.engines.server import _certificates as certificates
+from catto.predict.predictor import evaluate
 from openai_server import Body, OpenAIServer, Reply, Seen, chat, counted, error, ok
 from server_cases import by_seed, engine, refused, request
+from teacher_world import questions
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,32 @@ def test_every_response_is_one_request_with_its_own_temperature_and_seed() -> No
     assert found[0].model == "tiny-teacher"
     assert (found[0].prompt_tokens, found[0].tokens, found[0].finish_reason) == (7, 2, "stop")
     assert found[0].temperature_acts
+
+
+def sampling_seeds(seed: int) -> list[int]:
+    """The seeds that a server gets for 3 samples of each of 5 questions, in order of prompt and seed."""
+
+    def respond(seen: Seen) -> Reply:
+        reply = chat("<answer>\nB\n</answer>")
+        tokens = [("<answer>\n", 0.0), ("B", -0.5), ("\n</answer>", 0.0)]
+        content = [{"token": token, "logprob": logprob, "top_logprobs": []} for token, logprob in tokens]
+        reply["choices"][0]["logprobs"] = {"content": content}
+        return ok(reply)
+
+    with OpenAIServer(respond) as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this server gives no candidates and continues no message
+        evaluate(engine(server, top_logprobs=20), questions(5), k=3, temperature=1.0, seed=seed)
+    asked = [seen.body for seen in server.seen if seen.body["messages"][0]["content"] != "Count."]
+    pairs = sorted((json.dumps(body["messages"]), body["seed"]) for body in asked)
+    return [number for _, number in pairs]
+
+
+def test_every_sample_of_every_question_has_a_seed_of_its_own() -> None:
+    """With one seed for the same sample of all questions, their draws would not be independent."""
+    seeds = sampling_seeds(0)
+    assert len(seeds) == len(set(seeds)) == 15
+    assert sampling_seeds(0) == seeds
+    assert not {*sampling_seeds(1)} & {*seeds}
 
 
 def test_a_slash_after_the_address_changes_nothing() -> None:

@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 from catto.answer.response import parse_response
 from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
 from catto.problems import DataError, listed, locating, nested
+from catto.records import LOGPROB_NOISE
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
@@ -97,16 +98,44 @@ def _label(text: str) -> str:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text.strip())
 
 
+def logprob_of(value: object, name: str) -> float:
+    """Return a log-probability; rounding noise above 0 counts as 0.
+
+    Args:
+        value: What a file holds. Only a number is one; minus infinity is allowed.
+        name: The field, for the message.
+
+    Returns:
+        A number of at most 0.
+
+    Raises:
+        ValueError: The value is a text, a boolean, NaN, or above the noise of float32.
+
+    >>> logprob_of(1e-7, "logprob")
+    0.0
+    """
+    expected = f"{name}: expected a log-probability of at most 0, got {reprlib.repr(value)}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(expected)
+    if not value <= LOGPROB_NOISE:  # NaN is not at most anything
+        raise ValueError(expected)
+    try:
+        return min(float(value), 0.0)
+    except OverflowError:  # a whole number of more than 308 digits
+        return -inf
+
+
 def logprobs_of(fields: Fields) -> dict[str, float]:
-    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (float32 rounding of 1e-6 allowed)."""
+    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0)."""
     logprobs = nested(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
         raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
+    named: dict[str, float] = {}
     for label, value in logprobs.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and -inf < value <= 1e-6):  # a nan fails both
-            raise ValueError(f"label_logprobs.{label}: expected a finite number <= 0, got {reprlib.repr(value)}")
-    named = {_label(label): value for label, value in logprobs.items()}
+        number = logprob_of(value, f"label_logprobs.{label}")
+        if number == -inf:
+            raise ValueError(f"label_logprobs.{label}: expected a finite number, got {reprlib.repr(value)}")
+        named[_label(label)] = number
     if len(named) < len(logprobs):
         raise ValueError(f"label_logprobs: a label occurs twice among {', '.join(map(repr, logprobs))}")
     return named
@@ -126,7 +155,7 @@ def answer_probability(name: str, fields: Fields) -> float:
     logprobs, answer = logprobs_of(fields), answer_of(name, fields)
     if answer not in logprobs:
         raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
-    return exp(min(logprobs[answer], 0.0))
+    return exp(logprobs[answer])
 
 
 def format_of(first: Fields, names: ColumnNames) -> str:
@@ -212,6 +241,9 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
     arguments = record["arguments"]
     requests = arguments.values() if isinstance(arguments, dict) else arguments
     requests = [tuple(request.values()) if isinstance(request, dict) else tuple(request) for request in requests]
+    for likelihood in likelihoods:
+        if not likelihood <= LOGPROB_NOISE:  # NaN is not at most anything
+            raise ValueError(f"filtered_resps: expected a log-likelihood of at most 0, got {likelihood}")
     # An empty context asks for the choice's likelihood alone, which acc_mutual_info compares with.
     asked = [place for place, (context, _) in enumerate(requests) if context] or list(range(len(requests)))
     choices = [requests[place][1].removeprefix(" ") for place in asked]
@@ -222,7 +254,7 @@ def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, A
         raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
     best = max(range(len(scores)), key=scores.__getitem__)
     if not isfinite(scores[best]):
-        raise ValueError(f"filtered_resps: expected finite log-likelihoods, got {scores[best]}")
+        raise ValueError(f"filtered_resps: expected a finite log-likelihood, got {scores[best]}")
     total = log(sum(exp(score - scores[best]) for score in scores))
     logprobs = [min(score - scores[best] - total, 0.0) for score in scores]
     target, metric = str(record["target"]).strip(), "acc_norm" if names.length_normalised else "acc"
@@ -352,23 +384,26 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     reading = parse_response(text, labels)
     if reading.span is None and said is not None:
         raise ValueError(f"logprobs: the graded answer {said!r} is not found in the reply: name a --confidence")
-    if reading.span is None or said is None:
-        whole = sum(token["logprob"] for token in tokens)
-        return {"label": None, "confidence": exp(min(whole, 0.0)), "source": "fallback"}
+    if reading.span is None or reading.label is None or said is None:
+        total = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
+        return {"label": None, "confidence": exp(total), "source": "fallback"}
     place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
     token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])]
     if len(labels) == 1 and reading.span[1] > ends[place]:
         raise ValueError("logprobs: an open answer of several tokens has no token of its own: name a --confidence")
-    known = {top["token"].strip(): top["logprob"] for top in reversed(token.get("top_logprobs") or ())}
+    known: dict[str, float] = {}
+    for top in reversed(token.get("top_logprobs") or ()):
+        if top["logprob"] not in (None, -inf):  # a token that cannot be drawn
+            known[top["token"].strip()] = logprob_of(top["logprob"], "top_logprobs.logprob")
     own = (own if said == reading.label else said).lower()
     # A rival that begins alike has a token of its own where a longer candidate begins it: 10 beside 1.
     longer = tuple(top.lower() for top in known if len(top) > len(own))
     rivals = (label for label in labels if label != said and label.lower().startswith(own))
     if alike := next((label for label in rivals if not label.lower().startswith(longer)), None):
         raise ValueError(f"logprobs: labels {said!r} and {alike!r} begin with the same token {own!r}")
-    known[reading.label] = token["logprob"]
+    known[reading.label] = logprob_of(token["logprob"], "logprob")
     if said not in known:
         raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")
-    answer = {"label": said, "confidence": exp(min(known[said], 0.0)), "source": reading.source}
+    answer = {"label": said, "confidence": exp(known[said]), "source": reading.source}
     whole = {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
     return answer | whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +18,11 @@ SCHEMA_VERSION = 1
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+# float32 may round the logarithm of a probability of 1 up to this.
+LOGPROB_NOISE = 1e-6
+# A number, never a text; NaN and everything above the noise are refused. Minus infinity is allowed.
+LogProbability = Annotated[float, Field(strict=True, le=LOGPROB_NOISE)]
 
 
 class Record(BaseModel):
@@ -166,9 +171,9 @@ class Prediction(Sampled):
     source: Literal["free", "plain", "fallback"]
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
-    label_logprobs: dict[str, float] | None = None
+    label_logprobs: dict[str, LogProbability] | None = None
     logsumexp: dict[str, float] | None = None  # tau -> log-sum-exp(logits / tau) - max / tau
-    mean_logprob: float | None = None
+    mean_logprob: LogProbability | None = None
     self_certainty: float | None = None  # where the engine gives the candidates of every token
     lowest_group: float | None = None  # the lowest self-certainty of consecutive tokens
     tokens: int | None = None

@@ -17,11 +17,11 @@ from itertools import accumulate
 from math import inf, isfinite
 from typing import Annotated
 
-from pydantic import AliasPath, BaseModel, Field
+from pydantic import AfterValidator, AliasPath, BaseModel, Field
 from pydantic_core import from_json
 
 from catto.engines import Key, stop_end
-from catto.records import Refusal, Sampled
+from catto.records import LogProbability, Refusal, Sampled
 
 MOST_REFUSED = 0.2
 # A share is judged from so many questions on.
@@ -135,28 +135,36 @@ class ReplyMessage(BaseModel):
         return self.content if self.content is not None else self.refusal or ""
 
 
+def drop_noise(logprob: float) -> float:
+    """Return a log-probability, with rounding noise above 0 as 0."""
+    return min(logprob, 0.0)
+
+
 class TopToken(BaseModel):
     """One candidate token. Servers write minus infinity or null for one that cannot be drawn."""
 
     token: str
-    logprob: float | None
+    logprob: LogProbability | None
 
 
 class Token(BaseModel):
     """One token of the text with its best rivals."""
 
     token: str
-    logprob: float = Field(allow_inf_nan=False)
+    logprob: Annotated[LogProbability, Field(allow_inf_nan=False), AfterValidator(drop_noise)]
     top_logprobs: tuple[TopToken, ...] | None = None
     bytes: tuple[Annotated[int, Field(ge=0, lt=256)], ...] | None = None
 
     @property
     def candidates(self) -> dict[str, float]:
         """Text -> log-probability; the token that was drawn need not be among the best."""
+        possible: dict[str, float] = {}
         # Two tokens may have one text: the likeliest, which comes first, counts.
-        tops = {top.token: top.logprob for top in reversed(self.top_logprobs or ())}
-        possible = {token: logprob for token, logprob in tops.items() if logprob is not None and isfinite(logprob)}
-        return {**possible, self.token: self.logprob}
+        for top in reversed(self.top_logprobs or ()):
+            if top.logprob is not None and isfinite(top.logprob):
+                possible[top.token] = drop_noise(top.logprob)
+        possible[self.token] = self.logprob
+        return possible
 
 
 class Choice(BaseModel):

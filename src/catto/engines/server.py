@@ -13,11 +13,13 @@ import json
 import os
 import random
 import re
+import sys
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,6 +34,8 @@ from catto.problems import first_problem, shortened
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
+# Seconds to cancel the requests in flight when a caller stops.
+LONGEST_CLOSING = 5.0
 # So many requests in a row that run out of retries stop a run.
 IN_A_ROW = 20
 # Until the server has replied once, connections are retried for so many seconds: a dead address is reported within 5.
@@ -297,8 +301,13 @@ class ServerEngine(Engine):
             page = content.decode(errors="replace")
             said = error_message(content) or shortened(one_line(page, self._secrets)) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
+        # A long reply takes a tenth of a second to read, in which a gateway's event loop would serve nobody.
+        return await asyncio.to_thread(self._read_content, bytes(content), request, tries)
+
+    def _read_content(self, content: bytes, request: Request, tries: int) -> Generation:
+        """Read a reply with status 200; FaultError where it is no usable completion."""
         try:
-            reply = Reply.model_validate_json(bytes(content))
+            reply = Reply.model_validate_json(content)
         except ValidationError as error:
             what = error_message(content) or ("HTML" if content.lstrip()[:1] == b"<" else first_problem(error))
             raise FaultError(f"unusable reply in try {tries}: {what}", again=True) from None
@@ -363,7 +372,8 @@ def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
     """Iterate an async generator on an event loop in a thread of its own.
 
     The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
-    is dropped cancels what the generator has begun.
+    is dropped cancels what the generator has begun. One that is still open when the interpreter ends is left as it is:
+    the thread no longer runs then, and waiting for it would never end.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -383,10 +393,14 @@ def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
         while (item := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not None:
             yield item
     finally:
-        asyncio.run_coroutine_threadsafe(close(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        if not sys.is_finalizing():
+            closing = asyncio.run_coroutine_threadsafe(close(), loop)
+            with suppress(TimeoutError):  # a connection that does not close must not hold the process
+                closing.result(LONGEST_CLOSING)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(LONGEST_CLOSING)
+            if not thread.is_alive():
+                loop.close()
 
 
 def back_off(retry: int) -> float:

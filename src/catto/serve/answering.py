@@ -7,8 +7,10 @@ same numbers as `catto eval` and `catto select`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx2 as httpx
 import numpy as np
@@ -22,17 +24,32 @@ from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_
 from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
+FORCED = "the response states none of the labels: the text is the label that its continuation gives"
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
 CUT = "a response was cut at max_tokens"
 OTHER_MODEL = "the threshold was fitted on answers of another model"
+OTHER_LABELS = "the options of the request have labels that the task does not have"
 MAJORITY = "majority vote"
+# More threads would read no faster, since one at a time runs Python, and the event loop would wait for each of them.
+_READING_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="catto-read")
 _NONE = np.zeros((1, 0))
 NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
 
 
+T = TypeVar("T")
+
+
+async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Do work that takes long in one of the few threads for it, so that the event loop goes on serving."""
+    return await asyncio.get_running_loop().run_in_executor(_READING_THREADS, work, *arguments)
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A request: `question` holds its id and labels, `protocol` says how one answer is made of the samples."""
+    """A request: `question` holds its id and labels, `protocol` says how one answer is made of the samples.
+
+    `has_other_labels`: the request's own options have labels that the served task does not have.
+    """
 
     question: Question
     messages: tuple[Message, ...]
@@ -40,6 +57,7 @@ class Asked:
     max_tokens: int
     seed: int
     return_candidates: bool = False
+    has_other_labels: bool = False
 
 
 class Answered(NamedTuple):
@@ -60,6 +78,35 @@ class Sample(NamedTuple):
     prediction: Prediction
     replies: tuple[Generation, ...]
     unreadable: str | None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the label came from continuing the response, and not from its text."""
+        return self.prediction.label is not None and self.prediction.source == "fallback"
+
+    @property
+    def shown_text(self) -> str:
+        """What a client is shown: the response, or the label where the response does not state it.
+
+        The confidence is that of the label, and a text that says something else would be taken for the answer.
+        """
+        return str(self.prediction.label) if self.is_forced else self.prediction.text
+
+    @property
+    def stated_confidence(self) -> float | None:
+        """The model's own probability of the label; None without a label, or where it cannot be read."""
+        if self.prediction.label is None or self.unreadable is not None:
+            return None
+        return self.prediction.confidence
+
+    def describe(self) -> dict[str, Any]:
+        """The sample as a candidate; `response` is what the upstream wrote, where that is not the text shown."""
+        return {
+            "text": self.shown_text,
+            "response": self.prediction.text if self.is_forced else None,
+            "label": self.prediction.label,
+            "source": self.prediction.source,
+        }
 
 
 @dataclass(frozen=True)
@@ -104,40 +151,55 @@ class Answerer:
             return predictions, str(error)
 
     async def _sample(self, asked: Asked, number: int) -> Sample:
-        question, chat = asked.question, asked.messages
-        how: Any = {"temperature": asked.protocol.temperature, "seed": request_seed(asked.seed, "", number)}
-        how |= {"max_tokens": asked.max_tokens, "stop": STOP}
-        request = Request(question=question.id, sample=number, messages=chat, **how)
-        replies = [await self.engine.ask(self.client, request)]
-        case = Case(question, chat, replies[0])
+        """Take one sample. Replies are read in a thread, so that the event loop goes on serving."""
+        request = Request(
+            question=asked.question.id,
+            sample=number,
+            messages=asked.messages,
+            temperature=asked.protocol.temperature,
+            seed=request_seed(asked.seed, "", number),
+            max_tokens=asked.max_tokens,
+            stop=STOP,
+        )
+        reply = await self.engine.ask(self.client, request)
+        case = Case(asked.question, asked.messages, reply)
+        answer, more = await run_in_thread(self._read_response, case)
+        replies = [reply]
+        if more is not None:
+            continuation = await self.engine.ask(self.client, more)
+            answer = await run_in_thread(read_reply, case, continuation)
+            replies.append(continuation)
+        return await run_in_thread(self._make_sample, asked, request, replies, answer)
+
+    def _read_response(self, case: Case) -> tuple[Answer | Refusal, Request | None]:
+        """The answer of a response, and the request for what it leaves open."""
         answer = read_reply(case)
-        # Only a calibrator of labels reads the other labels.
-        unknown = answer is NO_ANSWER or (self.fitted is not None and self.fitted.on == "labels")
-        if unknown and (more := left_open(self.engine, case, answer)):
-            replies.append(await self.engine.ask(self.client, more))
-            answer = read_reply(case, replies[1])
+        reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
+        if answer is NO_ANSWER or reads_all_labels:
+            return answer, left_open(self.engine, case, answer)
+        return answer, None
+
+    def _make_sample(
+        self, asked: Asked, request: Request, replies: list[Generation], answer: Answer | Refusal
+    ) -> Sample:
+        """Record what was read. FaultError where the rule needs a confidence and none can be read."""
         unreadable = None
+        response = replies[0]
         if isinstance(answer, Refusal):
-            unreadable, parsed = answer.refused, parse_answer(replies[0].text, question)
+            unreadable = answer.refused
             if asked.protocol.rule != MAJORITY:
                 raise FaultError(f"no confidence can be read: {unreadable}", again=False, code=400)
+            parsed = parse_answer(response.text, asked.question)
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
-        if stop_end(replies[0].text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
-            replies[0] = replies[0].model_copy(update={"finish_reason": "stop"})
-        made = prediction(question, replies[0], answer, request.temperature, request.seed, self.engine.name)
-        return Sample(made, tuple(replies), unreadable)
+        if stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
+            response = response.model_copy(update={"finish_reason": "stop"})
+        made = prediction(asked.question, response, answer, request.temperature, request.seed, self.engine.name)
+        return Sample(made, (response, *replies[1:]), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
         """The rule's choice of the samples and what is known of it."""
         protocol, threshold, fitted = asked.protocol, self.threshold, self.fitted
-        replies = [reply for sample in samples for reply in sample.replies]
-        models = (threshold.models if threshold else ()) or (self.engine.model,)
-        faults = [sample.unreadable for sample in samples]
-        faults += [CUT for sample in samples if sample.replies[0].finish_reason == "length"]
-        faults += [OTHER_MODEL for reply in replies if threshold and reply.model not in models]
-        reason = next(filter(None, faults), None)
         predictions = [sample.prediction for sample in samples]
-        stated = [None if sample.unreadable is not None else sample.prediction.confidence for sample in samples]
         calibrated, uncalibrated = self._calibrated(predictions)
         if fitted is not None and fitted.protocol not in (None, protocol):
             fitted, uncalibrated = None, OTHER_PROTOCOL
@@ -147,28 +209,61 @@ class Answerer:
             (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
         except ValueError as error:  # a rule that reads what no sample has
             raise FaultError(str(error), again=False, code=400) from None
+        chosen = samples[final.sample]
         confidence = None if uncalibrated or final.label is None else final.confidence
         abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)
+        faults = self._faults(asked, samples)
+        guarantee = None
+        if threshold is not None and threshold.protocol == protocol and not faults:
+            guarantee = threshold.promise
+        reasons = [uncalibrated] if uncalibrated else []
+        if final.label is None:
+            reasons.append(NO_LABEL)
+        elif chosen.is_forced:
+            reasons.append(FORCED)
+        reasons += faults
         about = {
             "confidence": confidence,
-            "confidence_raw": stated[final.sample],
+            "confidence_raw": chosen.stated_confidence,
             **final.model_dump(include={"label", "votes", "source"}),
             "k": len(samples),
             "rule": protocol.rule,
             "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,
             "threshold": threshold.threshold if threshold else None,
-            "guarantee": threshold.promise if threshold and threshold.protocol == protocol and not reason else None,
+            "guarantee": guarantee,
             "abstained": abstained,
-            "reason": uncalibrated or (NO_LABEL if final.label is None else reason),
+            "reason": "; ".join(reasons) or None,
         }
         if asked.return_candidates:
-            about["candidates"] = [
-                sample.model_dump(include={"text", "label", "source"})
-                | {"confidence": None if uncalibrated or raw is None else sample.confidence, "confidence_raw": raw}
-                for sample, raw in zip(calibrated, stated, strict=True)
-            ]
-        chosen = samples[final.sample].replies[0]
-        read, written = sum(reply.prompt_tokens or 0 for reply in replies), sum(reply.tokens or 0 for reply in replies)
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        text, ended = (self.abstention, "stop") if abstained else (chosen.text, chosen.finish_reason or "stop")
-        return Answered(text, ended, usage, about)
+            candidates_shown = []
+            for sample, scaled in zip(samples, calibrated, strict=True):
+                raw = sample.stated_confidence
+                known = None if uncalibrated or raw is None else scaled.confidence
+                candidates_shown.append({**sample.describe(), "confidence": known, "confidence_raw": raw})
+            about["candidates"] = candidates_shown
+        replies = [reply for sample in samples for reply in sample.replies]
+        prompt_tokens = sum(reply.prompt_tokens or 0 for reply in replies)
+        completion_tokens = sum(reply.tokens or 0 for reply in replies)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        if abstained:
+            return Answered(self.abstention, "stop", usage, about)
+        finish_reason = "stop" if chosen.is_forced else chosen.replies[0].finish_reason or "stop"
+        return Answered(chosen.shown_text, finish_reason, usage, about)
+
+    def _faults(self, asked: Asked, samples: list[Sample]) -> list[str]:
+        """Why the promise of a threshold does not cover this answer, each reason once."""
+        threshold = self.threshold
+        models = (threshold.models if threshold else ()) or (self.engine.model,)
+        faults = [sample.unreadable for sample in samples if sample.unreadable is not None]
+        for sample in samples:
+            if sample.replies[0].finish_reason == "length":
+                faults.append(CUT)
+            if threshold is not None and any(reply.model not in models for reply in sample.replies):
+                faults.append(OTHER_MODEL)
+        if asked.has_other_labels and (threshold is not None or self.fitted is not None):
+            faults.append(OTHER_LABELS)
+        return list(dict.fromkeys(faults))

@@ -30,20 +30,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from catto.engines.server import FaultError
 from catto.metrics.errors import brier, ece
 from catto.metrics.selection import RULES
 from catto.problems import shortened
 from catto.records import Message, Option, Protocol, Question, Record
-from catto.serve.answering import Answered, Answerer, Asked
+from catto.serve.answering import Answered, Answerer, Asked, run_in_thread
 
 LOG = logging.getLogger("catto.serve")
 # Answers that wait for feedback, and graded answers that the rolling numbers are of.
 MOST_PENDING, ROLLING = 50_000, 1000
 # Seconds for the head of a request, and as many for its body.
 SENDING = 10.0
+# Bytes of a request line with its headers: they are held before the key is checked.
+MOST_HEAD_BYTES = 32 * 1024
+# What a client needs no key for.
+OPEN_PATHS = ("/health", "/metrics")
 LOGGED = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
 BUCKETS = ("0.05", "0.1", "0.25", "0.5", "1", "2.5", "5", "10", "30", "60", "120", "+Inf")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
@@ -69,6 +73,7 @@ class Limits:
     max_k: int = 16
     max_tokens: int = 4096
     max_bytes: int = 1_000_000
+    max_option_characters: int = 4000  # of a label, and of an option's text
     deadline: float = 120.0
     key: str | None = None
 
@@ -284,7 +289,7 @@ class Guard:
 
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")  # "Bearer", in whatever case
         known = scheme.lower() == b"bearer" and hmac.compare_digest(given, (self.limits.key or "").encode())
-        allowed = known or self.limits.key is None or not scope["path"].startswith("/v1/")
+        allowed = known or self.limits.key is None or scope["path"] in OPEN_PATHS
         answer = self.app if allowed else error(401, "missing or wrong API key", _CLOSE)
         await answer(scope, self._limited(receive, int(headers.get(b"content-length", 0))), reply)
 
@@ -309,8 +314,12 @@ class Guard:
         return received
 
 
-class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc]
-    """uvicorn's HTTP, except that a connection whose request line and headers take too long is closed."""
+class PatientProtocol(H11Protocol):  # type: ignore[misc]
+    """uvicorn's HTTP, except that a connection whose request line and headers take too long is closed.
+
+    It is that of h11, which limits how much of an unfinished head, chunk or trailer is held. httptools, uvicorn's
+    other parser, has no such limit.
+    """
 
     _late: asyncio.TimerHandle | None = None
 
@@ -389,7 +398,9 @@ class Gateway:
         head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
         if body.stream:
             usage = (body.stream_options or {}).get("include_usage", False)
-            return Response(_events(head, answered, usage), media_type="text/event-stream")
+            # A long text has tens of thousands of words, and each is an event.
+            events = await run_in_thread(_events, head, answered, usage)
+            return Response(events, media_type="text/event-stream")
         return JSONResponse(_completion(head, answered))
 
     async def _answer(self, asked: Asked) -> Answered:
@@ -416,10 +427,22 @@ class Gateway:
         if most > limits.max_tokens:
             raise HTTPException(400, f"max_tokens: at most {limits.max_tokens}")
         texts = wishes.options or dict.fromkeys(self.labels, "")
+        longest = max(len(part) for option in texts.items() for part in option)
+        if longest > limits.max_option_characters:
+            allowed = f"a label or text has at most {limits.max_option_characters:,} characters"
+            raise HTTPException(400, f"catto.options: {allowed}; leave a longer text empty")
         options = tuple(Option(label=label, text=text) for label, text in texts.items())
         question = Question(id=name, task="served", split="test", fields={}, options=options, gold=options[0].label)
         seed = secrets.randbits(31) if body.seed is None else body.seed
-        return Asked(question, tuple(body.messages), protocol, most, seed, wishes.return_candidates)
+        return Asked(
+            question=question,
+            messages=tuple(body.messages),
+            protocol=protocol,
+            max_tokens=most,
+            seed=seed,
+            return_candidates=wishes.return_candidates,
+            has_other_labels=not texts.keys() <= set(self.labels),
+        )
 
     async def feedback(self, body: Feedback) -> dict[str, Any]:
         """Take whether an answer was right."""
@@ -443,13 +466,23 @@ class Gateway:
         return prometheus({**self.watch.counts, **self.watch.rolling(), **now, **retries})
 
 
+def server_options(limits: Limits) -> dict[str, Any]:
+    """How uvicorn serves the gateway."""
+    return {
+        "http": PatientProtocol,
+        "h11_max_incomplete_event_size": MOST_HEAD_BYTES,
+        "ws": "none",
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": int(limits.deadline),
+    }
+
+
 def run(gateway: Gateway, host: str, port: int) -> None:
     """Serve until a signal comes, then finish what is in flight."""
     logging.basicConfig(level=logging.WARNING)
     LOG.setLevel(logging.INFO)
-    ending = int(gateway.limits.deadline)
-    options: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": ending}
-    uvicorn.run(gateway.app(), host=host, port=port, http=PatientProtocol, **options)
+    uvicorn.run(gateway.app(), host=host, port=port, **server_options(gateway.limits))
 
 
 def _completion(head: dict[str, Any], answered: Answered) -> dict[str, Any]:
