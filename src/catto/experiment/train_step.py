@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
+from catto.engines import check_hub
 from catto.experiment import launch
 from catto.experiment.runner import logging_to
 from catto.experiment.stages import LOG, Stage, TrainSettings, Work, write
@@ -177,6 +178,7 @@ def _start(job: Job, *, adapted: bool = True) -> tuple[Any, Any]:
         model: Any = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
         path = str(job.inputs["start"]) if started else settings.path
+        check_hub(path or "")
         tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
