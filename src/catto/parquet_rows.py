@@ -25,7 +25,7 @@ MAX_LIST_VALUES = 2**26
 MAX_ROW_BYTES = 2**24
 # Rows of a file. What a command holds per row is small, and a run of equal values takes no space in the file.
 MAX_ROWS = 10_000_000
-# Rows that become Python objects together.
+# Rows that Arrow decodes together.
 MAX_BATCH_BYTES = 2**26
 MAX_BATCH_ROWS = 1024
 # A file may expand to this many bytes, or to this many times its own size if that is more.
@@ -113,7 +113,7 @@ def _batch_rows(schema: Any) -> int:
 def _split_batch(path: Path, rows_before: int, batch: Any) -> Iterator[Any]:
     """Yield a batch, or its halves if it is too large; a row that is too large is refused."""
     size = _expanded_bytes(batch)
-    if size <= MAX_BATCH_BYTES and (batch.num_rows > 1 or size <= MAX_ROW_BYTES):
+    if size <= MAX_ROW_BYTES:
         yield batch
         return
     if batch.num_rows == 1:
