@@ -306,7 +306,8 @@ class RiskThreshold(Record):
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
-    notes = _final_notes(path)
+    with files.opened(path):  # refuses a folder, and what is missing
+        notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
     if shared := notes.get("fitted_on"):

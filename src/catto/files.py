@@ -22,13 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import metadata
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from catto.problems import DataError, listed, locating, parse_json
+from catto.parquet_rows import MAX_ROWS, TOO_MANY_ROWS, read_parquet
+from catto.problems import DataError, listed, locating, parse_json, shortened
 from catto.records import SCHEMA_VERSION, Manifest, Record
 
 BUSY = "another run is writing here"
@@ -36,6 +37,8 @@ BUSY = "another run is writing here"
 MAX_LINE_BYTES = 16 * 2**20
 # A JSON file is held whole, also when it is unpacked; more rows than this belong into JSON lines.
 MOST_JSON_BYTES = 2**29
+# Values of such a file: an empty list takes three bytes of text and sixty of memory.
+MOST_JSON_VALUES = 2**25
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 R = TypeVar("R", bound=Record)
@@ -277,12 +280,26 @@ def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
 
 def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
     """Return the value of a JSON file."""
-    text = read_text(path, most)
+    return _parse_whole(path, read_text(path, most))
+
+
+def _parse_whole(path: Path, text: str) -> Any:
+    """Return the value of the text of a JSON file; more values than memory may hold are refused."""
+    check_value_count(path, None, text)
     try:
         return parse_json(text)
     except ValueError as error:
         hint = "; JSON lines must be named .jsonl" if "Extra data" in str(error) else ""
         raise DataError(path, None, f"{error}{hint}") from None
+
+
+def check_value_count(path: Path, row: int | None, text: str) -> None:
+    """Refuse a JSON text of more values than memory may hold. Every value follows a comma or an opening bracket."""
+    if len(text) <= MAX_LINE_BYTES:
+        return
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MOST_JSON_VALUES:
+        raise DataError(path, row, f"holds more than {MOST_JSON_VALUES:,} values: write JSON lines")
 
 
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
@@ -403,43 +420,125 @@ def kind(path: Path) -> str:
 
 def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
     """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
+    for count, numbered in enumerate(_read_any(path, columns), 1):
+        if count > MAX_ROWS:
+            raise DataError(path, None, TOO_MANY_ROWS)
+        yield numbered
+
+
+def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
     match kind(path):
         case ".jsonl" | ".ndjson":
             yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
         case ".json":
-            value = read_json(path, MOST_JSON_BYTES)
-            rows = value.get("data", value.get("samples")) if isinstance(value, dict) else value
-            if isinstance(rows, dict) and all(isinstance(column, list) for column in rows.values()):
-                lengths = {len(column) for column in rows.values()}
-                if len(lengths) > 1:
-                    expected = f"data: expected columns of equal length, got {listed(sorted(lengths))}"
-                    raise DataError(path, None, expected)
-                rows = [dict(zip(rows, cells, strict=True)) for cells in zip(*rows.values(), strict=True)]
-            if not isinstance(rows, list):
-                raise DataError(path, None, 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}')
-            for number, row in enumerate(rows, 1):
-                if not isinstance(row, dict):
-                    raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}")
-                yield number, row
+            yield from _read_json_rows(path)
         case ".csv" | ".tsv":
             yield from _read_csv(path, columns)
         case ".parquet":
-            try:
-                import pyarrow as arrow  # type: ignore[import-untyped]
-                from pyarrow import parquet
-            except ImportError:
-                raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
             with opened(path) as file:
-                try:
-                    table = parquet.ParquetFile(file)
-                    _refuse_twice(path, table.schema_arrow.names)
-                    batches = table.iter_batches(batch_size=1024)  # one batch is all that is held
-                    yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-                except arrow.ArrowException as error:
-                    raise DataError(path, None, f"not Parquet: {str(error).splitlines()[0]}") from None
+                yield from read_parquet(path, file)
         case _:
             with opened(path):  # refuses a folder, and what is missing
                 raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
+
+
+def _read_json_rows(path: Path) -> Rows:
+    """Yield the rows of a JSON file: a list, JSON lines by another name, a log, or one of the layouts of pandas."""
+    text = read_text(path, MOST_JSON_BYTES)
+    if _holds_json_lines(text):
+        del text
+        yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+        return
+    value = _parse_whole(path, text)
+    rows = _find_rows(path, value)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            hint = "; names of columns are needed: write objects" if isinstance(row, list) else ""
+            raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}{hint}")
+        yield number, row
+
+
+def _holds_json_lines(text: str) -> bool:
+    """Whether the first line is a whole object and another one follows."""
+    first, _, rest = text.strip().partition("\n")
+    if not first.startswith("{") or not rest.lstrip().startswith("{"):
+        return False
+    try:
+        return isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
+
+
+def _find_rows(path: Path, value: Any) -> list[Any]:
+    """Return the rows in the value of a JSON file; what has no rows, or leaves open which they are, is refused."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(path, None, EXPECTED_ROWS)
+    if isinstance(value.get("samples"), list):
+        check_finished(path, value)
+    columns = value.get("columns")
+    table = value.get("data")
+    if isinstance(columns, list) and isinstance(table, list):  # pandas' orient="split"
+        return _name_cells(path, columns, table)
+    rows = value.get("data", value.get("samples", value))
+    if isinstance(rows, dict):
+        return _rows_of_object(path, rows)
+    if isinstance(rows, list):
+        return rows
+    raise DataError(path, None, EXPECTED_ROWS)
+
+
+def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[str, Any]]:
+    names = [str(column) for column in columns]
+    _refuse_twice(path, names)
+    rows = []
+    for number, cells in enumerate(table, 1):
+        if not isinstance(cells, list) or len(cells) != len(names):
+            raise DataError(path, number, f"expected a list of {len(names)} cells ({listed(names)})")
+        rows.append(dict(zip(names, cells, strict=True)))
+    return rows
+
+
+def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
+    """Return the rows of an object of columns, or of pandas' orient="columns" or "index"."""
+    entries = list(table.values())
+    if entries and all(isinstance(entry, list) for entry in entries):
+        lengths = {len(column) for column in entries}
+        if len(lengths) > 1:
+            expected = f"expected columns of equal length, got {listed(sorted(lengths))}"
+            raise DataError(path, None, expected)
+        return [dict(zip(table, cells, strict=True)) for cells in zip(*entries, strict=True)]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise DataError(path, None, EXPECTED_ROWS)
+    # The index of a table that was not given another one is made of whole numbers, and columns have names.
+    outer_numbers = all(name.isdecimal() for name in table)
+    inner_numbers = all(name.isdecimal() for entry in entries for name in entry)
+    if outer_numbers == inner_numbers:
+        hint = 'either could be the rows; with pandas write orient="records", lines=True to a .jsonl file'
+        raise DataError(path, None, f"an object of objects: {hint}")
+    if outer_numbers:
+        return entries
+    index = list(entries[0])
+    for name, entry in table.items():
+        if list(entry) != index:
+            raise DataError(path, None, f"{name}: expected the same rows as in {next(iter(table))}")
+    return [{name: entry[place] for name, entry in table.items()} for place in index]
+
+
+EXPECTED_ROWS = 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}, or an object of columns'
+
+
+def check_finished(path: Path, log: dict[str, Any]) -> None:
+    """Refuse a log of inspect_ai whose run failed, was cancelled or is still going on. log: its header."""
+    status = log.get("status")
+    if status is None or status == "success":
+        return
+    error = log.get("error")
+    reason = error.get("message") if isinstance(error, dict) else None
+    said = f": {shortened(str(reason), 200)}" if reason else ""
+    outcome = "failed" if status == "error" else "did not finish"
+    raise DataError(path, None, f"the run {outcome} (status {shortened(str(status), 40)}{said}): nothing to measure")
 
 
 def _refuse_twice(path: Path, names: Sequence[str]) -> None:
@@ -464,10 +563,21 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
             elif values:
                 number += 1
                 if len(values) != len(names):
-                    raise DataError(path, number, f"expected {len(names)} columns ({listed(names)}), got {len(values)}")
+                    expected = f"expected {len(names)} columns ({listed(names)}), got {len(values)}"
+                    raise DataError(path, number, expected + _decimal_comma_hint(values, sign))
                 yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise DataError(path, number + 1, f"not CSV: {error}") from None
+
+
+def _decimal_comma_hint(values: Sequence[str], sign: str) -> str:
+    """Return a hint where decimal commas may have cut numbers of a comma-separated row in two: 0,9."""
+    if sign != ",":
+        return ""
+    for left, right in pairwise(values):
+        if left.strip() in ("0", "1") and right.strip().isdecimal():
+            return "; decimal commas are not read: write 0.9, not 0,9"
+    return ""
 
 
 def read_hub(

@@ -11,6 +11,7 @@ import re
 import reprlib
 import struct
 import zipfile
+import zlib
 from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from catto.answer.response import parse_response
-from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
-from catto.problems import DataError, listed, locating, nested
+from catto.files import MOST_JSON_BYTES, Rows, check_finished, check_value_count, opened, parse_object, read_rows
+from catto.problems import DataError, listed, locating, nested, shortened
 from catto.records import LOGPROB_NOISE
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
 
 ZSTANDARD = 93  # the zip method that Python's zipfile knows from 3.14 on
+HEADER = "header.json"  # of a log of inspect_ai
+CHUNK_BYTES = 1 << 20  # of a packed file, unpacked at a time
 # The scores of uqlm's scorers and ensembles that lie in 0 to 1.
 UQLM_SCORES = (
     *("sequence_probability", "normalized_probability", "min_probability", "probability_margin", "p_true"),
@@ -68,10 +71,20 @@ def probability_of(name: str, fields: Fields) -> float:
     except (TypeError, ValueError, OverflowError):
         number = nan
     if not 0 <= number <= 1:
-        percent = 1 < number <= 100 or str(value).strip().endswith("%")
-        hint = "; divide percentages by 100" if percent else "" if str(value).strip() else "; leave such rows out"
-        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
+        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{_number_hint(value, number)}")
     return number
+
+
+def _number_hint(value: object, number: float) -> str:
+    """Return a hint on a value that is no probability. number: what it was read as, nan if it was not."""
+    text = str(value).strip()
+    if not text:
+        return "; leave such rows out"
+    if 1 < number <= 100 or text.endswith("%"):
+        return "; divide percentages by 100"
+    if re.fullmatch(r"[-+]?\d*,\d+", text):
+        return f"; decimal commas are not read: write {text.replace(',', '.')}"
+    return ""
 
 
 def truth_of(name: str, fields: Fields) -> bool:
@@ -200,26 +213,65 @@ def _samples(path: Path) -> Rows:
     with opened(path) as file:
         try:
             with zipfile.ZipFile(file) as log:
-                members = [member for member in log.infolist() if member.filename.startswith("samples/")]
-                for number, member in enumerate(members, 1):
-                    if member.file_size > MOST_JSON_BYTES:
-                        raise DataError(path, number, f"larger than {MOST_JSON_BYTES // 2**20} MB")
-                    yield number, parse_object(path, number, _unpacked(path, file, log, member).decode())
-        except (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError) as error:
+                _check_header(path, file, log)
+                number = 0
+                for member in log.infolist():
+                    if not member.filename.startswith("samples/"):
+                        continue
+                    number += 1
+                    text = _unpack_member(path, number, file, log, member).decode()
+                    check_value_count(path, number, text)
+                    yield number, parse_object(path, number, text)
+        except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, NotImplementedError) as error:
             raise DataError(path, None, f"broken zip file: {error}") from None
 
 
-def _unpacked(path: Path, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    if member.compress_type != ZSTANDARD:
-        return log.read(member)
+def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
+    """Refuse the log of a run that failed or did not finish; a header is written at the end of a run."""
+    names = log.namelist()
+    if HEADER in names:
+        member = log.getinfo(HEADER)
+        text = _unpack_member(path, None, file, log, member).decode()
+        check_finished(path, parse_object(path, 1, text))
+    elif any(name.startswith("_journal/") for name in names):
+        check_finished(path, {"status": "started"})
+
+
+def _unpack_member(
+    path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
+) -> bytes:
+    """Return the content of a file of a log. Its stated sizes may be wrong: what is unpacked is counted."""
+    if member.compress_type == ZSTANDARD:
+        stream = _open_zstandard(path, file, member)
+    elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        stream = log.open(member)
+    else:  # zipfile unpacks all that it has read of other methods, however much that is
+        raise DataError(path, row, f"packed by method {member.compress_type}, expected deflate or Zstandard")
+    content = bytearray()
+    with stream:
+        while True:
+            chunk = stream.read(CHUNK_BYTES)
+            if not chunk:
+                return bytes(content)
+            content += chunk
+            if len(content) > MOST_JSON_BYTES:
+                raise DataError(path, row, f"larger than {MOST_JSON_BYTES // 2**20} MB")
+
+
+def _open_zstandard(path: Path, file: IO[bytes], member: zipfile.ZipInfo) -> Any:
+    """Return a stream of what a file packed by Zstandard holds."""
     try:
         import pyarrow as arrow  # type: ignore[import-untyped]
     except ImportError:
         raise DataError(path, None, "reading this log needs pyarrow: pip install 'catto[train]'") from None
     file.seek(member.header_offset)
     header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
-    file.seek(sum(struct.unpack("<HH", header[26:])), os.SEEK_CUR)
-    return bytes(arrow.input_stream(arrow.py_buffer(file.read(member.compress_size)), compression="zstd").read())
+    if len(header) < 30:
+        raise zipfile.BadZipFile("a file lies behind the end")
+    name_bytes, more_bytes = struct.unpack("<HH", header[26:])
+    file.seek(name_bytes + more_bytes, os.SEEK_CUR)
+    packed = file.read(member.compress_size)
+    return arrow.input_stream(arrow.py_buffer(packed), compression="zstd")
 
 
 def lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
@@ -278,7 +330,7 @@ def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str
     """
     scores = record.get("scores") or {}
     if names.correct not in scores and len(scores) != 1:
-        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else "scores: empty")
+        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else _no_scores(record))
     score = scores[names.correct if names.correct in scores else next(iter(scores))]
     value, target = score["value"], record.get("target")
     answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
@@ -296,6 +348,14 @@ def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str
     if names.confidence == "confidence" and not tokens:
         raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
     return answer | (_from_tokens(tokens, labels, score.get("answer") or None) if tokens else {})
+
+
+def _no_scores(sample: Fields) -> str:
+    """Say why a sample of inspect_ai has no scores."""
+    error = sample.get("error")
+    if isinstance(error, dict) and error.get("message"):
+        return f"the sample failed: {shortened(str(error['message']), 200)}"
+    return "scores: empty"
 
 
 def helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ FEW_LOW = 5
 MANY_ALIKE = 15
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
+# Questions, labels and slices are held whole; a packed file of a few megabytes may hold gigabytes of them.
+MAX_TEXT = 2**30
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
 # Mean confidence minus accuracy; it has a row of its own, whichever metrics are chosen.
 GAP = "gap"
@@ -214,6 +216,7 @@ def _columns(path: Path, names: ColumnNames) -> dict[str, Any]:
                 return whole
     columns: dict[str, list[Any]] = {}
     steps: list[tuple[Callable[[Any], None], Callable[[str, Fields], Any], str]] = []
+    characters = 0
     for row, fields in read_answers(path, names):
         try:
             if not steps:
@@ -221,7 +224,12 @@ def _columns(path: Path, names: ColumnNames) -> dict[str, Any]:
                 columns = {name: [] for name in readers}
                 steps = [(columns[name].append, kind.cell, source) for name, (kind, source) in readers.items()]
             for append, read, source in steps:
-                append(read(source, fields))
+                value = read(source, fields)
+                append(value)
+                if isinstance(value, str):
+                    characters += len(value)
+            if characters > MAX_TEXT:
+                raise ValueError(f"the texts of its columns have more than {MAX_TEXT:,} characters")
         except ValueError as error:
             raise DataError(path, row, str(error)) from None
     if not steps:

@@ -130,7 +130,8 @@ def _strict(text: str) -> Any:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        raise ValueError(f"not JSON: {error.msg} at {place}") from None
+        reason = error.msg.removesuffix(" at")  # some of Python's messages end in it
+        raise ValueError(f"not JSON: {reason} at {place}") from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except ValueError as error:
@@ -171,6 +172,10 @@ def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
     and what the members expect is joined by `or`.
     """
     problems = [(problem, *_located(problem, value)) for problem in error.errors(include_url=False)]
+    # A misspelled key is unknown, and the one that was meant is missing: the first says more.
+    unknown = [problem for problem in problems if problem[0]["type"] == "extra_forbidden"]
+    if unknown and problems[0][0]["type"] == "missing":
+        problems = unknown
     first, place, actual = problems[0]
     messages = list(dict.fromkeys(_expected(problem) for problem, other, _ in problems if other == place))
     expected = [message.removeprefix("expected ") for message in messages if message.startswith("expected ")]
@@ -256,5 +261,6 @@ def nested(fields: Mapping[str, Any], name: str) -> Any:
             else:
                 value = value[part]
     except (KeyError, IndexError, TypeError):
-        raise ValueError(f"{name}: missing") from None
+        there = f"{did_you_mean(name, fields)} (fields: {listed(list(fields))})" if fields else ""
+        raise ValueError(f"{name}: missing{there}") from None
     return value

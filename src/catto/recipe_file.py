@@ -68,8 +68,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         place, message = problems.validation_problem(error, changed)
         if message == "unknown key":
-            keys = _keys_at(place[:-1])
-            message = f"unknown key{did_you_mean(place[-1], keys)} (known: {listed(keys, 40)})"
+            message = _explain_unknown(place[-1], _keys_at(place[:-1]))
         # A rule over several settings has no place; its message begins with the setting that it is about.
         culprit = blamed(str(path), overrides, place or message.partition(":")[0].split("."))
         raise DataError(culprit, None, ": ".join(filter(None, [".".join(place), message]))) from None
@@ -98,6 +97,11 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     """
     path = Path(source)
     value = _parsed(read_text(path, MOST_BYTES), source)
+    if isinstance(value, dict):
+        known = list(TaskSettings.model_fields)
+        for name in value:
+            if name not in known:
+                raise DataError(path, None, f"{name}: {_explain_unknown(name, known)}")
     with locating(path, value=value):
         block = TaskSettings.model_validate(value)
 
@@ -109,6 +113,10 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     places = {name: placed(getattr(block, name)) for name in ("path", "files", "answers")}
     more = {} if given is None else {name: getattr(given, name) for name in given.model_fields_set - {"path"}}
     return block.model_copy(update={**places, **more})
+
+
+def _explain_unknown(name: str, known: Sequence[str]) -> str:
+    return f"unknown key{did_you_mean(name, known)} (known: {listed(known, 40)})"
 
 
 def blamed(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:

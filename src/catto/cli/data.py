@@ -65,7 +65,9 @@ def data(
     splits: dict[Split, dict[str, Any]] = {}
     with refusing():
         if file and fields is None:
-            proposed, n = propose(by_split(file), by_split(answers)), min(n, 1)
+            files = by_split(file)
+            proposed = propose(files, answers_by_split(answers, files))
+            n = min(n, 1)
             columns = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
             fields = ",".join(f"{name}={column}" for name, column in columns.items())
         source = source_of(task, file, fields, answer, answers, name="TASK")
@@ -136,7 +138,8 @@ def own_questions(
         if not equals or not column or name.strip() in columns:
             refuse(f"--fields: {part}: expected name=column once, such as question=stem")
         columns[name.strip()] = column.split("+") if "+" in column and "{" not in column else column
-    files, lines = by_split(file), by_split(answers) or None
+    files = by_split(file)
+    lines = answers_by_split(answers, files) or None
     block = TaskSettings.model_construct(files=files, fields=columns, answer=answer, answers=lines)
     return task or task_name(next(iter(files.values()))[0]), block
 
@@ -148,6 +151,18 @@ def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
         split = next((split for split in SPLITS if text.startswith(f"{split}=")), None)
         named[split or "train"] = [*named.get(split or "train", ()), text.removeprefix(f"{split}=")]
     return named
+
+
+def answers_by_split(answers: list[str] | None, files: dict[Split, str | list[str]]) -> dict[Split, str | list[str]]:
+    """Parse the values of --answers. A file without a split goes with the questions, where these are of one split."""
+    if len(files) != 1:
+        return by_split(answers)
+    (only,) = files
+    named = []
+    for text in answers or ():
+        has_split = any(text.startswith(f"{split}=") for split in SPLITS)
+        named.append(text if has_split else f"{only}={text}")
+    return by_split(named)
 
 
 def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> tuple[str | None, list[str]]:

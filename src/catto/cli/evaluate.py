@@ -16,7 +16,7 @@ from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOpt
 from catto.cli.display import Bar
 from catto.cli.measure import measure
 from catto.cli.run import running
-from catto.engines import Engine, check_model, model_name, open_engine, server_address
+from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
 from catto.files import manifest_path, read_manifest
 from catto.recipe import MOST_SAMPLES
@@ -132,6 +132,7 @@ def _loader(
         limits: Any = {"concurrency": batch_size, "api_key_env": api_key_env, "deadline": deadline}
         return partial(ServerEngine, base_url, model, top_logprobs=20, **limits)
     check_model(model)
+    check_hub(model)
     needs(*(("vllm", "vllm") if name == "vllm" else ("torch", "train")), f"--engine {name}")
     return partial(open_engine, name, model, batch_size=batch_size)
 

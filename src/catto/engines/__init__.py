@@ -135,6 +135,7 @@ def stop_end(text: str, stops: Collection[str]) -> int | None:
     return min((text.index(stop, start) + len(stop) for stop in stops if stop in text[start:]), default=None)
 
 
+HUB_TIMEOUT = 10  # seconds
 _CONFIGS = ("config.json", "adapter_config.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
@@ -174,6 +175,36 @@ def check_model(place: str | Path) -> None:
         raise DataError(path, None, f"expected a folder with a model, got a file{hint}")
     elif not is_hub_id(str(place)):
         raise DataError(place, None, "no such folder, and not a hub id, which is owner/name")
+
+
+def check_hub(place: str | Path) -> None:
+    """Raise DataError for a hub id that is not in the local cache if the hub does not have it, or cannot be reached.
+
+    One request is made, without retries: loading a model would repeat it for half a minute before it fails. Anything
+    but a missing model or a missing connection is left to the library that loads it.
+    """
+    if Path(place).exists():
+        return
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    except ImportError:
+        return
+    name = str(place)
+    for config in _CONFIGS:
+        if isinstance(try_to_load_from_cache(name, config), str):
+            return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _CONFIGS[0]), timeout=HUB_TIMEOUT)
+    except GatedRepoError:
+        return
+    except RepositoryNotFoundError:
+        raise DataError(place, None, "no such folder, and the hub has no such model, or it is private") from None
+    except HfHubHTTPError:
+        return
+    except Exception:  # the errors of a missing connection share no class
+        reason = "no such folder, not in the local cache, and the hub cannot be reached"
+        raise DataError(place, None, reason) from None
 
 
 def server_address(url: str) -> tuple[str, tuple[str, str] | None]:

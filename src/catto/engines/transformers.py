@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_model
+from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_hub, check_model
 from catto.engines.decoding import (
     HeadHook,
     ResponseInProgress,
@@ -246,6 +246,7 @@ def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
 def _pretrained(kind: Any, path: str | Path, **options: Any) -> Any:
     """`from_pretrained` without remote code; a failure is one line."""
     check_model(path)
+    check_hub(path)
     try:
         return kind.from_pretrained(str(path), trust_remote_code=False, **options)
     except ImportError:

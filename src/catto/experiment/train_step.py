@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
+from catto.engines import check_hub
 from catto.experiment import launch
 from catto.experiment.runner import logging_to
 from catto.experiment.stages import LOG, BaseSettings, Stage, TrainSettings, Work, write
@@ -192,6 +193,7 @@ def _start(job: Job, *, adapted: bool = True) -> tuple[Any, Any]:
 
 def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
     """Load a model in the recipe's precision, and its tokenizer with a token for padding."""
+    check_hub(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from catto.files import read_json
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
-from catto.problems import DataError, locating, shortened
+from catto.problems import DataError, listed, locating, shortened
 from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
@@ -310,6 +310,10 @@ _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discr
 def load(path: Path) -> Calibrator:
     """Read a calibrator that `files.write_record` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
+    if isinstance(value, dict) and "kind" not in value:
+        found = f"has {listed(list(value))}" if value else "is an empty object"
+        written = "expected what catto calibrate fit writes"
+        raise DataError(path, None, f"not a calibrator: it {found}, {written} (kind: {', '.join(CALIBRATORS)})")
     version = value.get("schema_version") if isinstance(value, dict) else 1
     if version != 1:  # before the kind, which a later version may have added
         raise DataError(path, None, f"schema_version is {shortened(repr(version))}, this catto reads 1")

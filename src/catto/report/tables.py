@@ -136,6 +136,18 @@ def all_tables(numbers: Numbers, results: Results) -> list[Table]:
     return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
 
 
+def _name_mean(spec: Spec, *, tasks: int, seeds: int) -> Spec:
+    """Return the spec with a caption that names what its numbers are means over: only of what there are several."""
+    averaged = []
+    if tasks > 1:
+        averaged.append("tasks")
+    if seeds > 1:
+        averaged.append("seeds")
+    if not averaged or spec.shows == "std":
+        return spec
+    return replace(spec, caption=f"{spec.caption} Mean over {' and '.join(averaged)}.")
+
+
 def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: Callable[[Row, Column], Entry]) -> Table:
     """Build a table with a line for each row, in order, of what `entry` says of each column."""
     columns, lines = tuple(columns), []
@@ -192,6 +204,7 @@ def summary(numbers: Numbers) -> Table:
     budget = groups[0].budget
     facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
     spec = replace(spec, title=", ".join(facts))
+    spec = _name_mean(spec, tasks=len(tasks_of(groups)), seeds=max(len(group.seeds) for group in groups))
     return _filled(spec, columns, ((group.method, None) for group in groups), entry)
 
 
@@ -235,7 +248,9 @@ def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | No
     places = {(group.method, group.task): group for group in groups}
     if budget:
         name, title = f"{name}-{budget}", f"{title}, {BUDGET_TITLES[budget].lower()}"
-    named, rows = replace(spec, stem=name, title=title), ((group.method, None) for group in groups)
+    named = replace(spec, stem=name, title=title)
+    named = _name_mean(named, tasks=1, seeds=max(len(group.seeds) for group in groups))
+    rows = ((group.method, None) for group in groups)
     table = _filled(named, columns, rows, lambda row, column: _entry(spec, column, places.get((row[0], column.task))))
     return replace(table, budget=budget)
 
@@ -370,5 +385,6 @@ def training_tables(results: Results) -> list[Table]:
         tables.append(_filled(spec, columns, ((cell.method, cell.budget) for cell in mine), partial(entry, spec)))
     columns = [column.fill(top=task_title(task), task=task) for task in tasks for column in effort.columns]
     effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
+    effort = _name_mean(effort, tasks=1, seeds=len({cell.seed for cell, _ in trained}))
     rows = ((cell.method, cell.budget) for cell, _ in trained)
     return [*tables, _filled(effort, columns, rows, partial(entry, effort))]

@@ -72,8 +72,10 @@ def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSou
     if files is not None:
         paths, answers = _matches(files), _matches(task.answers or {})
         for split, lines in answers.items():
-            if len(lines) != len(paths.get(split, ())):
-                raise ValueError(f"answers: {len(lines)} files for the {len(paths.get(split, ()))} of {split}")
+            count = len(paths.get(split, ()))
+            if len(lines) != count:
+                questions = f"{count} of questions" if count else f"none of questions (only for {', '.join(paths)})"
+                raise ValueError(f"answers: {split} has {len(lines)} files of answers and {questions}")
     elif data_dir is None:
         if task.hub is None:
             raise ValueError(f"{task.name}: files or data_dir is needed")

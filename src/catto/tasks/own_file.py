@@ -155,7 +155,8 @@ def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[
     several = [names for names in columns.values() if len(names) > 1]
     likely = sorted([*lists, *several], key=lambda names: not _OPTIONS.search("".join(names)))
     for options in [*likely, "yes|no"]:
-        for answer in [ANSWER] if answers else usual("answer"):
+        marked = [options] if isinstance(options, str) and _marks_answer(values.get(options)) else []
+        for answer in [ANSWER] if answers else [*marked, *usual("answer")]:
             with_answer = isinstance(options, list) and _WRONG.search(options[0])
             choices = [answer, *options] if with_answer else options
             used = {answer, *([choices] if isinstance(choices, str) else choices)}
@@ -172,5 +173,30 @@ def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[
             except ValueError:
                 continue
             return fields
+    _refuse_several_questions(rows[0][0], values)
+    for name, value in values.items():
+        if isinstance(value, str) and _WRONG.search(name) and ";" in value:
+            message = f"{name}: several options in one text: write a list, or a column for each option"
+            raise DataError(rows[0][0], 1, message)
+    if not answers and not usual("answer"):
+        hint = "if they are in a file of their own, one per line, give it with --answers"
+        raise DataError(rows[0][0], None, f"no field of the answers among {listed(list(values))}: {hint}")
     state = "state which are the question, the options and the answer (--fields)"
     raise DataError(rows[0][0], None, f"no map fits its fields {listed(list(values))}: {state}")
+
+
+def _marks_answer(value: object) -> bool:
+    """Whether this is an object of options, of which one has a 1 and the others a 0."""
+    if not isinstance(value, dict):
+        return False
+    marks = list(value.values())
+    return len(marks) > 1 and marks.count(1) == 1 and marks.count(0) == len(marks) - 1
+
+
+def _refuse_several_questions(file: str, values: Mapping[str, Any]) -> None:
+    """Refuse rows that hold a list of questions, each with options of its own, below one text."""
+    for value in values.values():
+        if isinstance(value, list) and value and all(isinstance(entry, list) for entry in value):
+            lists = [other for other, inner in values.items() if isinstance(inner, list) and len(inner) == len(value)]
+            message = f"{listed(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
+            raise DataError(file, 1, message)
