@@ -44,7 +44,6 @@ RetryOption = Annotated[bool, Option("--retry-refused", help="Ask again what a s
 
 # Progress bars and notices of libraries would break the display.
 QUIET = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
