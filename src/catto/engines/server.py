@@ -139,7 +139,8 @@ class ServerEngine(Engine):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
-                warnings.warn(f"{outcome.model} thinks before it answers: the temperature does not act", stacklevel=2)
+                name = shortened(outcome.model, 80)  # the server chose it
+                warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
 
     async def _arriving(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
         """Yield outcomes as they arrive. The next request is sent once an outcome was taken: a caller that stops is

@@ -22,7 +22,7 @@ from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
-from catto.problems import DataError, locating
+from catto.problems import DataError, locating, shortened
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
@@ -31,7 +31,7 @@ from catto.report.figures import looks, pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Cell, Numbers, Results
 from catto.report.page import Browser, page
-from catto.report.render import TEMPLATES, csv_text, latex, markdown
+from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
 from catto.report.tables import all_tables
 from catto.tasks import TASKS
 
@@ -40,6 +40,8 @@ __all__ = ["build", "read", "results_of_files", "write_cards"]
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
 TITLE = "Predictions of"
+# A server or a file chose the names of models: the longest that cards show.
+MOST_IN_NAME = 120
 # JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
 DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
@@ -161,15 +163,18 @@ def model_card(
 ) -> str:
     """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram.
 
-    rows: the number of answers. picture: the diagram as seen from the card. chance: `null`, the null band of the ECE,
-    and `sources`, how the answers were read; None where it is not known.
+    model, task: names of any origin, which are escaped. rows: the number of answers. picture: the diagram as seen from
+    the card. chance: `null`, the null band of the ECE, and `sources`, how the answers were read; None where it is not
+    known.
     """
+    model_title = display_name(model, "a model without a name")
+    task_title = display_name(task, "a task without a name")
     source = TASKS.get(task)
     results = [
         EvalResult(
             task_type="multiple-choice",
-            dataset_type=(source.hub if source else None) or task,
-            dataset_name=task,
+            dataset_type=(source.hub if source else None) or task_title,
+            dataset_name=task_title,
             dataset_config=source.config if source else None,
             dataset_split=split,
             dataset_args={"answers": rows},
@@ -180,9 +185,26 @@ def model_card(
         for name in REPORTED
     ]
     shown = {name: (METRICS[name], metrics[name]) for name in REPORTED}
-    texts = {"model": model, "task": task, "split": split, "rows": rows, "metrics": shown, "picture": picture, **chance}
-    data = ModelCardData(model_name=model, tags=TAGS, eval_results=results)
+    texts = {
+        "model": escape_markdown(model_title),
+        "task": escape_markdown(task_title),
+        "split": split,
+        "rows": rows,
+        "metrics": shown,
+        "picture": picture,
+        **chance,
+    }
+    data = ModelCardData(model_name=model_title, tags=TAGS, eval_results=results)
     return f"{ModelCard.from_template(data, str(TEMPLATES / 'model_card.md.j2'), **texts)}\n"
+
+
+def display_name(name: str, otherwise: str) -> str:
+    """Return a name on one line of at most 120 characters, without control characters; `otherwise` for an empty one.
+
+    >>> display_name("tiny\\nmodel", "unknown")
+    'tiny model'
+    """
+    return shortened(name, MOST_IN_NAME) or otherwise
 
 
 def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
@@ -205,7 +227,8 @@ def write_cards(path: Path) -> list[str]:
     may be that of the model.
     """
     answers, first = read_graded(path), next(iter(read_records(path, Prediction)))
-    model, picture = Path(first.model).name, path.with_name("reliability.png")
+    model, picture = display_name(Path(first.model).name, "a model"), path.with_name("reliability.png")
+    task = display_name(first.task, "a task")
     summary = summarise(answers, MeasureSettings(REPORTED))
     metrics = {name: metric.interval for name, metric in summary.metrics.items()}
     chance: Any = {"null": summary.metrics["ece"].null, "sources": summary.sources}
@@ -218,13 +241,15 @@ def write_cards(path: Path) -> list[str]:
         return [picture.name, "model_card.md"]
     columns = Prediction.model_json_schema()["properties"]
     kinds = {name: column.get("type") or column["anyOf"][0]["type"] for name, column in columns.items()}
+    title = f"{TITLE} {model} on {task}"
     data = DatasetCardData(
-        pretty_name=f"{TITLE} {model} on {first.task}",
+        pretty_name=title,
         task_categories=["multiple-choice"],
         tags=TAGS,
         configs=[{"config_name": "default", "data_files": [{"split": first.split, "path": path.name}]}],
         dataset_info={"features": [{"name": name, "dtype": DTYPES[kind]} for name, kind in kinds.items()]},
     )
     template = str(TEMPLATES / "predictions_card.md.j2")
-    write_text(readme, f"{DatasetCard.from_template(data, template, split=first.split)}\n")
+    texts = {"title": escape_markdown(title), "split": first.split}
+    write_text(readme, f"{DatasetCard.from_template(data, template, **texts)}\n")
     return [picture.name, "model_card.md", readme.name]
