@@ -104,10 +104,10 @@ def results_of_files(
     files: the name of a model -> its answers, one to each question, in any form that `catto measure` reads. task: where
     the rows name none. What rows do not hold is left empty; without labels, an answer is `right` or `wrong`.
     """
-    cells = []
+    by_model: dict[str, dict[str, list[Prediction]]] = {}
     for model, path in files.items():
         checked_name(model, "model", plus=True)
-        tasks: dict[str, list[Prediction]] = {}
+        tasks = by_model.setdefault(model, {})
         for prediction in _predictions(path, names, task, model, several=len(files) > 1):
             tasks.setdefault(prediction.task, []).append(prediction)
         for name, predictions in tasks.items():
@@ -116,12 +116,32 @@ def results_of_files(
             if len({prediction.question for prediction in predictions}) < len(predictions):
                 what = "several answers to one question, expected one: `catto select --out` chooses among samples"
                 raise DataError(path, None, what)
+    _check_same_questions(files, by_model)
+    cells = []  # everything was read and checked: files are written now
+    for model, tasks in by_model.items():
+        for name, predictions in tasks.items():
             cell = Cell(task=name, trained_on=name, method=model, budget=None, seed=0, predictions="")
             place = f"predictions/{cell.stem}-{model}.jsonl"
             write_records(out / place, predictions)
             cells.append(cell.model_copy(update={"predictions": place}))
     about: Any = {"recipe": {"evaluation": {"unparsed": unparsed}}, "recipe_hash": "", "versions": library_versions()}
     return Results(name=" and ".join(files), cells=tuple(cells), questions={}, **about)
+
+
+def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, Mapping[str, list[Prediction]]]) -> None:
+    """Raise DataError, which names both files, where two models did not answer the same questions of a task."""
+    first_model: dict[str, str] = {}  # task -> the model that the others are compared with
+    for model, tasks in by_model.items():
+        for task, predictions in tasks.items():
+            other = first_model.setdefault(task, model)
+            ours = {prediction.question for prediction in predictions}
+            theirs = {prediction.question for prediction in by_model[other][task]}
+            for here, there, missing in ((model, other, theirs - ours), (other, model, ours - theirs)):
+                if missing:
+                    what = (
+                        f"does not answer {len(missing):,} of the questions in {files[there]}, such as {min(missing)!r}"
+                    )
+                    raise DataError(files[here], None, f"{what}; models are compared on the same questions")
 
 
 def _predictions(path: Path, names: ColumnNames, task: str, model: str, several: bool) -> Iterator[Prediction]:
