@@ -21,6 +21,8 @@ LEVELS = {
     "files": 0,
     "journal": 0,
     "records": 0,
+    "redaction": 0,
+    "telemetry": 0,
     "recipe": 1,
     "recipe_file": 1,
     "methods": 1,

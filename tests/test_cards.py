@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from datasets import Json, Value, load_dataset
 from huggingface_hub import DatasetCard, ModelCard
+from markdown_it import MarkdownIt
 
 import catto
 from catto.files import write_records
@@ -111,6 +112,49 @@ def test_the_dataset_card_types_columns_that_are_null_or_differ_between_rows(tmp
     assert "reliability.png" in card.text
 
 
+HOSTILE = {
+    "tag": "<img src=x onerror=alert(1)>",
+    "link": "[free](javascript:alert(1))",
+    "picture": "![x](https:x.example)",
+    "bare link": "www.x.example and @someone",
+    "terminal": "red\x1b[31m\x9b2J\x07\u202etxt",
+    "header": "x\n---\nlicense: mit\n---\n# x",
+    "table": "a | b\n|---|---|\n| c | d |",
+    "mathematics": "$$\\frac{1}{$$",
+    "code": "``` `x` ```",
+    "long": "m" * 5000,
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("field", ["model", "task"])
+def test_names_that_a_server_or_a_file_chose_are_only_text_in_the_cards(tmp_path: Path, field: str, name: str) -> None:
+    """Rendered by a parser that allows HTML and finds bare links, the cards have no tag beyond their own."""
+    written(tmp_path, [prediction(n, **{field: name}) for n in range(ROWS)])
+    own = {"h1", "h2", "p", "img", "table", "thead", "tbody", "tr", "th", "td", "code"}
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    for kind, file in ((ModelCard, "model_card.md"), (DatasetCard, "README.md")):
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+        card = kind.load(tmp_path / file)
+        assert "license" not in card.data.to_dict()
+        assert len(card.text) < 2500
+        page = parser.render(card.text)
+        assert set(re.findall(r"<(\w+)", page)) <= own
+        assert re.findall(r"<img src=\"?([^\"\s>]*)", page) == ["reliability.png"]
+        assert page.count("<h1>") == 1
+        assert page.count("<table>") == (kind is ModelCard)
+        # Bare links and mentions are found by the hub's renderer in the text itself.
+        assert not re.search(r"https?:|www\.|@", card.text)
+
+
+def test_a_plain_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    written(tmp_path, [prediction(n, model="Qwen/Qwen3-1.7B_chat") for n in range(ROWS)])
+    page = MarkdownIt().render(ModelCard.load(tmp_path / "model_card.md").text)
+    assert "<h1>Qwen3-1.7B_chat</h1>" in page
+
+
 def test_a_readme_of_other_contents_is_kept(tmp_path: Path) -> None:
     """`--out` may be the folder of the model, whose card has that name."""
     (tmp_path / "README.md").write_text("# my-model\n")
@@ -151,5 +195,5 @@ def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     merged = ModelCard.load("my-dpo-model/README.md")
     assert (merged.data.license, merged.data.base_model) == ("apache-2.0", "my-sft-model")
     assert {one.metric_type for one in merged.data.eval_results} == {"accuracy", "ece", "brier"}
-    assert merged.text.index("# my-dpo-model") < merged.text.index("## Confidence on `commonsense_qa`")
+    assert merged.text.index("# my-dpo-model") < merged.text.index("## Confidence on commonsense\\_qa")
     assert Path("my-dpo-model/reliability.png").exists()

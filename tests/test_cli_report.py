@@ -76,3 +76,25 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Capture) ->
         assert (shown.code, shown.out) == (2, "")
         assert message in shown.err
         assert shown.err.count("\n") == 1
+
+
+def test_different_questions_are_refused_with_both_files_and_nothing_is_written(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """By the names of the files, not of the models; an earlier page in the folder stays as it was."""
+    kept, out = tmp_path / "page" / "predictions" / "answers-a.jsonl", tmp_path / "page"
+    paths = {}
+    for name, first in (("a", 0), ("b", 10)):
+        rows = [{"id": f"q{i}", "confidence": 0.5 + i / 200, "correct": i % 2} for i in range(first, first + 40)]
+        paths[name] = write_lines(tmp_path / f"{name}-answers.jsonl", rows)
+    shown = run(capsys, "report", f"a={paths['a']}", f"b={paths['b']}", "--out", out)
+    assert shown.code == 2
+    assert shown.err.startswith(
+        f"catto: {paths['b']}: does not answer 10 of the questions in {paths['a']}, such as 'q0'"
+    )
+    assert not out.exists()
+    assert run(capsys, "report", f"a={paths['a']}", "--out", out).code == 0
+    before = kept.read_bytes()
+    assert run(capsys, "report", f"b={paths['a']}", f"a={paths['b']}", "--out", out).code == 2
+    assert kept.read_bytes() == before
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]

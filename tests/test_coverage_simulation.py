@@ -55,6 +55,28 @@ def test_interval_of_ece_covers_as_documented(shift: float, low: float, high: fl
     assert low <= coverage(shift, 200, 150)["ece"] <= high
 
 
+@pytest.mark.parametrize(("rows", "low", "high"), [(300, 0.35, 0.62), (2000, 0.80, 0.97)])
+def test_the_interval_of_ece_covers_less_where_all_bins_are_filled(rows: int, low: float, high: float) -> None:
+    """Confidence uniform on (0, 1), its log-odds three times too large: the true ECE is 14 points, in all 20 bins.
+
+    Measured with 600 sets: 48 % of 300 rows, 89 % of 2,000. The bands are for 150 sets, at 99.9 %.
+    """
+    rng, sets, held = np.random.default_rng(7), 150, 0
+    grid = (np.arange(200_000) + 0.5) / 200_000
+
+    def true_probability(c: np.ndarray) -> np.ndarray:
+        return 1 / (1 + ((1 - c) / c) ** (1 / 3))
+
+    gaps = (grid - true_probability(grid)).reshape(20, -1).mean(axis=1)
+    true_ece = float(np.abs(gaps).mean())
+    for number in range(sets):
+        c = rng.uniform(1e-4, 1 - 1e-4, rows)
+        z = rng.random(rows) < true_probability(c)
+        interval = bootstrap_table({"ece": ece}, [Answers(None, c, z)], resamples=150, seed=number)["ece"]
+        held += interval.low <= true_ece <= interval.high
+    assert low <= held / sets <= high
+
+
 def test_the_null_band_holds_its_level() -> None:
     """A calibrated model falls outside the 95 % band in about 5 of 100 data sets; band for 400 sets at 99.9 %."""
     rng, sets, outside = np.random.default_rng(1), 400, 0

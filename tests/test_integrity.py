@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,57 @@ def test_verify_names_the_stage_and_the_file(made: Path, capsys: pytest.CaptureF
         assert catto("verify", str(made / "run")) == 1
     told = capsys.readouterr().out
     assert f"{path.parents[1]}: damaged: model/model.safetensors has other bytes than were written" in told
+
+
+def test_verify_notices_swapped_folders(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is whole by itself; a run refuses them too, before it reads one in place of the other."""
+    copy = copied(made, tmp_path)
+    one, other = (place(copy / "run", stage(copy, "predicted", name)) for name in ("test sft", "test dpo"))
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+    assert catto("verify", str(copy / "run")) == 1
+    told = capsys.readouterr().out
+    assert f"{one}: damaged: the folder holds the stage {other.name}" in told
+    assert f"{other}: damaged: the folder holds the stage {one.name}" in told
+    assert catto("run", str(copy / "tiny.yaml"), "--out", str(copy / "run")) == 2
+
+
+def test_verify_notices_a_file_that_no_stage_wrote(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter beside a model would be loaded with it. What systems leave is no damage."""
+    folder = place(made / "run", stage(made, "train", "dpo"))
+    for name, code in (("model/adapter_config.json", 1), ("notes.txt", 1), (".nfs0001", 0), ("model/.DS_Store", 0)):
+        extra = folder / name
+        assert not extra.exists()
+        extra.write_text("x")
+        try:
+            assert catto("verify", str(made / "run")) == code
+        finally:
+            extra.unlink()
+        told = capsys.readouterr().out
+        assert (f"damaged: the stage did not write {name}" in told) == bool(code)
+
+
+def test_verify_notices_a_changed_page_and_a_changed_recipe(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = made / "run" / "report.html"
+    (recipe,) = (made / "run" / "recipes").glob("*.json")
+    for path in (page, recipe):
+        data = path.read_bytes()
+        with changed(path, data.replace(b"1", b"2", 1)):
+            assert catto("verify", str(made / "run")) == 1
+        assert f"{path}: damaged: " in capsys.readouterr().out
+    assert catto("verify", str(made / "run")) == 0
+
+
+def test_the_page_names_files_that_are_there(made: Path) -> None:
+    """In the experiment's folder and in the folder of its stage."""
+    for page in (made / "run" / "report.html", *(made / "run" / "stages").glob("report-*/report.html")):
+        named = re.findall(r"Files: (\S+), \.tex, \.csv", page.read_text(encoding="utf-8"))
+        assert named
+        for name in named:
+            assert (page.parent / name).is_file()
+            assert (page.parent / name).with_suffix(".csv").is_file()
 
 
 def test_verify_of_another_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

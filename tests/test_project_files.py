@@ -89,3 +89,14 @@ def test_what_the_extras_ask_for_is_pinned() -> None:
     asked = [*PROJECT["project"]["dependencies"], *extras["train"], *extras["docs"], *extras["dev"], "build", "twine"]
     names = {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", one)[0]).lower() for one in asked}  # type: ignore[index]
     assert names - pinned == {"catto"}
+
+
+def test_install_commands_of_the_pages_work_in_a_clone() -> None:
+    """The package is on no index yet: a page installs `.[extra]`, and the README names the later form once."""
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        texts[notebook.name] = notebook.read_text(encoding="utf-8")
+    by_name = [page for page, text in texts.items() for _ in re.findall(r"pip install \\?[\"']?catto\b", text)]
+    assert by_name == ["README.md"]
+    extras = [extra for text in texts.values() for extra in re.findall(r"pip install \\?[\"']?\.\[(\w+)\]", text)]
+    assert {"train", "serve", "ray", "vllm"} <= set(extras) <= set(PROJECT["project"]["optional-dependencies"])

@@ -273,3 +273,34 @@ def test_an_address_without_a_cluster_is_one_line(
     assert told.err.count("\n") == 1
     assert told.err.startswith(f"catto: {problem}")
     assert not (tmp_path / "out" / attempts.RUNNING).exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "choice", "reports"), [(None, None, False), ("1", None, True), ("0", True, False), (None, True, True)]
+)
+def test_ray_reports_its_use_only_if_the_user_says_so(
+    tmp_path: Path, variable: str | None, choice: bool | None, reports: bool
+) -> None:
+    """By Ray's own reading of the environment in which the command would start a cluster or connect to one.
+
+    variable: RAY_USAGE_STATS_ENABLED. choice: what `ray enable-usage-stats` stores.
+    """
+    settings = tmp_path / "config.json"
+    if choice is not None:
+        settings.write_text(json.dumps({"usage_stats": choice}))
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "RAY_USAGE_STATS_ENABLED"}
+    environment["RAY_USAGE_STATS_CONFIG_PATH"] = str(settings)
+    if variable is not None:
+        environment["RAY_USAGE_STATS_ENABLED"] = variable
+    code = f"""
+import catto.cli
+try:
+    catto.cli.main(["run", {str(write_recipe(tmp_path))!r}, "--out", {str(tmp_path / "out")!r},
+                    "--on", "ray", "--address", "localhost:1"])
+finally:
+    from ray._common.usage.usage_lib import usage_stats_enabled
+    print(usage_stats_enabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "Connection refused" in done.stderr
+    assert done.stdout.strip() == str(reports)

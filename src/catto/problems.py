@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ MOST_CHARACTERS = 500
 MOST_DEPTH = 64
 TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 UNKNOWN = object()  # an input that is not available
+# What moves the cursor, changes colours or reverses the order of letters in a terminal; line breaks and tabs stay.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -70,6 +73,17 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
         return line
     tail = most // 4
     return f"{line[: most - tail - 4].rstrip()} ...{line[-tail:]}"
+
+
+def escape_controls(text: str) -> str:
+    """Return the text with control characters as escapes: what a file or a server holds cannot drive a terminal.
+
+    Line breaks and tabs stay. The escapes are those of JSON: a JSON text remains one.
+
+    >>> escape_controls("\\x1b[2J\\n")
+    '\\\\u001b[2J\\n'
+    """
+    return _CONTROLS.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
 
 def listed(names: Sequence[object], most: int = 12) -> str:

@@ -21,6 +21,7 @@ from pydantic import (
 from catto.methods import BUDGETS, METHODS, SCALINGS, Budget, Start, known, method, methods_from, start_of
 from catto.problems import did_you_mean
 from catto.records import Split, checked_name
+from catto.redaction import find_redacted, looks_like_secret, redact
 
 # With more bins than this no two answers of any file share one, and a resample takes time for each.
 MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
@@ -62,7 +63,17 @@ def expand(path: str) -> str:
     return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
 
 
-# Paths alone are expanded: a variable's value in any other field could carry a secret into the files of a run.
+def _fill_in(value: Any) -> Any:
+    """Return a JSON value with the values of environment variables in its texts."""
+    if isinstance(value, dict):
+        return {name: _fill_in(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_fill_in(item) for item in value]
+    return expand(value) if isinstance(value, str) else value
+
+
+# Paths alone are expanded when a recipe is read: a variable's value in any other field could carry a secret into the
+# files of a run.
 Place = Annotated[str, AfterValidator(expand)]
 
 Rate = Annotated[float, Field(gt=0)]
@@ -101,7 +112,9 @@ class TeacherSettings(Settings):
     model: str | None = None  # the server's name for it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never stored
-    extra_body: dict[str, Any] = Field(default_factory=dict)  # server-specific, e.g. {thinking: {type: disabled}}
+    # Server-specific, e.g. {thinking: {type: disabled}}. What may be a secret is stored as a digest; `${NAME}` is a
+    # variable, filled in when a request is sent.
+    extra_body: dict[str, Any] = Field(default_factory=dict, repr=False)
     responses: Place | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
@@ -139,6 +152,30 @@ class TeacherSettings(Settings):
     def _without_login(self, value: str | None) -> str | None:
         """Leave out a user and password in the address: they are used and never stored."""
         return None if value is None else re.sub(r"//[^/?#]*@", "//", value, count=1)
+
+    @field_serializer("extra_body")
+    def _without_secrets(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Store digests of what may be a secret: keys change with it, and no file holds it."""
+        return dict(redact(value))
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_variable_name(cls, value: str) -> str:
+        """Refuse the key itself in place of the variable's name; the message does not repeat it."""
+        if not re.fullmatch(r"[A-Za-z_]\w*", value) or looks_like_secret(value):
+            raise ValueError("expected the name of an environment variable, such as OPENAI_API_KEY, not the key itself")
+        return value
+
+    def body_to_send(self) -> dict[str, Any]:
+        """Return `extra_body` with the values of environment variables in place of `${NAME}`.
+
+        Raises ValueError where a variable is not set, and where the settings were read from a run's folder, which
+        holds a digest in place of a secret.
+        """
+        for place in find_redacted(self.extra_body, "teacher.extra_body"):
+            told = "only a digest of this value is stored in the run's folder"
+            raise ValueError(f"{place}: {told}: write ${{NAME}} in the recipe, a variable, or use `catto run`")
+        return dict(_fill_in(self.extra_body))
 
     def asked(self) -> dict[str, Any]:
         """Return what determines a response: all settings but those of `REACHING` and `PICKING`."""

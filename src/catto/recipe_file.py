@@ -203,7 +203,8 @@ _GIVEN |= {"outcome_score": "outcome.score gives it", "outcome_rows_per_pair": "
 _GIVEN |= {"outcome_target": "outcome.target gives it"}
 _GIVEN |= {"prefix_sharing": "it is set at the top of the recipe", "model_init_kwargs": "the block model gives them"}
 _GIVEN |= dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "keep gives it")
-_GIVEN |= {"resume_from_checkpoint": "a run resumes by itself", "push_to_hub": "models stay in the folder of the run"}
+_GIVEN |= {"resume_from_checkpoint": "a run resumes by itself"}
+_GIVEN |= dict.fromkeys(("push_to_hub", "hub_token"), "models stay in the folder of the run")
 _GIVEN |= dict.fromkeys(("save_only_model", "ignore_data_skip"), "a run that was killed would end with another model")
 
 

@@ -20,6 +20,7 @@ from catto import __version__
 from catto.cli import calibrate, data, doctor, evaluate, measure, plan, report, run, select, serve, teach, train
 from catto.cli.console import refuse
 from catto.problems import DataError
+from catto.telemetry import switch_off_telemetry
 
 # A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
 app = typer.Typer(name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -94,6 +95,7 @@ def _finish(command: Any) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Bad input gives one line on stderr and exit code 2, anything unexpected a traceback."""
+    switch_off_telemetry()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a character that the terminal lacks is escaped
             stream.reconfigure(errors="backslashreplace")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from catto.problems import DataError, did_you_mean, shortened
+from catto.problems import DataError, did_you_mean, escape_controls, shortened
 from catto.recipe import FEW_QUESTIONS
 from catto.tasks import TASKS
 
@@ -28,7 +28,10 @@ LONGEST = 1200
 # Seeds go to NumPy and torch, which take at most 64 bits.
 MOST_SEED = 2**32 - 1
 
-say = typer.echo  # plain text: brackets are not markup
+
+def say(text: str) -> None:
+    """Print a text on stdout. Brackets are not markup, and control characters of a file or a server are escaped."""
+    typer.echo(escape_controls(text))
 
 
 def refuse(message: str) -> NoReturn:
@@ -61,7 +64,8 @@ def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") ->
 def print_json(value: object) -> None:
     """Print one JSON document on stdout."""
     # What the stream itself escapes would not be JSON.
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=str(sys.stdout.encoding).lower() != "utf-8", allow_nan=False))
+    only_ascii = str(sys.stdout.encoding).lower() != "utf-8"
+    typer.echo(escape_controls(json.dumps(value, indent=2, ensure_ascii=only_ascii, allow_nan=False)))
 
 
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
@@ -69,9 +73,12 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
     table = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.title = shortened(title)
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
+        table.add_column(escape_controls(column), justify="right" if place else "left", no_wrap=place > 0)
     for row in rows:
-        table.add_row(*row) if row else table.add_section()
+        if row:
+            table.add_row(*map(escape_controls, row))
+        else:
+            table.add_section()
     print_table(table)
 
 

@@ -44,7 +44,6 @@ RetryOption = Annotated[bool, Option("--retry-refused", help="Ask again what a s
 
 # Progress bars and notices of libraries would break the display.
 QUIET = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -173,8 +172,16 @@ def run(
             console.say(line)
         console.print_table(render.terminal(tables.summary(numbers)))
     # The one-file page is copied to where it is found first.
-    write_text(first, (report / first.name).read_text(encoding="utf-8"))
+    write_text(first, _page_for_folder(report))
     console.say(f"Report: {first}")
+
+
+def _page_for_folder(report: Path) -> str:
+    """Return the page of a report's stage as it is put into the experiment's folder."""
+    from catto.report.page import page_seen_from
+
+    text = (report / "report.html").read_text(encoding="utf-8")
+    return page_seen_from(text, f"stages/{report.name}")
 
 
 # ---- one stage ------------------------------------------------------------------------------------------------------
@@ -217,7 +224,8 @@ def stage(
 def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such as runs/quickstart.")]) -> None:
     """Compare every file of every finished stage with the size and SHA-256 that were recorded when it was written.
 
-    Exit with code 1 if a stage is damaged; `catto run --repair` runs such stages again.
+    Also noticed: a folder of another stage, a file that no stage wrote, a changed report.html or stored recipe.
+    Exit with code 1 if something is damaged; `catto run --repair` runs damaged stages again.
 
     Examples:
     catto verify runs/quickstart
@@ -236,12 +244,34 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
             else:
                 sizes += [size for size, _ in account(stage)["files"].values()]
             step()
+    whole_stages = len(stages) - len(damaged)
+    damaged += _damage_outside_stages(folder)
     for line in damaged:
         console.say(line)
-    whole = f"{len(stages) - len(damaged)} of {len(stages)} finished stages are whole"
+    whole = f"{whole_stages} of {len(stages)} finished stages are whole"
     console.say(f"{whole}: {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB.")
     if damaged:
         sys.exit(1)
+
+
+def _damage_outside_stages(folder: Path) -> list[str]:
+    """Return what is wrong with the stored recipes and with the copy of the report's page."""
+    from catto.experiment.graph import read_stored
+
+    problems = []
+    for path in sorted((folder / "recipes").glob("*.json")):
+        try:
+            read_stored(path)
+        except DataError as error:
+            problems.append(str(error))
+    copied = folder / "report.html"
+    reports = sorted((folder / "stages").glob("report-*/report.html"))
+    if copied.is_file() and reports:
+        text = copied.read_text(encoding="utf-8", errors="replace")
+        known = [_page_for_folder(report.parent) for report in reports]
+        if text not in known:
+            problems.append(f"{copied}: damaged: not the page of a report in stages/; `catto run` copies it again")
+    return problems
 
 
 # ---- recipe ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
@@ -82,7 +82,8 @@ class ServerEngine(Engine):
     `timeout` is the longest wait for a byte, `deadline` for a whole reply, its retries included. At most `max_retries`
     follow 408, 409, 425, 429 with its Retry-After, 5xx, broken connections and unusable replies; `retries` counts them.
     `top_logprobs` (at most 20) asks for the best candidates of every token. A user and password in `base_url` are sent
-    as basic authentication and shown nowhere.
+    as basic authentication and shown nowhere. `extra_body` is sent with every request; no message shows a text of
+    `hidden`, such as a key in that body.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ServerEngine(Engine):
         max_retries: int = 8,
         top_logprobs: int = 0,
         extra_body: Mapping[str, Any] | None = None,
+        hidden: Sequence[str] = (),
     ) -> None:
         if not 0 <= top_logprobs <= MOST_TOPS:
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
@@ -119,7 +121,8 @@ class ServerEngine(Engine):
         if self._key and not (self._key.isascii() and self._key.isprintable()):
             raise ServerError(f"environment variable {api_key_env}: not a key that an HTTP header can carry")
         basic = base64.b64encode(":".join(login).encode()).decode() if login else ""
-        self._secrets = (self._key, basic, *(login or ()))  # no message may show them
+        # No message may show them; the longest first, since one may be part of another.
+        self._secrets = sorted((self._key, basic, *(login or ()), *hidden), key=len, reverse=True)
         headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
         if basic or self._key:
             headers["Authorization"] = f"Basic {basic}" if basic else f"Bearer {self._key}"
@@ -143,7 +146,8 @@ class ServerEngine(Engine):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
-                warnings.warn(f"{outcome.model} thinks before it answers: the temperature does not act", stacklevel=2)
+                name = shortened(outcome.model, 80)  # the server chose it
+                warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
 
     async def _arriving(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
         """Yield outcomes as they arrive. The next request is sent once an outcome was taken: a caller that stops is

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from catto import prompts
 from catto.answer import forms
@@ -524,10 +525,25 @@ def freeze(root: Path, recipe: Recipe) -> Path:
     Several recipes may share the folder. A password in the teacher's address is not stored.
     """
     path = stored(root, recipe)
-    if not path.exists():
-        stages.write(path, recipe.model_dump(mode="json"))
+    value = recipe.model_dump(mode="json")
+    try:
+        is_stored = path.exists() and read_json(path) == value
+    except DataError:  # damaged
+        is_stored = False
+    if not is_stored:
+        stages.write(path, value)
     os.utime(path)  # the one that was used last
     return path
+
+
+def read_stored(path: Path) -> Any:
+    """Return the settings of a recipe that `freeze` stored; DataError where they are not those that its name is of."""
+    value = read_json(path)
+    if content_hash(value) != path.stem:
+        raise DataError(
+            path, None, "damaged: the recipe is not what was stored; `catto run` with your file stores it again"
+        )
+    return value
 
 
 def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
@@ -541,7 +557,7 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         named = f"no recipe {recipe}" if recipe else "no recipe"
         raise DataError(root, None, f"{named} is stored here: `catto run` and `catto plan --export` do that")
     for path in recipes:
-        value = read_json(path)
+        value = read_stored(path)
         with locating(path, value=value):
             graph = Graph(Recipe.model_validate(value))
         matches = [one for one in stages.ordered([graph.report()]) if one.key.startswith(key) or one.folder == key]

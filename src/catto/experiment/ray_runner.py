@@ -27,6 +27,7 @@ from catto.experiment.runner import Display, Ending, Outcome
 from catto.experiment.stages import Stage
 from catto.problems import DataError
 from catto.recipe import Recipe
+from catto.telemetry import switch_off_telemetry
 
 # How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
 RETRIES = 10
@@ -65,6 +66,7 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
 @contextmanager
 def _connected(address: str | None) -> Iterator[None]:
     """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
+    switch_off_telemetry()  # Ray's processes on this machine inherit it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
     os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # else a stage that needs more memory runs for ever
     started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
@@ -157,6 +159,7 @@ _checked: set[Path] = set()
 
 def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -> Ending:
     """Run the stage of a key in a worker; paths in the recipe are seen from the folder `here`."""
+    switch_off_telemetry()  # a cluster that was started elsewhere has not the environment of the command
     if any(need.outcome in ("failed", "blocked") for need in needs):
         return Ending("blocked")
     os.chdir(here)

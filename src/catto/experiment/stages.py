@@ -342,13 +342,22 @@ class Stage(Generic[S]):
     @property
     def folder(self) -> str:
         """Name of its folder: readable, and unique by the key."""
-        readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name).strip("-")
-        return f"{readable}-{self.key[:8]}"
+        return folder_name(self.name, self.key)
 
     @property
     def method(self) -> str | None:
         """The method that a training trains."""
         return self.settings.name if isinstance(self.settings, TrainSettings) else None
+
+
+def folder_name(name: str, key: str) -> str:
+    """Return the name of the folder of a stage.
+
+    >>> folder_name("tau sft snli seed 0", "5f2c81d09ab34e67")
+    'tau-sft-snli-seed-0-5f2c81d0'
+    """
+    readable = re.sub(r"[^A-Za-z0-9.+-]+", "-", name).strip("-")
+    return f"{readable}-{key[:8]}"
 
 
 def ordered(goals: list[Stage]) -> list[Stage]:
@@ -469,10 +478,30 @@ def _account(path: Path, changed: int, number: int) -> dict[str, Any]:
 
 
 def check(folder: Path, *, contents: bool = False) -> None:
-    """Raise DataError where a file of a finished stage is missing or has another size; `contents`: or other bytes."""
-    seals = {name: Seal(*seal) for name, seal in account(folder)["files"].items()}
+    """Raise DataError where a file of a finished stage is missing or has another size, or the folder is another's.
+
+    `contents`: or where a file has other bytes, or is not one that the stage wrote. A library may read such a file: an
+    adapter beside a model is loaded with it.
+    """
+    done_record = account(folder)
+    own_name = folder_name(done_record["name"], done_record["key"])
+    if folder.name != own_name:
+        raise DataError(folder, None, f"damaged: the folder holds the stage {own_name}; {REPAIR}")
+    seals = {name: Seal(*seal) for name, seal in done_record["files"].items()}
     if (problem := damage(folder, seals, contents=contents)) is not None:
         raise DataError(folder, None, f"damaged: {problem}; {REPAIR}")
+    if contents:
+        for extra in _files_beside(folder, seals):
+            raise DataError(folder, None, f"damaged: the stage did not write {extra}: delete it, or {REPAIR}")
+
+
+def _files_beside(folder: Path, seals: Mapping[str, Seal]) -> Iterator[str]:
+    """Yield the files in a stage's folder that it did not write; systems leave some that begin with a dot."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_of_system = path.name.startswith((".nfs", ".DS_Store", "._"))
+        if not path.is_dir() and name not in seals and name not in UNSEALED and not is_of_system:
+            yield name
 
 
 def done(root: Path, stage: Stage) -> bool:

@@ -22,7 +22,7 @@ from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval
-from catto.problems import DataError, locating
+from catto.problems import DataError, locating, shortened
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
@@ -31,7 +31,7 @@ from catto.report.figures import looks, pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Cell, Numbers, Results
 from catto.report.page import Browser, page
-from catto.report.render import TEMPLATES, csv_text, latex, markdown
+from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
 from catto.report.tables import all_tables
 from catto.tasks import TASKS
 
@@ -40,6 +40,8 @@ __all__ = ["build", "read", "results_of_files", "write_cards"]
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
 TITLE = "Predictions of"
+# A server or a file chose the names of models: the longest that cards show.
+MOST_IN_NAME = 120
 # JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
 DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
@@ -102,10 +104,10 @@ def results_of_files(
     files: the name of a model -> its answers, one to each question, in any form that `catto measure` reads. task: where
     the rows name none. What rows do not hold is left empty; without labels, an answer is `right` or `wrong`.
     """
-    cells = []
+    by_model: dict[str, dict[str, list[Prediction]]] = {}
     for model, path in files.items():
         checked_name(model, "model", plus=True)
-        tasks: dict[str, list[Prediction]] = {}
+        tasks = by_model.setdefault(model, {})
         for prediction in _predictions(path, names, task, model, several=len(files) > 1):
             tasks.setdefault(prediction.task, []).append(prediction)
         for name, predictions in tasks.items():
@@ -114,12 +116,32 @@ def results_of_files(
             if len({prediction.question for prediction in predictions}) < len(predictions):
                 what = "several answers to one question, expected one: `catto select --out` chooses among samples"
                 raise DataError(path, None, what)
+    _check_same_questions(files, by_model)
+    cells = []  # everything was read and checked: files are written now
+    for model, tasks in by_model.items():
+        for name, predictions in tasks.items():
             cell = Cell(task=name, trained_on=name, method=model, budget=None, seed=0, predictions="")
             place = f"predictions/{cell.stem}-{model}.jsonl"
             write_records(out / place, predictions)
             cells.append(cell.model_copy(update={"predictions": place}))
     about: Any = {"recipe": {"evaluation": {"unparsed": unparsed}}, "recipe_hash": "", "versions": library_versions()}
     return Results(name=" and ".join(files), cells=tuple(cells), questions={}, **about)
+
+
+def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, Mapping[str, list[Prediction]]]) -> None:
+    """Raise DataError, which names both files, where two models did not answer the same questions of a task."""
+    first_model: dict[str, str] = {}  # task -> the model that the others are compared with
+    for model, tasks in by_model.items():
+        for task, predictions in tasks.items():
+            other = first_model.setdefault(task, model)
+            ours = {prediction.question for prediction in predictions}
+            theirs = {prediction.question for prediction in by_model[other][task]}
+            for here, there, missing in ((model, other, theirs - ours), (other, model, ours - theirs)):
+                if missing:
+                    what = (
+                        f"does not answer {len(missing):,} of the questions in {files[there]}, such as {min(missing)!r}"
+                    )
+                    raise DataError(files[here], None, f"{what}; models are compared on the same questions")
 
 
 def _predictions(path: Path, names: ColumnNames, task: str, model: str, several: bool) -> Iterator[Prediction]:
@@ -161,15 +183,18 @@ def model_card(
 ) -> str:
     """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram.
 
-    rows: the number of answers. picture: the diagram as seen from the card. chance: `null`, the null band of the ECE,
-    and `sources`, how the answers were read; None where it is not known.
+    model, task: names of any origin, which are escaped. rows: the number of answers. picture: the diagram as seen from
+    the card. chance: `null`, the null band of the ECE, and `sources`, how the answers were read; None where it is not
+    known.
     """
+    model_title = display_name(model, "a model without a name")
+    task_title = display_name(task, "a task without a name")
     source = TASKS.get(task)
     results = [
         EvalResult(
             task_type="multiple-choice",
-            dataset_type=(source.hub if source else None) or task,
-            dataset_name=task,
+            dataset_type=(source.hub if source else None) or task_title,
+            dataset_name=task_title,
             dataset_config=source.config if source else None,
             dataset_split=split,
             dataset_args={"answers": rows},
@@ -180,9 +205,26 @@ def model_card(
         for name in REPORTED
     ]
     shown = {name: (METRICS[name], metrics[name]) for name in REPORTED}
-    texts = {"model": model, "task": task, "split": split, "rows": rows, "metrics": shown, "picture": picture, **chance}
-    data = ModelCardData(model_name=model, tags=TAGS, eval_results=results)
+    texts = {
+        "model": escape_markdown(model_title),
+        "task": escape_markdown(task_title),
+        "split": split,
+        "rows": rows,
+        "metrics": shown,
+        "picture": picture,
+        **chance,
+    }
+    data = ModelCardData(model_name=model_title, tags=TAGS, eval_results=results)
     return f"{ModelCard.from_template(data, str(TEMPLATES / 'model_card.md.j2'), **texts)}\n"
+
+
+def display_name(name: str, otherwise: str) -> str:
+    """Return a name on one line of at most 120 characters, without control characters; `otherwise` for an empty one.
+
+    >>> display_name("tiny\\nmodel", "unknown")
+    'tiny model'
+    """
+    return shortened(name, MOST_IN_NAME) or otherwise
 
 
 def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
@@ -205,7 +247,8 @@ def write_cards(path: Path) -> list[str]:
     may be that of the model.
     """
     answers, first = read_graded(path), next(iter(read_records(path, Prediction)))
-    model, picture = Path(first.model).name, path.with_name("reliability.png")
+    model, picture = display_name(Path(first.model).name, "a model"), path.with_name("reliability.png")
+    task = display_name(first.task, "a task")
     summary = summarise(answers, MeasureSettings(REPORTED))
     metrics = {name: metric.interval for name, metric in summary.metrics.items()}
     chance: Any = {"null": summary.metrics["ece"].null, "sources": summary.sources}
@@ -218,13 +261,15 @@ def write_cards(path: Path) -> list[str]:
         return [picture.name, "model_card.md"]
     columns = Prediction.model_json_schema()["properties"]
     kinds = {name: column.get("type") or column["anyOf"][0]["type"] for name, column in columns.items()}
+    title = f"{TITLE} {model} on {task}"
     data = DatasetCardData(
-        pretty_name=f"{TITLE} {model} on {first.task}",
+        pretty_name=title,
         task_categories=["multiple-choice"],
         tags=TAGS,
         configs=[{"config_name": "default", "data_files": [{"split": first.split, "path": path.name}]}],
         dataset_info={"features": [{"name": name, "dtype": DTYPES[kind]} for name, kind in kinds.items()]},
     )
     template = str(TEMPLATES / "predictions_card.md.j2")
-    write_text(readme, f"{DatasetCard.from_template(data, template, split=first.split)}\n")
+    texts = {"title": escape_markdown(title), "split": first.split}
+    write_text(readme, f"{DatasetCard.from_template(data, template, **texts)}\n")
     return [picture.name, "model_card.md", readme.name]

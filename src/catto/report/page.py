@@ -99,6 +99,18 @@ def page(results: Results, numbers: Numbers, tables: Sequence[Table], drawn: Dra
     )
 
 
+FILES_NOTE = '<span class="files">Files: '
+
+
+def page_seen_from(text: str, folder: str) -> str:
+    """Return the page as it is put elsewhere: its notes name the files of tables by their folder as seen from there.
+
+    >>> page_seen_from('<span class="files">Files: tables/main.md', "stages/report-1")
+    '<span class="files">Files: stages/report-1/tables/main.md'
+    """
+    return text.replace(f"{FILES_NOTE}tables/", f"{FILES_NOTE}{folder}/tables/")
+
+
 def script_json(value: object) -> str:
     """Write JSON that cannot end the script element it is put in, nor open another.
 

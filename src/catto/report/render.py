@@ -17,6 +17,7 @@ from rich.text import Text
 
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
+from catto.problems import shortened
 from catto.report.numbers import GroupNumbers
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -27,6 +28,10 @@ LATEX_SPECIAL = str.maketrans(
     | {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
 )
 MARKDOWN_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|~"})
+# For names that a server or a file chose. As entities, signs open no tag and make no link, whatever renders the page.
+MARKDOWN_FOREIGN = MARKDOWN_SPECIAL | str.maketrans(
+    {sign: f"\\{sign}" for sign in "()!#$"} | {sign: f"&#{ord(sign)};" for sign in "&<>:@"}
+)
 CSV_HEAD = (
     *("table", "budget", "block", "method", "task", "column", "metric", "value", "std", "low", "high"),
     *("null_low", "null_high", "difference_to_dpo", "difference_low", "difference_high", "p_value", "p_corrected"),
@@ -166,6 +171,15 @@ for name, special in (("md", MARKDOWN_SPECIAL), ("tex", LATEX_SPECIAL)):
 def markdown(table: Table) -> str:
     """Render for a page of Markdown: title, table, caption; the lines of an entry are separated by <br>."""
     return FORMS.get_template("table.md.j2").render(table=table)
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text of unknown origin as one line of Markdown that shows it as it is: no tag, no link, no mention.
+
+    >>> escape_markdown("<b>[x](javascript:y)")
+    '&#60;b&#62;\\\\[x\\\\]\\\\(javascript&#58;y\\\\)'
+    """
+    return shortened(text).translate(MARKDOWN_FOREIGN).replace("www.", "www&#46;")
 
 
 def latex(table: Table) -> str:

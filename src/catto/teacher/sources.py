@@ -16,6 +16,7 @@ from catto.problems import DataError, locating
 from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
 from catto.records import Question
+from catto.redaction import secret_texts
 from catto.tasks.witnesses import respond
 
 
@@ -28,8 +29,18 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may
         case "server":
             from catto.engines.server import ServerEngine
 
-            asking = settings.model_dump(include={"api_key_env", "concurrency", "timeout", "deadline", "extra_body"})
-            return ServerEngine(settings.base_url or "", settings.model or "", max_retries=settings.retries, **asking)
+            body = settings.body_to_send()
+            return ServerEngine(
+                settings.base_url or "",
+                settings.model or "",
+                max_retries=settings.retries,
+                api_key_env=settings.api_key_env,
+                concurrency=settings.concurrency,
+                timeout=settings.timeout,
+                deadline=settings.deadline,
+                extra_body=body,
+                hidden=tuple(secret_texts(settings.extra_body, body)),
+            )
         case "transformers":
             from catto.engines.transformers import TransformersEngine
 
