@@ -21,6 +21,7 @@ LEVELS = {
     "files": 0,
     "journal": 0,
     "records": 0,
+    "parquet_rows": 0,
     "redaction": 0,
     "telemetry": 0,
     "recipe": 1,
