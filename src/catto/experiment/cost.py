@@ -275,7 +275,8 @@ class Costs:
         """Bound the tokens of the held-out pairs that a stage scores."""
         pairs = stage.needs["pairs"]
         asked = self.questions(pairs.needs["questions"])
-        return 2 * self.recipe.context * asked * pairs.settings.asked.teacher.pairs_per_question
+        per_question: int = pairs.settings.asked.teacher.pairs_per_question
+        return 2 * self.recipe.context * asked * per_question
 
     def rows(self, settings: TrainSettings) -> int:
         """Count the rows of one element of a batch: of a pair two, and those of the third stream."""
