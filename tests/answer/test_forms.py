@@ -180,7 +180,7 @@ def test_formatting_keeps_the_label_and_the_span_is_the_label(
 ) -> None:
     label = data.draw(st.sampled_from(labels))
     shown = data.draw(st.sampled_from([label, label.upper(), label.lower()] if lead in ("", "Answer: ") else [label]))
-    lead = "" if lead == "- " and label.isdigit() else lead  # a negative number
+    lead = "" if lead in ("- ", "> ") and label.isdigit() else lead  # a negative number, a comparison
     twice = (("{})", "({})"), ("{}.", "{}."))  # brackets that do not match, and the beginning of "..."
     for wrap in [inner, *(wrap for wrap in wraps if (inner, wrap) not in twice)]:
         shown = wrap.format(shown)
