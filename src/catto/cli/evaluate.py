@@ -132,9 +132,13 @@ def _loader(
         limits: Any = {"concurrency": batch_size, "api_key_env": api_key_env, "deadline": deadline}
         return partial(ServerEngine, base_url, model, top_logprobs=20, **limits)
     check_model(model)
-    check_hub(model)
     needs(*(("vllm", "vllm") if name == "vllm" else ("torch", "train")), f"--engine {name}")
-    return partial(open_engine, name, model, batch_size=batch_size)
+
+    def load_model() -> Engine:
+        check_hub(model)
+        return open_engine(name, model, batch_size=batch_size)
+
+    return load_model
 
 
 def _show(path: Path) -> None:
