@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from catto.prompts import parse
+from catto.answer.response import parse_response
 from catto.records import Option, Question
 
 LETTERS = ("A", "B", "C", "D", "E")
@@ -21,6 +21,6 @@ def question(labels: tuple[str, ...] = LETTERS[:4], texts: tuple[str, ...] = (),
 
 
 def answer(text: str, labels: tuple[str, ...] = LETTERS[:4], texts: tuple[str, ...] | None = None) -> str | None:
-    found = parse(f"<think>\nA or B?\n</think>\n<answer>\n{text}\n</answer>", labels, texts)
+    found = parse_response(f"<think>\nA or B?\n</think>\n<answer>\n{text}\n</answer>", labels, texts)
     assert found.reasoning == "A or B?"
     return found.label

@@ -24,7 +24,7 @@ LEVELS = {
     "recipe": 1,
     "recipe_file": 1,
     "methods": 1,
-    "answers": 2,
+    "answer": 2,
     "labels": 2,
     "prompts": 2,
     "tasks": 2,

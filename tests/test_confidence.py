@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from catto.answers import VERSION
+from catto.answer.forms import VERSION
+from catto.answer.response import parse_answer, parse_response
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
@@ -19,7 +20,7 @@ from catto.metrics.temperature import confidence_at
 from catto.predict.label_reader import close, closed_ids
 from catto.predict.predictor import evaluate, evaluate_model, generate
 from catto.problems import DataError
-from catto.prompts import completion, parse, parse_answer
+from catto.prompts import completion
 from catto.records import Prediction, Question
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
 from tiny import tiny_model
@@ -30,7 +31,7 @@ SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed":
 
 def place_of(text: str, ids: list[int], labels: tuple[str, ...]) -> tuple[list[int], dict[str, int]]:
     """Tokens before the label and each label's token, for this word-level vocabulary: a word may carry its space."""
-    span = parse(text, labels, cut=len(ids) == SAMPLED["max_tokens"]).span
+    span = parse_response(text, labels, cut=len(ids) == SAMPLED["max_tokens"]).span
     if span is None:
         keep, ending = close(text)
         return before(ids, keep) + encode(ending), {label: encode(label)[0] for label in labels}
@@ -127,9 +128,10 @@ CLOSING = [
     ("<think>\nso\n</think>", (19, OPEN)),
     ("<think>\nso\n</think>\n<answ", (19, OPEN)),
     ("<think>\nso\n</think>\n<answer>\nA or B\n</answer>", (19, OPEN)),
-    ("<think>\nI write <answer>B", (15, "\n</think>" + OPEN)),
+    ("<think>\nI write <answer>B", (25, "\n</think>" + OPEN)),
     ("<think>\nin <answer> tags\n</think>\nB", (35, OPEN)),
-    ("<think>\nin <answer> tags\n</think>\n", (10, "\n</think>" + OPEN)),
+    ("<think>\nin <answer> tags\n</think>\n", (33, OPEN)),
+    ("<think>\nso\n</think>\nHm.\nQuestion: Why?\nThe answer is B.", (23, OPEN)),
     ("just words", (10, OPEN)),
     ("<Answer>none", (0, "<answer>\n")),
     ("a <b", (4, OPEN)),

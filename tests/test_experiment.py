@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from catto.answers import VERSION
+from catto.answer.forms import VERSION
 from catto.experiment.attempts import locked
 from catto.experiment.stages import Stage
 from catto.files import manifest_path, read_records
@@ -330,7 +330,7 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     train = "sft witnesses seed 0 lr 0.001"
 
     def parser(version: int) -> None:
-        for module in ("catto.answers", "catto.teacher.responses", "catto.predict.predictor"):
+        for module in ("catto.answer.forms", "catto.teacher.responses", "catto.predict.predictor"):
             monkeypatch.setattr(f"{module}.VERSION", version)
 
     assert set(again(recipe, root).values()) == {"done"}

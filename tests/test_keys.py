@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 
 from catto import prompts
-from catto.answers import VERSION
+from catto.answer.forms import VERSION
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, StageSettings, ordered
 from catto.methods import METHODS
@@ -268,7 +268,7 @@ def kinds_first_changed(monkeypatch: pytest.MonkeyPatch, folder: Path, target: s
 def test_another_parser_reads_again_and_neither_asks_nor_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kinds_first_changed(monkeypatch, tmp_path, "catto.answers.VERSION", VERSION + 1) == {"rows"}
+    assert kinds_first_changed(monkeypatch, tmp_path, "catto.answer.forms.VERSION", VERSION + 1) == {"rows"}
 
 
 def test_whatever_reads_answers_itself_has_the_parser_among_its_own_settings(
@@ -277,7 +277,7 @@ def test_whatever_reads_answers_itself_has_the_parser_among_its_own_settings(
     """Where the rows come out the same, what was made of them is taken over: RCFT's bins are read by the parser too."""
     recipe = recipe_of(tmp_path)
     before = {stage.name: stage.settings.counted() for stage in stages(recipe)}
-    monkeypatch.setattr("catto.answers.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.answer.forms.VERSION", VERSION + 1)
     changed = [stage for stage in stages(recipe) if stage.settings.counted() != before[stage.name]]
     assert {stage.method or stage.kind for stage in changed} == {"rows", "predicted", "rcft"}
 

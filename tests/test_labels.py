@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from catto.answer.response import parse_response
 from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
-from catto.prompts import completion, parse
+from catto.prompts import completion
 from tokenizer_kinds import FUSED, WORDS, byte_level, firsts, kinds, wrapped
 
 LETTERS = tuple("ABCD")
@@ -71,7 +72,7 @@ def test_the_token_found_holds_the_parsers_character(name: str, reasoning: str, 
     text = f"<think>\n{reasoning}\n</think>\n" + form.format("B")
     ids = encode(tokenizer, text)
     assert decoded(tokenizer, ids) == text
-    place, parsed = locate(tokenizer, ids, LETTERS), parse(text, LETTERS)
+    place, parsed = locate(tokenizer, ids, LETTERS), parse_response(text, LETTERS)
     assert parsed.span is not None
     assert place is not None
     start = parsed.span[0]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answer_cases import LETTERS, NLI, laws, question
-from catto.prompts import WORDING, completion, fold_system, messages, parse, prompt_text
+from catto.answer.response import parse_response
+from catto.prompts import WORDING, completion, fold_system, messages, prompt_text
 from catto.records import Message
 
 # The prompt
@@ -60,7 +61,7 @@ def test_the_ending_is_the_canonical_one() -> None:
 @given(st.text(max_size=80), st.sampled_from([*LETTERS]))
 def test_a_rendered_response_reads_back(reasoning: str, label: str) -> None:
     text = completion(reasoning, label)
-    found = parse(text, LETTERS)
+    found = parse_response(text, LETTERS)
     assert found.label == label
     assert completion(found.reasoning or "", label) == text
     assert found.span == (len(text) - len("\n</answer>") - 1, len(text) - len("\n</answer>"))

@@ -11,11 +11,12 @@ from typing import IO
 import pytest
 
 from catto import files
+from catto.answer.response import ParsedResponse, parse_answer, parse_response
 from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
 from catto.files import locked, read_manifest, read_records
 from catto.problems import DataError
-from catto.prompts import Parsed, messages, parse, parse_answer
+from catto.prompts import messages
 from catto.recipe import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run
@@ -96,7 +97,7 @@ def test_what_is_asked_is_the_prompt_and_what_is_kept_is_the_answer(tmp_path: Pa
         assert body["temperature"] == response.temperature
         assert body["messages"] == [message.model_dump() for message in messages(question)]
         assert response.text == answer(body)
-        assert response.label == parse(response.text, LABELS).label
+        assert response.label == parse_response(response.text, LABELS).label
         assert response.correct == (response.label == question.gold)
         assert response.reasoning == f"Question {response.question[1:]} with seed {response.seed}."
     assert any(r.label is None for r in found)
@@ -270,7 +271,7 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
     run(tmp_path, "ABB-", "BBAA", min_wrong=1)
     kept = (tmp_path / "generations.jsonl").read_bytes()
 
-    def generous(text: str, question: Question, *, cut: bool = False) -> Parsed:
+    def generous(text: str, question: Question, *, cut: bool = False) -> ParsedResponse:
         found = parse_answer(text, question, cut=cut)
         return found if "<answer>" in text else found._replace(reasoning="r", label="C", span=(0, 1))
 

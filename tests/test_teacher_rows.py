@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from catto.answer.response import parse_response
 from catto.engines import Generation
 from catto.files import read_manifest
-from catto.prompts import completion, messages, parse
+from catto.prompts import completion, messages
 from catto.recipe import TeacherSettings
 from catto.records import Response
 from catto.teacher import dry_run
@@ -132,8 +133,8 @@ def test_pairs_are_distinct_right_over_labelled_wrong_and_repeatable(labels: str
     assert len(rows) == min(pairs, right * wrong)
     assert len({(row.chosen, row.rejected) for row in rows}) == len(rows)
     for row in rows:
-        assert parse(row.chosen[0].content, LABELS).label == row.chosen_label == row.gold == "A"
-        assert parse(row.rejected[0].content, LABELS).label == row.rejected_label != "A"
+        assert parse_response(row.chosen[0].content, LABELS).label == row.chosen_label == row.gold == "A"
+        assert parse_response(row.rejected[0].content, LABELS).label == row.rejected_label != "A"
         assert row.correctness_rate == labels.count("A") / len(labels)
 
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from catto.prompts import common, completion, parse
+from catto.answer.response import parse_response
+from catto.prompts import common, completion
 
 _ENDING = "\n</answer>"
 # A letter before a text to encode: no tokenizer merges it with a newline or a tag, and sentencepiece puts its dummy
@@ -71,13 +72,13 @@ def locate(
     *,
     cut: bool = False,
 ) -> Place | None:
-    """Find the label that a response answers with, by `prompts.parse`; None where it gives no answer.
+    """Find the label that a response answers with, by `parse_response`; None where it gives no answer.
 
     UnreadableLabelError where its tokens cannot tell it from another: labels that differ as they are asked for may
     begin with one token in the case in which the model wrote them.
     """
     text = decoded(tokenizer, ids)
-    parsed = parse(text, labels, option_texts, cut=cut)
+    parsed = parse_response(text, labels, option_texts, cut=cut)
     if parsed.label is None or parsed.span is None or parsed.source is None:
         return None
     start, end = parsed.span

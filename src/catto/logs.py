@@ -20,9 +20,9 @@ from math import exp, inf, isfinite, log, nan
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from catto.answer.response import parse_response
 from catto.files import MOST_JSON_BYTES, Rows, opened, parse_object, read_rows
 from catto.problems import DataError, listed, locating, nested
-from catto.prompts import parse
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
@@ -295,7 +295,7 @@ def openai(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[st
     text = reply["message"].get("content") or ""
     # A reply of one token ends at its limit, and is whole if it is a label.
     cut = reply.get("finish_reason") == "length" and text.strip(" \n().") not in labels
-    return answer | _from_tokens(tokens, labels, parse(text, labels, cut=cut).label)
+    return answer | _from_tokens(tokens, labels, parse_response(text, labels, cut=cut).label)
 
 
 def uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
@@ -349,7 +349,7 @@ def _from_tokens(tokens: Sequence[Fields], labels: Sequence[str], said: str | No
     """
     texts = [token["token"] for token in tokens]
     text = "".join(texts)
-    reading = parse(text, labels)
+    reading = parse_response(text, labels)
     if reading.span is None and said is not None:
         raise ValueError(f"logprobs: the graded answer {said!r} is not found in the reply: name a --confidence")
     if reading.span is None or said is None:

@@ -1,4 +1,4 @@
-"""Question -> chat messages -> token ids; generated text -> reasoning and label. Every stage uses one wording and form.
+"""Question -> chat messages -> token ids. Every stage uses one wording and form.
 
 A response that is trained on or asked for has this form, each tag on its own line:
 
@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from catto.answers import TORN_CLOSING, Span, find_label, find_stated
 from catto.records import Message, Option, Question, content_hash
 
 
@@ -110,40 +109,8 @@ def asked_hash(asked: Iterable[tuple[Question, tuple[Message, ...]]]) -> str:
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
-
-
-class Tag(NamedTuple):
-    """A tag in a text; `name` is `think`, `/think`, `answer` or `/answer`."""
-
-    name: str
-    start: int
-    end: int
-
-
-def find_tags(text: str) -> list[Tag]:
-    """Find all tags of a text, in order. Case and white space inside a tag do not matter.
-
-    >>> find_tags("<think>so</ Think>")
-    [Tag(name='think', start=0, end=7), Tag(name='/think', start=9, end=18)]
-    """
-    return [Tag((match[1] + match[2]).lower(), *match.span()) for match in _TAG.finditer(text)]
-
-
-def answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
-    """The tag that opens the answer: the last `<answer>`, unless the reasoning quotes it and words follow.
-
-    >>> text = "<think>in <answer> tags</think>So B."
-    >>> answer_tag(text, find_tags(text))
-    """
-    last = next((tag for tag in reversed(tags) if tag.name == "answer"), None)
-    if last is not None:
-        thinks = [tag for tag in tags if tag.name.endswith("think")]
-        before = [tag.name for tag in thinks if tag.start < last.start]
-        after = next((tag for tag in thinks if tag.start > last.start), None)
-        if after is not None and after.name == "/think" and before[-1:] != ["/think"]:  # inside the reasoning
-            return None if re.search(r"\w", re.sub("<[^<>]*>", "", text[after.end :])) else last
-    return last
+# A tag as models write it: in any case, with white space inside.
+TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
 def completion(reasoning: str | None, label: str | None) -> str:
@@ -154,87 +121,8 @@ def completion(reasoning: str | None, label: str | None) -> str:
     >>> completion("so", "B")
     '<think>\nso\n</think>\n<answer>\nB\n</answer>'
     """
-    think = "" if reasoning is None else f"<think>\n{_TAG.sub('', reasoning).strip()}\n</think>\n"
+    think = "" if reasoning is None else f"<think>\n{TAG.sub('', reasoning).strip()}\n</think>\n"
     return think + ("<answer>\n" if label is None else f"<answer>\n{label}\n</answer>")
-
-
-Source = Literal["free", "plain"]
-# What follows a response in a text that runs on: the end of the turn, or the next question. Bounded, so time is linear.
-_NEXT_TURN = re.compile(
-    r"(?im)<\|(?:im_end|endoftext|eot_id|end_of_text)\|>|</s>|<(?:end_of_turn|eos)>"
-    r"|^[#*_> ]{0,8}(?:(?P<who>question|q|premise|user|human)(?: \d{1,4})?[*_ ]{0,4}:|(?:question|user)[*_ ]{0,4}$)"
-)
-
-
-class Parsed(NamedTuple):
-    """What a response says. `span`: the label's characters in the text; None where there is no answer.
-
-    `source`: `free` after `<answer>`, `plain` without a tag that counts. `opened`: where the answer's text begins,
-    its tag included.
-    """
-
-    reasoning: str | None
-    label: str | None = None
-    span: Span | None = None
-    source: Source | None = None
-    opened: int = 0
-
-
-def parse(text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None, *, cut: bool = False) -> Parsed:
-    """Read reasoning and label of a response. `option_texts` in the order of `labels`.
-
-    The answer is what follows `answer_tag`, up to `</answer>` or the end; `catto.answers` lists its forms. Without
-    that tag, the text after the reasoning is read: the whole of it, or last lines that state the answer. A think block
-    that was never closed holds no answer. `cut`: the response ran into its token limit, so it is not read if its last
-    line is unfinished. The reasoning is the text between the think tags; either tag may be missing, and where the
-    block is empty the text between it and the answer is used. Where a text runs on to a next turn after its answer,
-    that turn is not read.
-
-    >>> parse("<think>so</think><answer>(B)</answer>", ("A", "B")).label
-    'B'
-    """
-    turn = _NEXT_TURN.search(text, 1)
-    if turn and turn["who"] not in labels and (first := parse(text[: turn.start()], labels, option_texts)).label:
-        return first
-    tags = find_tags(text)
-    opening = answer_tag(text, tags)
-    if opening is not None:
-        reasoning = _reasoning(text[: opening.start])
-        end = next((tag.start for tag in tags if tag.start >= opening.end and tag.name == "/answer"), None)
-        if end is None and cut and _is_torn(text[opening.end :]):
-            return Parsed(reasoning)
-        reading = find_label(text, (opening.end, len(text) if end is None else end), labels, option_texts)
-        return Parsed(reasoning, reading.label, reading.span, "free", opening.start) if reading else Parsed(reasoning)
-    thinks = [tag for tag in tags if tag.name.endswith("think")]
-    if (thinks and thinks[-1].name == "think") or (cut and _is_torn(text)):
-        return Parsed(_reasoning(text))
-    start = thinks[-1].end if thinks else 0
-    end = next((tag.start for tag in tags if tag.start >= start), len(text))  # an unopened `</answer>`
-    reading = find_stated(text, (start, end), labels, option_texts)
-    if reading is None:
-        return Parsed(_reasoning(text))
-    line = max(text.rfind("\n", start, reading.span[0]), start)
-    return Parsed(_reasoning(text[:line]), reading.label, reading.span, "plain", line)
-
-
-def _is_torn(text: str) -> bool:
-    """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
-    last = text.rpartition("\n")[2].strip()
-    return bool(last) and not last.endswith(TORN_CLOSING)
-
-
-def _reasoning(head: str) -> str | None:
-    """The reasoning in the text before the answer."""
-    tags = find_tags(head)
-    start = next((tag.end for tag in tags if tag.name == "think"), 0)
-    end = next((tag for tag in reversed(tags) if tag.name == "/think" and tag.start >= start), None)
-    inside, after = (head[start:], "") if end is None else (head[start : end.start], head[end.end :])
-    return _TAG.sub("", inside).strip() or _TAG.sub("", after).strip() or None
-
-
-def parse_answer(text: str, question: Question, *, cut: bool = False) -> Parsed:
-    """Read a response to a question."""
-    return parse(text, question.labels, [option.text for option in question.options], cut=cut)
 
 
 # Qwen3 with enable_thinking=False ends the prompt with an empty think block, its successors with an open `<think>`.

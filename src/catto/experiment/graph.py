@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from catto import answers, prompts
+from catto import prompts
+from catto.answer import forms
 from catto.engines import check_model, is_hub_id, server_address
 from catto.experiment import launch, stages
 from catto.experiment.stages import QuestionSettings, ResponseSettings, Stage
@@ -125,7 +126,7 @@ class Graph:
     def _asked(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
-        parser, split = answers.VERSION if teacher.source == "responses" else None, questions.settings.split
+        parser, split = forms.VERSION if teacher.source == "responses" else None, questions.settings.split
         settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser, None, None)
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
@@ -151,7 +152,7 @@ class Graph:
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
         asked = {role: need for role, need in responses.needs.items() if role in ("questions", "trained_on")}
         needs = {"responses": responses, **asked}
-        return Stage("rows", name, stages.RowSettings(responses.settings, kinds, answers.VERSION), needs)
+        return Stage("rows", name, stages.RowSettings(responses.settings, kinds, forms.VERSION), needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Graph:
             prefix_sharing=recipe.prefix_sharing if row.stage == "preference" else None,
             outcome=recipe.outcome if row.calibration in ("outcome", "replay") else None,
             answering=self._generating if rcft else None,
-            parser=answers.VERSION if rcft else None,
+            parser=forms.VERSION if rcft else None,
             others=recipe.model_dump(mode="json", exclude={*stages.IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
         )
@@ -249,7 +250,7 @@ class Graph:
             shards[f"shard {number}"] = replace(whole, name=shard, settings=part, whole=whole)
         needs["generated"] = replace(whole, needs={**whole.needs, **shards})
         title = name if temperatures == GREEDY else f"read {name}"
-        return Stage("predicted", title, stages.PredictionSettings(settings, answers.VERSION), needs)
+        return Stage("predicted", title, stages.PredictionSettings(settings, forms.VERSION), needs)
 
     def _validated(self, task: str, model: Stage[stages.TrainSettings]) -> Stage:
         return self._predicted(f"validation {model.name}", model, task, "validation", GREEDY)

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from catto.answer.response import find_answer_tag, find_tags, find_turn_end, parse_answer
 from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
 from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, restyle, token_at
-from catto.prompts import TAGS, answer_tag, common, completion, find_tags, parse_answer
+from catto.prompts import TAGS, common, completion
 from catto.records import Message, Question, Refusal
 
 if TYPE_CHECKING:
@@ -59,21 +60,29 @@ def _answer(
     return Answer(label, source, min(1.0, math.exp(logprobs[label])), complete, logsumexp)
 
 
-def close(text: str) -> tuple[int, str]:
-    r"""Keep a response up to its `answer_tag`, close an open think block, open the answer in the canonical form.
+def close(text: str, labels: Sequence[str] = ()) -> tuple[int, str]:
+    r"""Keep a response up to its answer, close an open think block, open the answer in the canonical form.
 
-    A tag that was cut off at the end is dropped, and so is the white space before the cut.
+    A next turn after the response is dropped. So are a tag that was cut off at the end and the white space before it.
+
+    Returns:
+        How many characters of the response are kept, and the text that follows them.
 
     >>> close("<think>\nso\n</thi")
     (10, '\n</think>\n<answer>\n')
     """
-    tags, last = find_tags(text), text.rfind("<")
-    opened = answer_tag(text, tags)
-    end = len(text) if opened is None else opened.start
-    torn = text[last:].lower() if last >= 0 else ""
-    if end == len(text) and torn and any(tag.startswith(torn) and tag != torn for tag in TAGS):
-        end = last
-    kept = text[:end].rstrip()
+    turn = text[: find_turn_end(text, labels)]
+    tags = find_tags(turn)
+    opened = find_answer_tag(turn, tags)
+    end = len(turn)
+    if opened is not None:
+        end = opened.start
+    else:
+        bracket = turn.rfind("<")
+        torn = turn[bracket:].lower() if bracket >= 0 else ""
+        if torn and any(tag.startswith(torn) and tag != torn for tag in TAGS):
+            end = bracket
+    kept = turn[:end].rstrip()
     thinks = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
     ending = ("\n</think>\n" if thinks[-1:] == ["think"] else "\n") + completion(None, None)
     return len(kept), ending if kept else ending.lstrip("\n")
@@ -88,7 +97,7 @@ def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room
     kept = list(ids)
     while True:
         text = decoded(tokenizer, kept)
-        keep, ending = close(text)
+        keep, ending = close(text, labels)
         try:
             index, begin = token_at(tokenizer, kept, text, keep) if keep < len(text) else (len(kept), keep)
             # A token that holds kept and dropped characters is dropped; what it held of the kept ones is written again.
@@ -209,7 +218,7 @@ def left_open(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Req
     """
     generation = case.generation
     if answer is NO_ANSWER:
-        keep, ending = close(generation.text)
+        keep, ending = close(generation.text, case.question.labels)
         begun = generation.text[:keep] + ending
     elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.more_tops > engine.top_logprobs:
         written = _written(case)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from catto.answers import VERSION
+from catto.answer.forms import VERSION
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
 from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
 from catto.files import library_versions, manifest_path, read_manifest, read_records

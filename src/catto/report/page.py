@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from catto.answer.response import parse_response
 from catto.measure import Unparsed
 from catto.methods import known, method
 from catto.metrics.catalogue import METRICS
-from catto.prompts import parse
 from catto.recipe import FEW_QUESTIONS
 from catto.records import Prediction, Question
 from catto.report import tables as names
@@ -176,7 +176,7 @@ class Browser:
             task, name, label, gold = prediction.task, prediction.question, prediction.label, prediction.gold
             question = self.questions.get(task, {}).get(name)
             labels = tuple(filter(None, (label, gold))) if question is None else question.labels
-            response = parse(prediction.text, labels).reasoning or prediction.text
+            response = parse_response(prediction.text, labels).reasoning or prediction.text
             flags = RIGHT * right + CUT * (len(response) > LONGEST)
             flags += FALLBACK * (prediction.source == "fallback") + PLAIN * (prediction.source == "plain")
             confidence = round(prediction.confidence, 5)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import httpx2 as httpx
 import numpy as np
 
+from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, candidates, further
 from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
-from catto.prompts import parse_answer
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"

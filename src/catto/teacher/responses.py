@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from catto import files
-from catto.answers import VERSION
+from catto.answer.forms import VERSION
+from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.files import locked, manifest_path, read_manifest, read_records
 from catto.journal import Journal, journal_path, read_refusals
-from catto.prompts import asked_hash, check_ids, messages, parse_answer
+from catto.prompts import asked_hash, check_ids, messages
 from catto.recipe import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield

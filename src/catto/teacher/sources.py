@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Key, Request, is_hub_id
 from catto.files import SUFFIXES, kind, read_hub, read_rows
 from catto.logs import text_of
 from catto.problems import DataError, locating
-from catto.prompts import completion, messages, parse_answer
+from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
 from catto.records import Question
 from catto.tasks.witnesses import respond

@@ -1,0 +1,406 @@
+r"""Which label a short text gives, by a closed list of written forms.
+
+The whole text must be one of the forms, or it gives no label. Formatting is removed from the outside in: markdown,
+quotes, brackets, `\boxed{}`, a final full stop. Then at most two leads are removed, such as "The correct answer is" and
+"option". What is left must be a label, a label with its own option's text, or a label that "is correct". Nothing is
+searched for, so a second label, a negation or an extra word matches no form. docs/conventions.md lists the forms.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# The version of the reading: raise it with every change after which some text is read differently.
+VERSION = 7
+
+Span = tuple[int, int]
+
+MAX_LAYERS = 12  # layers of formatting and leads around a label
+MAX_DRESSING = 300  # characters that formatting and leads may take: a longer text has no form
+MAX_MARKS = 30  # combining marks in a row; more are dropped, because normalising them takes quadratic time
+
+PAIRS = (
+    *((mark, mark) for mark in ("```", "***", "**", "*", "___", "__", "_", "`", '"', "'", "$$", "$")),
+    *(("(", ")"), ("[", "]"), ("{", "}"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("«", "»"), ("「", "」")),
+    *((r"\(", r"\)"), (r"\[", r"\]")),
+    *((rf"\{command}{{", "}") for command in ("boxed", "text", "textbf", "mathrm", "mathbf")),
+)
+# "- B" is an item of a list and "> B" a quotation, but "- 1" may be a number and "> 1" a comparison.
+LINE_MARKER = re.compile(r"(?:[*•]|#{1,6}|[->](?! ?\d)|→) |[✅👉] ?")
+FINAL_MARK = re.compile(r"(?<![?.。])(?<![?.] )[.,;:!。]$")  # no part of "B?." or "B..."
+
+THE = "(?:(?:the|my) )?"
+WHICH = "(?:(?:final|correct|right|best|most (?:likely|appropriate|plausible)) )"
+IS = " (?:is|would be|should be|must be)"
+COLON = r" ?(?:[:=]|(?:->|→|[-\u2013](?! ?\d)|\u2014)(?= ))"  # "Answer - B" has a dash, "Answer: - 1" a minus sign
+# Leads that state an answer.
+STATING = (
+    f"{THE}{WHICH}*(?:answer|label)(?: to the question)?{IS}",  # The answer is, The correct label is
+    f"{THE}{WHICH}+(?:option|choice)(?:{IS})?",  # The correct option is, Best choice
+    f"{THE}{WHICH}+(?:answer|label)",  # Final answer, Correct answer
+    f"{THE}(?:option|choice|statement|hypothesis){IS}",  # My choice is, The statement is
+    f"{THE}relationship(?: between the premise and the hypothesis)?{IS}",
+    rf"""{THE}(?:answer|label|relationship|verdict|conclusion)(?=["'*_]{{0,3}}{COLON})""",  # Answer:, Label:
+    "i(?: would|['\u2019]d)? (?:choose|pick|select|go with|say)",  # I choose, I would go with
+)
+# Leads that may also name an option without choosing it: "Option A", "Answer B", "It is A".
+NAMING = ("option", "choice", "answer", "label", rf"(?:it|this|that)(?:{IS}|['\u2019]s)")
+OPENER = "(?:so|thus|therefore|hence|finally|overall|in conclusion|i (?:think|believe)(?: that)?),?"
+LEAD = re.compile(
+    rf"""(?P<mark>\*\*|__|[*_`"'])?(?:(?:{OPENER} )?(?:(?P<states>{"|".join(STATING)})|{"|".join(NAMING)})"""
+    rf"|(?P<opener>{OPENER}(?= )))(?(mark)(?![^\W_])|(?!\w))"
+    rf"(?P<colon>{COLON})?(?(mark)(?P=mark))(?P<colon_after>{COLON})? ?"
+)
+IS_CORRECT = rf"{IS} (?:(?:the )?{WHICH}*(?:answer|option|choice|label)|correct|right)"
+CORRECT_AT_END = re.compile(rf"{IS_CORRECT}$")
+MAX_CORRECT = 80  # characters that CORRECT_AT_END may match
+# Between a label and its option's text. Labels that are grouped, as in "(B) blue sky", need white space alone.
+SET_APART = re.compile(r"[)\]]?[.:](?= )|[)\]](?=.)")
+DASH_OR_BRACKET = re.compile(r" (?:[-\u2013\u2014](?= )|(?=[(\[]))")
+ARTICLE = re.compile("(?:an?|the) ")
+# A claim anywhere in a text: "I think that the answer is X, because ..." and "X is correct".
+CLAIM_BEFORE_LABEL = re.compile(rf"\b(?:answer|label|{WHICH}(?:option|choice))(?:{IS}| ?:)(?: option)?[^\w]{{0,6}}")
+CLAIM_AFTER_LABEL = re.compile(rf"[^\w\s]{{0,4}}{IS_CORRECT}\b")
+
+
+class LabelReading(NamedTuple):
+    """A label and the span of its characters in the text. `states`: a lead says that this is the answer."""
+
+    label: str
+    span: Span
+    states: bool = False
+
+
+class Choices(NamedTuple):
+    """The labels and option texts of one question, folded for comparison.
+
+    labels: folded label -> the labels that fold to it. texts: label -> its folded option text without formatting.
+    max_length: a longer text has no form.
+    """
+
+    labels: dict[str, tuple[str, ...]]
+    texts: dict[str, str]
+    max_length: int
+
+
+def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Choices:
+    """Fold the labels of a question and its option texts, in the same order."""
+    folded: dict[str, tuple[str, ...]] = {}
+    for label in labels:
+        key = compose_marks(flatten_text(label)[0].strip())
+        folded[key] = (*folded.get(key, ()), label)
+    texts: dict[str, str] = {}
+    longest = max(map(len, labels), default=0)
+    if option_texts:
+        for label, option_text in zip(labels, option_texts, strict=True):
+            texts[label] = strip_formatting(flatten_text(option_text)[0])
+            longest = max(longest, len(option_text))
+    return Choices(folded, texts, MAX_DRESSING + 2 * longest)
+
+
+def flatten_text(text: str) -> tuple[str, Sequence[int]]:
+    r"""Fold each character on its own, in linear time: NFKC, case, no invisible characters, white space single.
+
+    Marks stay apart from their letters, so `compose_marks` follows before a comparison. Raised and lowered characters
+    stay what they are: "1²" is not 12.
+
+    Returns:
+        The folded text, and for each of its characters the index of the character it comes from.
+
+    Example:
+        >>> flatten_text("Ｂ \n (ok)")
+        ('b (ok)', [0, 1, 4, 5, 6, 7])
+    """
+    if text.isascii() and text.isprintable() and "  " not in text:
+        return text.lower(), range(len(text))
+    parts: list[str] = []
+    places: list[int] = []
+    marks = 0
+    for place, character in enumerate(text):
+        is_raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
+        simple = character if is_raised else unicodedata.normalize("NFKC", character).casefold()
+        for part in simple:
+            if part.isspace():
+                part = " "
+                if parts and parts[-1] == " ":
+                    continue
+            elif unicodedata.category(part) in ("Cf", "Cc") or "\ufe00" <= part <= "\ufe0f":
+                continue
+            marks = marks + 1 if unicodedata.combining(part) else 0
+            if marks <= MAX_MARKS:
+                parts.append("-" if part == "\u2010" else part)
+                places.append(place)
+    return "".join(parts), places
+
+
+def compose_marks(flat: str) -> str:
+    """Join marks with their letters. Linear, because `flatten_text` bounds the marks in a row."""
+    return unicodedata.normalize("NFC", flat)
+
+
+def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
+    """Read the label that text[zone] gives as a whole, or that every line of it gives, in linear time.
+
+    Args:
+        text: A response.
+        zone: Start and end of the part that is read.
+        choices: The question's labels and option texts, from `fold_choices`.
+
+    Returns:
+        The label with its span in `text`, or None where no form matches.
+
+    Example:
+        >>> read_form("The correct answer is (B).", (0, 26), fold_choices(("A", "B")))
+        LabelReading(label='B', span=(23, 24), states=True)
+        >>> read_form("A or B", (0, 6), fold_choices(("A", "B")))
+    """
+    whole = FormReader(text, zone, choices).read()
+    if whole is not None:
+        return whole
+    readings: dict[str, LabelReading | None] = {}  # a line that is repeated is read once
+    start = zone[0]
+    for line in text[zone[0] : zone[1]].split("\n"):
+        if line not in readings and line.strip():
+            readings[line] = FormReader(text, (start, start + len(line)), choices).read()
+        start += len(line) + 1
+    labels = {None if reading is None else reading.label for reading in readings.values()}
+    return next(iter(readings.values())) if len(labels) == 1 else None
+
+
+def is_lead(text: str) -> bool:
+    """Whether a line is nothing but a lead, such as "Final answer:" or "### Answer".
+
+    Example:
+        >>> is_lead("**Final answer:**"), is_lead("Wrong answers:")
+        (True, False)
+    """
+    bare = strip_formatting(flatten_text(text[:MAX_DRESSING])[0])
+    lead = LEAD.match(bare)
+    return lead is not None and lead["opener"] is None and lead.end() == len(bare)
+
+
+def find_claims(text: str, choices: Choices) -> set[str]:
+    """Find the labels that a text calls the answer or correct, anywhere and however its sentences go on.
+
+    What is found is never an answer: it can only contradict one.
+
+    Example:
+        >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
+        {'A'}
+    """
+    flat, places = flatten_text(text)
+    lengths = {len(folded) for folded in choices.labels}
+    spans: list[Span] = []
+    for claim in CLAIM_BEFORE_LABEL.finditer(flat):
+        spans += [(claim.end(), claim.end() + length) for length in lengths]
+    for claim in CLAIM_AFTER_LABEL.finditer(flat):
+        spans += [(claim.start() - length, claim.start()) for length in lengths]
+    claims: set[str] = set()
+    for start, end in spans:
+        if start < 0 or continues_word(flat, start - 1) or continues_word(flat, end):
+            continue
+        for label in choices.labels.get(compose_marks(flat[start:end]), ()):
+            # "The answer is a place" speaks of no label A.
+            if len(label) > 1 or text[places[start]] == label:
+                claims.add(label)
+    return claims
+
+
+def continues_word(flat: str, place: int) -> bool:
+    """Whether the character at a place can belong to the word next to it."""
+    return 0 <= place < len(flat) and (flat[place].isalnum() or flat[place] == "_")
+
+
+class FormReader:
+    """Reads one text from the outside in; i and j bound what is left of its flat form."""
+
+    def __init__(self, text: str, zone: Span, choices: Choices) -> None:
+        self.text = text
+        self.offset = zone[0]
+        self.choices = choices
+        is_too_long = zone[1] - zone[0] > choices.max_length
+        self.flat, self.places = flatten_text("" if is_too_long else text[zone[0] : zone[1]])
+
+    def read(self) -> LabelReading | None:
+        """Read the whole text."""
+        return self.read_between(0, len(self.flat))
+
+    def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
+        """Remove formatting and leads until a label is left, or a label with more after it."""
+        states = False
+        has_colon = True
+        leads = 0
+        reading = None
+        for _ in range(MAX_LAYERS):
+            reading = self.read_label(i, j)
+            if reading is not None:
+                break
+            inner = remove_layer(self.flat, i, j)
+            if inner is not None:
+                i, j = inner
+                continue
+            correct = CORRECT_AT_END.search(self.flat, max(i, j - MAX_CORRECT), j)
+            if correct is not None:
+                states = True
+                j = correct.start()
+                continue
+            lead = LEAD.match(self.flat, i, j)
+            if lead is None or leads == 2:
+                break
+            leads += 1
+            states = states or lead["states"] is not None
+            has_colon = lead["colon"] is not None or lead["colon_after"] is not None
+            i = lead.end()
+        if reading is None and leads > 0:
+            reading = self.read_after_article(i, j)
+        if reading is None:
+            reading = self.read_with_text(i, j, may_be_grouped=not inside_group)
+        if reading is None:
+            return None
+        # "So a" and "The answer is a" may go on: a lower-case "a" is no label A there.
+        written = self.text[slice(*reading.span)]
+        if written in ("a", "i") and written != reading.label and not has_colon:
+            return None
+        return reading._replace(states=states or reading.states)
+
+    def read_label(self, i: int, j: int) -> LabelReading | None:
+        """Read flat[i:j] if it is a label; labels that differ in case alone are told apart by it."""
+        labels = self.choices.labels.get(compose_marks(self.flat[i:j]), ()) if i < j else ()
+        if not labels:
+            return None
+        start = self.offset + self.places[i]
+        end = self.offset + self.places[j - 1] + 1
+        if len(labels) > 1:
+            labels = tuple(label for label in labels if label == self.text[start:end])
+        return LabelReading(labels[0], (start, end)) if labels else None
+
+    def read_after_article(self, i: int, j: int) -> LabelReading | None:
+        """Read "an entailment"; a letter has no article."""
+        article = ARTICLE.match(self.flat, i, j)
+        reading = None if article is None else self.read_label(article.end(), j)
+        return None if reading is None or len(reading.label) == 1 else reading
+
+    def read_with_text(self, i: int, j: int, *, may_be_grouped: bool) -> LabelReading | None:
+        """Read "B) the dog", "**Option B**: the dog", "the dog (B)", and "B)" alone."""
+        last = self.read_last_label(i, j)
+        if last is not None:
+            return last
+        group = find_group(self.flat, i, j) if may_be_grouped else None
+        if group is None:
+            reading, end = self.read_first_label(i, j)
+        else:
+            reading = self.read_between(*group.inside, inside_group=True)
+            end = group.end
+        if reading is None:
+            return None
+        if group is None and self.flat[end:j] == ")":
+            return reading
+        separator = SET_APART.match(self.flat, end, j)
+        is_set_apart = separator is not None or group is not None
+        if separator is not None:
+            end = separator.end()
+        dash = DASH_OR_BRACKET.match(self.flat, end, j)
+        if dash is not None:
+            end = dash.end()
+        elif not is_set_apart:
+            return None
+        said = strip_formatting(self.flat[end:j])
+        # "A - B" may be two labels even where B is the text of A; "A) B" is not.
+        is_other_label = said in self.choices.labels and reading.label not in self.choices.labels[said]
+        if is_other_label and not is_set_apart:
+            return None
+        return reading if self.is_own_text(reading.label, said) else None
+
+    def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
+        """Read the longest label that flat[i:j] begins with, and return where it ends."""
+        for length in sorted({len(folded) for folded in self.choices.labels}, reverse=True):
+            end = i + length
+            if end < j and not continues_word(self.flat, end):
+                reading = self.read_label(i, end)
+                if reading is not None:
+                    return reading, end
+        return None, i
+
+    def read_last_label(self, i: int, j: int) -> LabelReading | None:
+        """Read the label in brackets at the end of flat[i:j] if its option's text precedes it."""
+        bracket = self.flat.rfind(" (", i, j)
+        if bracket < 0 or self.flat[j - 1] != ")":
+            return None
+        reading = self.read_label(bracket + 2, j - 1)
+        said = strip_formatting(self.flat[i:bracket])
+        if reading is None or said in self.choices.labels or not self.is_own_text(reading.label, said):
+            return None
+        return reading
+
+    def is_own_text(self, label: str, said: str) -> bool:
+        """Whether `said` is the label's option text. Articles do not matter, another option's text does."""
+        own = self.choices.texts.get(label)
+        if not own or not said:
+            return False
+        if said == own:
+            return True
+        is_another = said in self.choices.texts.values()
+        return not is_another and ARTICLE.sub("", said, count=1) == ARTICLE.sub("", own, count=1)
+
+
+def strip_formatting(flat: str) -> str:
+    """Remove all formatting around a flat text.
+
+    Example:
+        >>> strip_formatting('**"the dog".**')
+        'the dog'
+    """
+    i = 0
+    j = len(flat)
+    for _ in range(MAX_LAYERS):
+        inner = remove_layer(flat, i, j)
+        if inner is None or inner[0] >= inner[1]:
+            break
+        i, j = inner
+    return compose_marks(flat[i:j])
+
+
+def remove_layer(flat: str, i: int, j: int) -> Span | None:
+    """Bound flat[i:j] without its outermost layer of formatting; None where there is none."""
+    if i >= j:
+        return None
+    if flat[i] == " ":
+        return i + 1, j
+    if flat[j - 1] == " ":
+        return i, j - 1
+    final = FINAL_MARK.search(flat, max(i, j - 1), j)
+    if final is not None:
+        return i, final.start()
+    group = find_group(flat, i, j)
+    if group is not None and group.end == j:
+        return group.inside
+    marker = LINE_MARKER.match(flat, i, j)
+    return None if marker is None else (marker.end(), j)
+
+
+class Group(NamedTuple):
+    """A part of a text between two marks of a pair: where its inside begins and ends, and where it ends itself."""
+
+    inside: Span
+    end: int
+
+
+def find_group(flat: str, i: int, j: int) -> Group | None:
+    """Find the group that opens at i: in markdown, quotes, brackets, or a LaTeX command."""
+    for opening, closing in PAIRS:
+        if not flat.startswith(opening, i, j):
+            continue
+        nesting = "{" if closing == "}" else opening
+        start = i + len(opening)
+        end = flat.find(closing, start, j)
+        for _ in range(MAX_LAYERS):
+            is_nested = nesting != closing and flat.count(nesting, start, end) > flat.count(closing, start, end)
+            if end < 0 or not is_nested:
+                break
+            end = flat.find(closing, end + 1, j)
+        if end >= 0:
+            return Group((start, end), end + len(closing))
+    return None

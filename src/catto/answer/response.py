@@ -1,0 +1,336 @@
+"""What a response answers: its tags, its reasoning, the end of its turn, and its last line.
+
+Tags come first. Everything up to the last `</think>` is reasoning and is not searched; a `<think>` that never closes
+contains no answer. The content of the last `<answer>` after it must be one of the forms of `catto.answer.forms`. A
+response without that tag is read at its last line, unless what comes before contradicts it. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from catto.answer.forms import Choices, LabelReading, Span, find_claims, fold_choices, is_lead, read_form
+from catto.prompts import TAG
+from catto.records import Question
+
+Source = Literal["free", "plain"]
+
+# What follows a response in a text that runs on: the end of the turn, or the next question. Bounded, so time is linear.
+NEXT_TURN = re.compile(
+    r"(?im)(?P<token><[|\uff5c](?:im_end|endoftext|eot_id|end_of_text|end\u2581of\u2581sentence)[|\uff5c]>"
+    r"|</s>|<(?:end_of_turn|eos)>)"
+    r"|^[#*_> ]{0,8}(?:(?P<who>question|q|premise|user|human)(?: \d{1,4})?[*_ ]{0,4}:|(?:question|user)[*_ ]{0,4}$)"
+)
+# The beginnings of the closing tag, where generation stopped inside it.
+TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
+# Lines without words: a rule, a fence, the marks around a formula in LaTeX.
+NO_WORDS = re.compile(r"[\s\\\[\]$`*_=-]*")
+LIST_ITEM = re.compile(r"\s*(?:[-+•>]|\*\s)")
+SPEAKS_OF_ANYTHING = re.compile(r"(?i)[\W_]*(?:\w+,? )?(?:it|this|that)\b")  # "So it is B"
+QUOTATION = re.compile(r"""\s*["'\u201c\u2018«]""")
+CLOSING_MARKS = "*_`)]}\"'\u201d\u2019 \t\r"
+ENDS_SENTENCE = re.compile(r"(?<!\.)[.!。]$")
+# A line after which a statement may be a quotation or the end of a longer sentence.
+LEAVES_OPEN = re.compile(
+    r"(?i)(?:[:,;(\uff1a\u2013\u2014-]|\.\.|\u2026"
+    r"|\b(?:that|if|whether|unless|because|not|never|say|says|said|think|believe|claim|claims|suppose|assume|is))$"
+)
+
+
+class Tag(NamedTuple):
+    """A tag in a text; `name` is `think`, `/think`, `answer` or `/answer`."""
+
+    name: str
+    start: int
+    end: int
+
+
+class ParsedResponse(NamedTuple):
+    """What a response says. `span`: the label's characters in the text; None where there is no answer.
+
+    `source`: `free` after `<answer>`, `plain` without that tag. `opened`: where the answer's text begins, its tag
+    included.
+    """
+
+    reasoning: str | None
+    label: str | None = None
+    span: Span | None = None
+    source: Source | None = None
+    opened: int = 0
+
+
+def parse_answer(text: str, question: Question, *, cut: bool = False) -> ParsedResponse:
+    """Read a response to a question; see `parse_response`."""
+    return parse_response(text, question.labels, [option.text for option in question.options], cut=cut)
+
+
+def parse_response(
+    text: str, labels: Sequence[str], option_texts: Sequence[str] | None = None, *, cut: bool = False
+) -> ParsedResponse:
+    """Read the reasoning and the label of a response, in time linear in its length.
+
+    Args:
+        text: The response.
+        labels: The question's labels.
+        option_texts: The options' texts in the order of `labels`.
+        cut: Whether the response ran into its token limit. Its last line is then not read if it is unfinished.
+
+    Returns:
+        The reasoning, and the label with its place in the text or None. The reasoning is the text between the think
+        tags; either tag may be missing, and where the block is empty the text between it and the answer is used.
+
+    Example:
+        >>> parse_response("<think>so</think><answer>(B)</answer>", ("A", "B")).label
+        'B'
+        >>> parse_response("Cats purr.\\nThe answer is A.\\nThe answer is B.", ("A", "B")).label
+    """
+    choices = fold_choices(labels, option_texts)
+    turn = text[: find_turn_end(text, labels)]
+    is_cut = cut and len(turn) == len(text)
+    tags = find_tags(turn)
+    opening = find_answer_tag(turn, tags)
+    if opening is None:
+        reading = None if is_cut and _is_torn(turn) else _read_plain(turn, tags, choices)
+        source: Source = "plain"
+        opened = len(turn) if reading is None else _line_start(turn, tags, reading.span[0])
+    else:
+        reading = _read_tagged(turn, tags, opening, choices, is_cut=is_cut)
+        source = "free"
+        opened = opening.start
+    reasoning = _find_reasoning(turn[:opened])
+    if reading is None:
+        return ParsedResponse(reasoning)
+    return ParsedResponse(reasoning, reading.label, reading.span, source, opened)
+
+
+# Tags
+
+
+def find_tags(text: str) -> list[Tag]:
+    """Find all tags of a text, in order. Case and white space inside a tag do not matter.
+
+    Example:
+        >>> find_tags("<think>so</ Think>")
+        [Tag(name='think', start=0, end=7), Tag(name='/think', start=9, end=18)]
+    """
+    return [Tag((match[1] + match[2]).lower(), *match.span()) for match in TAG.finditer(text)]
+
+
+def find_answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
+    """Find the tag that opens the answer: the last `<answer>` outside the reasoning.
+
+    Example:
+        >>> text = "<think>in <answer> tags</think>So B."
+        >>> find_answer_tag(text, find_tags(text))
+    """
+    start, end = find_body(text, tags)
+    for tag in reversed(tags):
+        if tag.name == "answer" and start <= tag.start < end:
+            return tag
+    return None
+
+
+def find_body(text: str, tags: Sequence[Tag]) -> Span:
+    """Bound the text after the reasoning: from the last `</think>` to a `<think>` that never closes.
+
+    Example:
+        >>> text = "<think>so</think>B"
+        >>> find_body(text, find_tags(text))
+        (17, 18)
+    """
+    start = 0
+    end = len(text)
+    for tag in tags:
+        if tag.name == "/think":
+            start = tag.end
+            end = len(text)
+        elif tag.name == "think":
+            end = min(end, tag.start)
+    return start, max(start, end)
+
+
+def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
+    """Find where the response ends and a next turn begins: at an end-of-turn token or at a line such as "Question:".
+
+    A marker counts if a closed answer precedes it, or if neither `</think>` nor `<answer>` follows. It never counts
+    inside the reasoning or inside a closed answer, nor where the response only restates its question first.
+
+    Example:
+        >>> find_turn_end("<answer>B</answer>\\nQuestion: Which?\\n<answer>A</answer>")
+        19
+    """
+    tags = find_tags(text)
+    last_tag = max((tag.start for tag in tags if tag.name in ("/think", "answer")), default=-1)
+    strikes_out = text.find("<s>")  # `</s>` then closes an element and ends no turn
+    speakers = {label.casefold() for label in labels}
+    thinks = [tag.name for tag in tags if tag.name.endswith("think")]
+    is_reasoning = thinks[:1] == ["/think"]  # the chat template had opened the think block
+    is_answer_open = False
+    has_closed_answer = False
+    passed = 0
+    for marker in NEXT_TURN.finditer(text):
+        while passed < len(tags) and tags[passed].start < marker.start():
+            name = tags[passed].name
+            if name.endswith("think"):
+                is_reasoning = name == "think"
+            elif not is_reasoning:
+                has_closed_answer = has_closed_answer or (is_answer_open and name == "/answer")
+                is_answer_open = name == "answer"
+            passed += 1
+        closes_next = is_answer_open and passed < len(tags) and tags[passed].name == "/answer"
+        is_label = (marker["who"] or "").casefold() in speakers  # "Q: the dog" may be an option
+        is_strike = marker[0] == "</s>" and 0 <= strikes_out < marker.start()
+        if is_reasoning or closes_next or is_label or is_strike:
+            continue
+        if not has_closed_answer:
+            is_followed_by_tag = last_tag > marker.start()
+            before = tags[passed - 1].end if passed > 0 else 0
+            is_restated = marker["token"] is None and not text[before : marker.start()].strip()
+            if is_followed_by_tag or is_restated:
+                continue
+        return marker.start()
+    return len(text)
+
+
+# What is read
+
+
+def _read_tagged(
+    text: str, tags: Sequence[Tag], opening: Tag, choices: Choices, *, is_cut: bool
+) -> LabelReading | None:
+    """Read the content of an answer block, up to `</answer>` or the end."""
+    body_start, body_end = find_body(text, tags)
+    closing = next((tag for tag in tags if tag.name == "/answer" and tag.start >= opening.end), None)
+    if closing is not None:
+        zone = (opening.end, closing.start)
+    elif body_end < len(text) or (is_cut and _is_torn(text[opening.end :])):
+        return None  # the answer was never closed and reasoning follows, or its last line is unfinished
+    else:
+        zone = (opening.end, _end_before_torn_tag(text, opening.end))
+    reading = read_form(text, zone, choices)
+    if reading is None:
+        return None
+    # `<answer>A` that was left open before another `<answer>B` may be the answer of an earlier turn.
+    answers = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
+    for tag, following in pairwise(answers):
+        if tag.name == following.name == "answer":
+            turn = NEXT_TURN.search(text, tag.end, following.start)
+            end = following.start if turn is None else turn.start()
+            earlier = read_form(text, (tag.end, end), choices)
+            if earlier is not None and earlier.label != reading.label:
+                return None
+    return reading
+
+
+class _Line(NamedTuple):
+    text: str
+    span: Span
+
+
+def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReading | None:
+    """Read the text after the reasoning: the whole of it, or its last line.
+
+    A last line that states the answer is read if nothing before it states another. One that only names a label may be
+    the end of a list or of a sentence, so it is read only after a whole sentence or under a lead.
+    """
+    start, end = find_body(text, tags)
+    if end < len(text):
+        return None  # reasoning that never ended
+    closing = next((tag for tag in tags if tag.start >= start), None)
+    if closing is not None:  # `</answer>` without `<answer>`
+        if text[closing.end :].strip():
+            return None
+        end = closing.start
+    whole = read_form(text, (start, end), choices)
+    if whole is not None:
+        return whole
+    lines = _find_lines(text, start, end)
+    if len(lines) < 2:
+        return None
+    answer_from = len(lines) - 1
+    reading = read_form(text, lines[-1].span, choices)
+    if reading is not None and not reading.states and is_lead(lines[-2].text):
+        answer_from -= 1
+        reading = reading._replace(states=True)
+    if reading is None or not _may_follow(lines, answer_from, reading):
+        return None
+    earlier = lines[:answer_from]
+    return None if _is_contradicted(reading, text, earlier, choices) else reading
+
+
+def _find_lines(text: str, start: int, end: int) -> list[_Line]:
+    """Find the lines with words in text[start:end]."""
+    lines: list[_Line] = []
+    for line in text[start:end].split("\n"):
+        if not NO_WORDS.fullmatch(line):
+            lines.append(_Line(line, (start, start + len(line))))
+        start += len(line) + 1
+    return lines
+
+
+def _may_follow(lines: Sequence[_Line], answer_from: int, reading: LabelReading) -> bool:
+    """Whether the answer that begins at a line can stand on its own after the line before it."""
+    line = lines[answer_from].text
+    is_quoted = reading.states and QUOTATION.match(line) is not None
+    is_vague = not reading.states and SPEAKS_OF_ANYTHING.match(line) is not None
+    if LIST_ITEM.match(line) or is_quoted or is_vague:
+        return False
+    if answer_from == 0:
+        return True
+    before = lines[answer_from - 1].text
+    if is_lead(before):
+        return True
+    before = before.rstrip(CLOSING_MARKS)
+    if ENDS_SENTENCE.search(before):
+        return True
+    begins_lower = line.lstrip("*_`#( \t")[:1].islower()
+    return reading.states and not begins_lower and not LEAVES_OPEN.search(before)
+
+
+def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line], choices: Choices) -> bool:
+    """Whether an earlier line gives another label, or claims one anywhere."""
+    if not earlier:
+        return False
+    stated = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
+    named: set[str] = set()
+    for line in {line.text: line for line in earlier}.values():
+        found = read_form(text, line.span, choices)
+        if found is not None:
+            (stated if found.states else named).add(found.label)
+    # Two labels or more on lines of their own are the options again, which a statement may follow.
+    if not reading.states or len(named) == 1:
+        stated |= named
+    return bool(stated - {reading.label})
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
+    last = text.rpartition("\n")[2].strip()
+    return bool(last) and not last.endswith(TORN_CLOSING)
+
+
+def _end_before_torn_tag(text: str, start: int) -> int:
+    """Find the end of a text without a closing tag that was cut."""
+    bracket = text.rfind("<", start)
+    return bracket if bracket >= 0 and text[bracket:].rstrip() in TORN_CLOSING else len(text)
+
+
+def _line_start(text: str, tags: Sequence[Tag], place: int) -> int:
+    """Find where the line of a plain answer begins."""
+    start, _ = find_body(text, tags)
+    return max(text.rfind("\n", start, place), start)
+
+
+def _find_reasoning(head: str) -> str | None:
+    """Find the reasoning in the text before the answer."""
+    tags = find_tags(head)
+    start = next((tag.end for tag in tags if tag.name == "think"), 0)
+    end = next((tag for tag in reversed(tags) if tag.name == "/think" and tag.start >= start), None)
+    if end is None:
+        return TAG.sub("", head[start:]).strip() or None
+    inside = TAG.sub("", head[start : end.start]).strip()
+    after = TAG.sub("", head[end.end :]).strip()
+    return inside or after or None
