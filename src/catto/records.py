@@ -140,7 +140,19 @@ class SftRow(Record):
     gold: str
     label: str | None
     correctness_rate: float = Field(ge=0, le=1)
+    # label -> share among samples of the question; not stored if None
     votes: dict[str, float] | None = Field(default=None, exclude_if=lambda votes: votes is None)
+
+    @model_validator(mode="after")
+    def _check_votes(self) -> Self:
+        if self.votes is None:
+            return self
+        unknown = [label for label in self.votes if label not in self.labels]
+        if unknown:
+            raise ValueError(f"votes name {unknown[0]!r}, which is not one of {', '.join(self.labels)}")
+        if min(self.votes.values(), default=0.0) < 0 or abs(sum(self.votes.values()) - 1) > 1e-6:
+            raise ValueError(f"votes {self.votes} are not shares that sum to 1")
+        return self
 
 
 class PreferenceRow(Record):
