@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.functional import logsigmoid, one_hot
 from trl import DPOConfig, DPOTrainer
 
 import pairs
+from catto.training.batches import PairCollator
 from catto.training.config import CATTOConfig
 from catto.training.preference import CATTOTrainer
 from catto.training.tokenize import examples
@@ -316,3 +318,157 @@ def test_evaluation_reports_the_term_and_leaves_the_weights(tmp_path: Path) -> N
     found = trainer.evaluate(pairs.dataset(pairs.preference_rows(6, seed=9)))
     assert 0 < found["eval_calibration/confidence"] < 1
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_parts_of_the_term_are_means_over_pairs_whatever_the_batches(tmp_path: Path) -> None:
+    """Seven pairs in batches of three: the last batch has one pair, which counts as one pair and not as three."""
+    held_out = pairs.dataset(pairs.preference_rows(7, seed=9))
+    found = {}
+    for size in (1, 3):
+        options = {"per_device_eval_batch_size": size, "calibration": "bce"}
+        trainer = made(CATTOTrainer, CATTOConfig, folder=tmp_path, **options)
+        found[size] = trainer.evaluate(held_out)
+    for name in ("calibration/chosen", "calibration/rejected"):
+        assert found[3][f"eval_{name}"] == pytest.approx(found[1][f"eval_{name}"], rel=1e-5)
+    weight = 0.1
+    total = found[3]["eval_loss"] + weight * (
+        found[3]["eval_calibration/chosen"] + found[3]["eval_calibration/rejected"]
+    )
+    assert found[3]["eval_total_loss"] == pytest.approx(total, rel=1e-5)
+
+
+# ---- a mask of one's own -------------------------------------------------------------------------------------------
+
+PROMPT_TOO = "prompt"
+MASKS = ("holes", "first", "last", "all_of_one", PROMPT_TOO)
+
+
+def change_mask(mask: Tensor, kind: str) -> Tensor:
+    """Another completion mask. mask: (2 B, L)."""
+    changed = mask.clone()
+    for number, row in enumerate(mask):
+        selected = row.nonzero().flatten()
+        if kind == "holes":
+            changed[number, selected[1::2]] = 0
+        elif kind == "first":
+            changed[number, selected[: 1 + number % 3]] = 0
+        elif kind == "last":
+            changed[number, selected[-1 - number % 3 :]] = 0
+        elif kind == "all_of_one" and number == 1:
+            changed[number] = 0
+        elif kind == PROMPT_TOO:
+            changed[number, [0, 1, int(selected[0]) - 1]] = 1
+    return changed
+
+
+def masked(kind: Any, change: str, in_place: bool = False) -> Any:
+    """The trainer `kind`, in a subclass that trains on other tokens."""
+
+    class Masked(kind):  # type: ignore[misc]
+        def _other(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            other = change_mask(inputs["completion_mask"], change)
+            if in_place:
+                inputs["completion_mask"].copy_(other)
+                return inputs
+            return {**inputs, "completion_mask": other}
+
+        def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            return self._other(super()._prepare_inputs(inputs))
+
+        def _precompute_ref_logps(self, *args: Any) -> Any:
+            self.precomputing = True
+            try:
+                return super()._precompute_ref_logps(*args)
+            finally:
+                self.precomputing = False
+
+        def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+            given = self._other(inputs) if getattr(self, "precomputing", False) else inputs
+            return super().compute_ref_log_probs(model, given)
+
+    return Masked
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "shared": {"prefix_sharing": True},
+    "packed": {"padding_free": True},
+    "both": {"prefix_sharing": True, "padding_free": True},
+    "stream": {"calibration": "outcome"},
+    "dispatched": {"accelerator_config": {"dispatch_batches": True}},
+    "precomputed": {"precompute_ref_log_probs": True, "prefix_sharing": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", MASKS)
+def test_any_completion_mask_is_honoured_as_trl_does(change: str, layout: str) -> None:
+    more = {"precompute_ref_log_probs": True} if layout == "precomputed" else {}
+    theirs = step(masked(DPOTrainer, change), DPOConfig, **more)
+    options = {**LAYOUTS[layout]}
+    if layout == "stream":
+        options["outcome_examples"] = examples(tiny_tokenizer(), pairs.sft_rows())
+    ours = step(masked(ZeroWeight, change), CATTOConfig, **options)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+    assert distance(ours.gradients, theirs.gradients) < 1e-5
+    for name in ("logps/chosen", "logps/rejected", "rewards/margins", "entropy", "mean_token_accuracy"):
+        assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5, abs=1e-5), name
+
+
+def test_a_mask_changed_in_place_is_honoured() -> None:
+    theirs = step(masked(DPOTrainer, "holes", in_place=True), DPOConfig)
+    ours = step(masked(ZeroWeight, "holes", in_place=True), CATTOConfig)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+    assert distance(ours.gradients, theirs.gradients) < 1e-5
+
+
+class MaskingCollator(PairCollator):
+    """A collator of one's own that leaves every other token of a response out."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        batch["completion_mask"] = change_mask(batch["completion_mask"], "holes")
+        return batch
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_collator_that_masks_tokens_is_honoured(sharing: bool) -> None:
+    theirs = step(masked(DPOTrainer, "holes"), DPOConfig)
+    collator = MaskingCollator(pad_token_id=tiny_tokenizer().pad_token_id)
+    ours = step(ZeroWeight, CATTOConfig, data_collator=collator, prefix_sharing=sharing)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_the_term_reads_the_tokens_of_the_changed_mask() -> None:
+    """The mean over the tokens that are left, and the label's token where it is one of them."""
+    result = step(masked(CATTOTrainer, "holes"), CATTOConfig)
+    dense = Dense(result)
+    dense.mask = change_mask(result.batch["completion_mask"], "holes")[:, 1:].bool()
+    left = dense.term(lambda s, c: s * (1 - c) + (1 - s) * c)
+    found = result.metrics["calibration/chosen"] + result.metrics["calibration/rejected"]
+    assert found == pytest.approx(left.item(), abs=1e-5)
+    at_label = step(masked(CATTOTrainer, "first"), CATTOConfig, calibrate_tokens="label")
+    expected = Dense(at_label).term(lambda s, c: s * (1 - c) + (1 - s) * c, label=True)
+    found = at_label.metrics["calibration/chosen"] + at_label.metrics["calibration/rejected"]
+    assert found == pytest.approx(expected.item(), abs=1e-5)
+
+
+# ---- a copy of the model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_copy_of_the_model_runs_its_own_weights(adapter: bool) -> None:
+    trainer = made(CATTOTrainer, CATTOConfig, **({"peft_config": lora()} if adapter else {}))
+    ids = torch.arange(5, 15)[None]
+    copied = copy.deepcopy(trainer.model)
+    with torch.no_grad():
+        before = trainer.model(input_ids=ids).logits
+        assert torch.equal(copied(input_ids=ids).logits, before)
+        for parameter in copied.parameters():
+            parameter.zero_()
+        labels = ids.clone()
+        assert copied(input_ids=ids).logits.abs().max() == 0
+        assert copied(input_ids=ids, labels=labels).loss.item() == pytest.approx(math.log(copied.config.vocab_size))
+        head = copied(input_ids=ids, labels=labels, fused_lm_head=True)
+        assert head.log_probs.mean().item() == pytest.approx(-math.log(copied.config.vocab_size))
+        assert torch.equal(trainer.model(input_ids=ids).logits, before)

@@ -268,3 +268,12 @@ def test_the_hub_is_asked_for_where_there_is_no_file_and_its_failure_is_one_line
         list(load("snli", "test"))
     assert str(caught.value).startswith("stanfordnlp/snli@cdb5c3d5eed6ead6e5a341c8e56e669bb666725b:test: ")
     assert "\n" not in str(caught.value)
+
+
+def test_loaded_questions_have_a_length_and_are_still_all_there() -> None:
+    loaded = load("witnesses", "test", limit=5)
+    first = next(loaded)
+    assert len(loaded) == 5
+    rest = list(loaded)
+    assert [first, *rest] == list(load("witnesses", "test", limit=5))
+    assert len(loaded) == 5

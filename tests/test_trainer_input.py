@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -46,6 +47,20 @@ def test_objectives_at_the_label_ask_for_the_label_columns(options: dict[str, An
 def test_outcome_on_pairs_asks_for_the_correctness_rate() -> None:
     with pytest.raises(ValueError, match="the train dataset has no column 'correctness_rate'"):
         made(CATTOTrainer, CATTOConfig, rows=_rows().remove_columns("correctness_rate"), calibration="outcome")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_all_missing_columns_are_listed_at_once_with_a_row_that_has_them(streamed: bool, tmp_path: Path) -> None:
+    rows = _rows().select_columns(["prompt", "chosen", "rejected"])
+    given = rows.to_iterable_dataset() if streamed else rows
+    with pytest.raises(ValueError, match="no column 'labels', 'gold', 'correctness_rate'") as caught:
+        pairs.trainer(CATTOTrainer, CATTOConfig, tmp_path, rows=given, calibration="outcome")
+    example = json.loads(str(caught.value).partition("A row looks like ")[2])
+    assert example.keys() == {"prompt", "chosen", "rejected", "labels", "gold", "correctness_rate"}
+    trainer = pairs.trainer(
+        CATTOTrainer, CATTOConfig, tmp_path, rows=Dataset.from_list([example]), calibration="outcome"
+    )
+    assert len(trainer.train_dataset) == 1
 
 
 def test_labels_that_begin_with_one_token_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -149,15 +149,31 @@ class LoadReport:
 
 @dataclass
 class Loaded:
-    """An iterator over questions, with the report that fills as they are read."""
+    """An iterator over questions, with the report that fills as they are read.
+
+    `len` gives the number of all questions, those already taken included. It reads the rest into memory.
+    """
 
     questions: Iterator[Question]
     report: LoadReport
+    _read_ahead: deque[Question] = field(default_factory=deque, repr=False)
 
     def __iter__(self) -> Iterator[Question]:
         return self
 
     def __next__(self) -> Question:
+        if self._read_ahead:
+            return self._read_ahead.popleft()
+        return self._read_one()
+
+    def __len__(self) -> int:
+        while True:
+            try:
+                self._read_ahead.append(self._read_one())
+            except StopIteration:
+                return self.report.kept
+
+    def _read_one(self) -> Question:
         question = next(self.questions)
         self.report.kept += 1
         self.report.gold[question.gold] += 1

@@ -46,6 +46,7 @@ class Batch:
     """What one forward takes, and where its numbers belong. N scored tokens, M queries, G lines of S tokens."""
 
     rows: Sequence[Row]  # what was laid out; stays on the host
+    tokens: Sequence[NDArray[np.int64]]  # of each scored row, which tokens are scored (see `build`); stays on the host
     shared: bool
     packed: bool
     lengths: list[int]  # scored tokens of each scored row
@@ -94,12 +95,15 @@ def build(
     shared: bool,
     packed: bool = False,
     balanced: int | None = None,
+    tokens: Sequence[NDArray[np.int64]] = (),
 ) -> Batch:
     """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
 
     shared: compute each prompt once. packed: one line for all sequences, without padding. Both: compute the beginning
     that all prompts share once too; each prompt keeps at least one token of its own, which predicts its responses.
     balanced: how many of the first rows count in a mixture of experts' load balancing; None: all that are scored.
+    tokens: of each of the first rows, the indices in its completion of the tokens to score, -1 for the prompt's last
+    token and so on. A row beyond them is scored at its whole completion.
     """
     balanced = scored if balanced is None else balanced
     arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
@@ -133,19 +137,35 @@ def build(
         grid[:, number, : line.shape[1]] = line
 
     def source(row: int, token: Any) -> tuple[int, Any]:
-        """The line and the column that predicts a completion's token: of the first, the prompt's end."""
+        """The line and the column that predicts a token, which is given by its index in the completion.
+
+        The prompt's end predicts the first token. A token of the prompt has a negative index; one of the common
+        beginning is predicted there, at the line's start.
+        """
         sequence, start = seats[row]
         line, origin = starts[sequence]
-        return line, origin + np.where(token == 0, len(arrays[row][0]), start + token) - 1
+        own_prompt = len(arrays[row][0])
+        in_prompt = origin + own_prompt + token - 1
+        in_common = len(common) + own_prompt + token - 1
+        before_response = np.where(own_prompt + token > 0, in_prompt, in_common)
+        return line, np.where(token > 0, origin + start + token - 1, before_response)
 
+    scored_tokens = []
     scores = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
-    for number, (prompt, completion) in enumerate(arrays[:scored]):
-        tokens = np.arange(0 if len(prompt) else 1, len(completion))  # nothing predicts a first token without a prompt
-        place = len(common) + len(prompt) + tokens - 1
-        scores.append(np.stack(np.broadcast_arrays(*source(number, tokens), number, place, completion[tokens])))
+    for number, row in enumerate(rows[:scored]):
+        prompt_length = len(row.prompt)
+        whole = np.arange(len(row.completion))
+        wanted = np.asarray(tokens[number], np.int64) if number < len(tokens) else whole
+        wanted = wanted[wanted > -prompt_length]  # nothing predicts the first token of a row
+        scored_tokens.append(wanted)
+        place = prompt_length + wanted - 1
+        targets = np.concatenate([row.prompt, row.completion]).astype(np.int64)[prompt_length + wanted]
+        scores.append(np.stack(np.broadcast_arrays(*source(number, wanted), number, place, targets)))
     joined = np.concatenate(scores, axis=1)
+    asked = np.array([source(query.row, query.token) for query in queries], np.int64)
     return Batch(
         rows=rows,
+        tokens=scored_tokens,
         shared=shared,
         packed=packed,
         lengths=[part.shape[1] for part in scores[1:]],
@@ -153,7 +173,7 @@ def build(
         source=torch.tensor(joined[:2].T),
         place=torch.tensor(joined[2:4].T),
         targets=torch.tensor(joined[4]),
-        query_source=torch.tensor([source(query.row, query.token) for query in queries]).long().view(-1, 2),
+        query_source=torch.from_numpy(asked).view(-1, 2),
         query_labels=padded([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
@@ -210,7 +230,8 @@ def block_mask(batch: Batch) -> Any:
 KEY = "catto"  # our entry in a batch; TRL would pass unknown entries to the model, so it is taken out before
 # Columns beyond TRL's that reach the collator, where a dataset has them.
 LABEL_COLUMNS = ("chosen_label_at", "rejected_label_at", "chosen_candidates", "rejected_candidates", "gold_index")
-COLUMNS = ("row", *LABEL_COLUMNS, "rate")
+REASONING_COLUMNS = ("chosen_reasoning", "rejected_reasoning")  # how many tokens precede the label
+COLUMNS = ("row", *LABEL_COLUMNS, "rate", *REASONING_COLUMNS)
 
 
 @dataclass
@@ -222,38 +243,56 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     """
 
     layout: Mapping[str, bool] | None = None
+    reads_reasoning: bool = False  # whether the preference loss reads the tokens before the label alone
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
         output: dict[str, Any] = super().torch_call(examples)
         both = [(example, side) for side in ("chosen", "rejected") for example in examples]
         known: dict[str, Any] = {"row": torch.tensor([example.get("row", -1) for example, _ in both])}
+        known["start"] = completion_starts(output)
         if examples[0].keys() >= {*LABEL_COLUMNS, "rate"}:  # a user may have a column of one of these names
             known["label_at"] = torch.tensor([example[f"{side}_label_at"] for example, side in both])
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
             known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)
             known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
             known["correctness_rate"] = torch.tensor([example["rate"] for example, _ in both])
+        if self.reads_reasoning:
+            known["reasoning"] = torch.tensor([example[f"{side}_reasoning"] for example, side in both])
         if self.layout is not None:
             known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known
         return output
 
 
+def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Index of each row's first token that `completion_mask` selects; the row's length where it selects none. (2 B,)"""
+    mask = inputs["completion_mask"]
+    lengths = inputs["attention_mask"].sum(-1)
+    return torch.where(mask.any(-1), mask.ne(0).int().argmax(-1), lengths)
+
+
 def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors: they are what it trains on, whatever its collator has cut off.
 
-    Labels, where they are known, become queries.
+    The tokens that `completion_mask` selects are scored, wherever they are. Labels, where they are known, become
+    queries.
     """
     ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
-    lengths, completions = inputs["attention_mask"].sum(-1).tolist(), inputs["completion_mask"].sum(-1).tolist()
-    rows = [Row(row[: n - k], row[n - k : n]) for row, n, k in zip(ids, lengths, completions, strict=True)]
+    masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
+    lengths = inputs["attention_mask"].sum(-1).tolist()
+    starts = known["start"] if "start" in known else completion_starts(inputs)
+    rows = []
+    tokens = []
+    for row, mask, length, start in zip(ids, masks, lengths, starts.tolist(), strict=True):
+        rows.append(Row(row[:start], row[start:length]))
+        tokens.append(np.flatnonzero(mask) - start)
     queries = []
     if "label_at" in known:
         for number, at in enumerate(known["label_at"].tolist()):
             if at >= len(rows[number].completion):
                 row = int(known["row"][number])
                 raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
-            tokens = [token for token in known["candidates"][number].tolist() if token >= 0]
-            queries.append(Query(number, at, tokens, int(known["gold_index"][number])))
-    return build(rows, queries, len(rows), pad, **layout)
+            candidates = [token for token in known["candidates"][number].tolist() if token >= 0]
+            queries.append(Query(number, at, candidates, int(known["gold_index"][number])))
+    return build(rows, queries, len(rows), pad, tokens=tokens, **layout)

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "calibration": get_args(Calibration),
     "reduce": (None, "mean", "sum"),
     "calibrate_tokens": ("all", "label"),
+    "preference_tokens": ("all", "reasoning"),
     "outcome_score": ("log", "brier"),
     "head_precision": get_args(Precision),
 }
@@ -50,6 +51,9 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     reduce: str | None = knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
     detach_surrogate: bool = knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
     calibrate_tokens: str = knob("all", "Which tokens of a response the term reads: all, or only the label.")
+    preference_tokens: str = knob(
+        "all", "Which tokens of a response the preference loss reads: all, or only the reasoning before the label."
+    )
     outcome_score: str = knob("log", "The outcome's proper score: log or brier.")
     outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
@@ -72,6 +76,8 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
         if type(self.outcome_rows_per_pair) is not int or self.outcome_rows_per_pair < 1:
             raise ValueError(f"outcome_rows_per_pair is {self.outcome_rows_per_pair!r}, expected at least 1")
+        if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
+            raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
         # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.
         defaults = {option.name: option.default for option in fields(type(self))}
         for name, terms in KNOBS.items():

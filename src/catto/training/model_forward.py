@@ -57,9 +57,17 @@ def install(model: Any) -> None:
     def forward(
         self: Any, *args: Any, catto_batch: Batch | None = None, catto_head: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        if catto_batch is None:  # by the class: a copy of the model must not call the one that it was copied from
-            return type(self).forward(self, *args, **kwargs) if original is None else original(*args, **kwargs)
-        return _forward(self, catto_batch, **(catto_head or {}), **kwargs)
+        if catto_batch is not None:
+            return _forward(self, catto_batch, **(catto_head or {}), **kwargs)
+        if original is None:
+            return type(self).forward(self, *args, **kwargs)
+        if self is base:
+            return original(*args, **kwargs)
+        # A copy of the model takes this function along, and `original` would run the weights that it was copied from.
+        # TRL's head computes on the model that it is given; what it wraps, the model's own forward, it has bound.
+        if kwargs.pop("fused_lm_head", False):
+            return original.__func__(self, *args, fused_lm_head=True, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
     base._catto_head = True

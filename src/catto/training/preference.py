@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,17 @@ from catto.training import model_forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.tokenize import Example, Fits, fitting, label_columns, label_queries, numbered
+from catto.training.tokenize import (
+    Example,
+    Fits,
+    check_reasoning,
+    fitting,
+    label_columns,
+    label_queries,
+    numbered,
+    reasoning_columns,
+    require_columns,
+)
 
 logger = logging.getLogger(__name__)
 TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
@@ -101,6 +112,16 @@ def per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, prefer
     return loss * mask.sum(-1) if config.reduce == "sum" else loss
 
 
+def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
+    """Mean cross-entropy over all tokens of the chosen responses, as TRL's `sft`.
+
+    logprobs: (2 B, L - 1), completion_mask: (2 B, L). Both have the chosen responses first.
+    """
+    chosen, _ = logprobs.chunk(2)
+    mask, _ = completion_mask[:, 1:].bool().chunk(2)
+    return -chosen[mask].mean()
+
+
 def outcome_term(labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATTOConfig) -> Term:
     """Mean proper score of the label probabilities after sampled reasoning. labels: (M, K), gold: (M,).
 
@@ -130,7 +151,7 @@ class Policy:
         self.model, self.batch, self.precision, self.extras = model, batch, precision, extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Run the batch through our head once. labels: (2 B, L), -100 off the completions."""
+        """Run the batch through our head once. labels: (2 B, L), -100 off the tokens that TRL's loss reads."""
         if labels is None:  # TRL's second, deprecated call for full logits
             return self.model(**kwargs)
         self.batch = batch = self.batch.to(labels.device, non_blocking=True)
@@ -142,7 +163,7 @@ class Policy:
         zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
         self.stats = stats[:tokens].map(lambda values: zeros.index_put(place, values))
         return FusedCausalLMOutput(
-            log_probs=self.stats.target,
+            log_probs=self.stats.target.masked_fill(~mask, 0.0),  # TRL sums them without looking at its mask
             # What TRL only logs carries no gradient.
             entropy=None if self.stats.entropy is None else self.stats.entropy.detach(),
             mean_logits=None if self.stats.mean_logit is None else self.stats.mean_logit.detach(),
@@ -180,6 +201,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._arrangement: dict[str, bool] | None = None
         self._padding_free = args.padding_free
         self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
+        self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts changes in place
         self._stream = _stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
         self.validation = validation
@@ -203,7 +225,12 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
 
     @property
     def _own_head(self) -> bool:
-        return bool(self.args.weight or self.args.prefix_sharing or self._padding_free)
+        return bool(self.args.weight or self.args.prefix_sharing or self._padding_free or self._reads_reasoning)
+
+    @property
+    def _reads_reasoning(self) -> bool:
+        """Whether the preference loss reads the tokens before the label alone."""
+        return bool(self.args.preference_tokens == "reasoning")
 
     def arrangement(self) -> dict[str, bool]:
         """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
@@ -228,12 +255,15 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     def _set_collator(self, dataset: Any) -> None:
         """Extend TRL's collator by the layout of our batch, unless Accelerate joins and slices batches by rows.
 
-        A user's own collator is left as it is.
+        A user's own collator is left as it is, but for which tokens the preference loss reads.
         """
+        if isinstance(self.data_collator, PairCollator):
+            self.data_collator.reads_reasoning = self._reads_reasoning
         if type(self.data_collator) in (DataCollatorForPreference, PairCollator):
             dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
             layout = self.arrangement() if self._own_head and not dispatched else None
-            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), "layout": layout})
+            ours = {"layout": layout, "reads_reasoning": self._reads_reasoning}
+            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), **ours})
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Tokenise as TRL does (or take the token ids that are there), find labels, drop rows that TRL drops.
@@ -252,15 +282,26 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
         on_pairs = args.calibration == "outcome" and not self._stream
         reads_labels = bool(args.weight) and (args.calibrate_tokens == "label" or on_pairs)
+        reads_reasoning = args.preference_tokens == "reasoning"
+        if reads_reasoning:
+            require_columns(dataset, ("labels",), name, "preference_tokens 'reasoning'")
+            dataset = dataset.map(reasoning_columns, fn_kwargs={"tokenizer": processing_class, "name": name})
+            check_reasoning(dataset, name)
         limits = [args.max_length]
         if reads_labels:
-            known = {"tokenizer": processing_class, "name": name, "rated": args.calibration == "outcome"}
+            rated = args.calibration == "outcome"
+            needed = ("labels", "gold", "correctness_rate") if rated else ("labels", "gold")
+            reader = "calibration 'outcome' on pairs" if rated else "calibrate_tokens 'label'"
+            require_columns(dataset, needed, name, reader)
+            known = {"tokenizer": processing_class, "name": name, "rated": rated}
             dataset = dataset.map(label_columns, fn_kwargs=known)
+        if reads_labels or reads_reasoning:
             limits.append(getattr(self._given_collator, "max_length", None))
         limit = min((limit for limit in limits if limit is not None), default=None)
-        if limit is None or not (reads_labels or args.truncation_mode == "keep_start"):
+        finds_labels = reads_labels or reads_reasoning
+        if limit is None or not (finds_labels or args.truncation_mode == "keep_start"):
             return dataset
-        return Fits(limit, reads_labels, name).select(dataset)
+        return Fits(limit, finds_labels, name).select(dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -290,6 +331,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         if self._own_head:
             arrangement = self.arrangement().values()
             ours = (theirs, "catto", self.accelerator.mixed_precision, self.args.head_precision, *arrangement)
+            if self._reads_reasoning:
+                ours = (*ours, "reasoning")
             self._precompute_model_hash: Any = ours
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -305,43 +348,78 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         if KEY in inputs and self._own_head:
             model_forward.install(self.accelerator.unwrap_model(model))
             model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
-        return super().compute_ref_log_probs(model, {name: value for name, value in inputs.items() if name != KEY})
+        return super().compute_ref_log_probs(model, self._trl_inputs(inputs))
 
     # ---- the loss
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Transformers'. The mask is remembered, to see without waiting for the device whether it is changed later."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        self._collated_mask = None
+        if type(self.data_collator) is PairCollator and not prepared["completion_mask"].is_inference():
+            mask = prepared["completion_mask"]
+            self._collated_mask = mask, mask._version
+        return prepared
+
+    def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
+        """Whether a layout scores the tokens that `completion_mask` (2 B, L) selects.
+
+        A subclass may have changed the mask after the collator laid the batch out.
+        """
+        if self._collated_mask is not None:
+            collated, version = self._collated_mask
+            if mask is collated and mask._version == version:
+                return True
+        wanted = mask[:, 1:].bool()
+        row, column = layout.place.to(mask.device).unbind(-1)
+        scored = torch.zeros_like(wanted)
+        scored[row, column] = True
+        return torch.equal(scored, wanted)
+
+    def _trl_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What TRL reads of a batch: without our entry, and with the mask of the tokens that its loss reads."""
+        theirs = {name: value for name, value in inputs.items() if name != KEY}
+        if self._reads_reasoning:
+            if KEY not in inputs:
+                raise ValueError("preference_tokens 'reasoning' needs TRL's own collator: leave data_collator out")
+            known = inputs[KEY]
+            mask = theirs["completion_mask"]
+            columns = torch.arange(mask.shape[-1], device=mask.device)
+            end_of_reasoning = known["start"] + known["reasoning"]
+            theirs["completion_mask"] = mask * (columns < end_of_reasoning.unsqueeze(-1))
+        return theirs
 
     def _layout(self, inputs: dict[str, Any]) -> Batch:
         """The pairs' batch as the collator has laid it out, or laid out here where it could not."""
         layout: Batch | None = inputs[KEY].get("layout")
-        if layout is None:
+        if layout is None or not self._is_laid_out(layout, inputs["completion_mask"]):
             layout = pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
         return layout
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        theirs = {name: value for name, value in inputs.items() if name != KEY}
         rows = partial(self._rows, inputs.get(KEY, {}).get("row"), self.model.training)
         if not self._own_head:
-            result = super()._compute_loss(model, theirs, return_outputs)
+            result = super()._compute_loss(model, self._trl_inputs(inputs), return_outputs)
             self.watch(result[0] if return_outputs else result, rows)
             return result
         if KEY not in inputs:
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
         layout, training = self._layout(inputs), self.model.training
-        size = len(theirs["input_ids"]) // 2
+        size = len(inputs["input_ids"]) // 2
         streamed = self._stream.next(self, size) if self._stream and training else []
         policy = self._policy(model, layout, streamed)
-        if self.precompute_ref_logps:
-            result = super()._compute_loss(policy, theirs, return_outputs)
-        else:
+        given = self._trl_inputs(inputs)
+        if not self.precompute_ref_logps:
             # The reference goes through our head too, before TRL's loss, which then reads its log-probabilities.
             reference = self.ref_model if self.ref_model is not None else self.model
-            chosen, rejected = self.compute_ref_log_probs(reference, {**theirs, KEY: {"layout": layout}})
-            self.precompute_ref_logps: bool = True
-            try:
-                given = {**theirs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-                result = super()._compute_loss(policy, given, return_outputs)
-            finally:
-                self.precompute_ref_logps = False
+            laid_out = {**inputs, KEY: {**inputs[KEY], "layout": layout}}
+            chosen, rejected = self.compute_ref_log_probs(reference, laid_out)
+            given |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        with self._reading_given_references(), self._without_sft() as sft_weight:
+            result = super()._compute_loss(policy, given, return_outputs)
         loss, outputs = result if return_outputs else (result, None)
+        if sft_weight:
+            loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
         if self.args.weight and (streamed or not self._stream):  # the stream is for training: evaluation has none
             # A micro-batch's mean counts as its share of the mean over the step's pairs; 1 unless it is ragged.
             pairs = self._step_pairs if training else None
@@ -349,19 +427,50 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             total = loss + self.calibration_weight * share * self._term(policy, inputs, streamed)
             if training:
                 loss = total
-            else:  # `eval_loss` is TRL's; the total goes beside it, weighted over batches as Transformers weights that
+            else:  # `eval_loss` is TRL's; the total goes beside it
                 self.watch(total, rows)
-                values = self.accelerator.gather_for_metrics(total.detach().repeat(self.args.eval_batch_size))
-                self._metrics["eval"]["total_loss"].extend(values.tolist())
+                self._log_evaluation("total_loss", total)
         self.watch(loss, rows)
         return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def _reading_given_references(self) -> Iterator[None]:
+        """Let TRL's loss read the reference's log-probabilities from the batch, as if they were precomputed."""
+        precomputed: bool = self.precompute_ref_logps
+        self.precompute_ref_logps: bool = True
+        try:
+            yield
+        finally:
+            self.precompute_ref_logps = precomputed
+
+    @contextmanager
+    def _without_sft(self) -> Iterator[float]:
+        """Take `sft` out of TRL's losses where they read the reasoning alone, and return its weight.
+
+        It holds the form of whole responses, the answer included, so it is computed on whole responses.
+        """
+        kinds, weights = self.loss_types, self.loss_weights
+        named = list(zip(kinds, weights, strict=True))
+        moved = [weight for kind, weight in named if kind == "sft" and self._reads_reasoning]
+        if not moved:
+            yield 0.0
+            return
+        rest = [(kind, weight) for kind, weight in named if kind != "sft"]
+        self.loss_types: Any = [kind for kind, _ in rest]
+        self.loss_weights: Any = [weight for _, weight in rest]
+        try:
+            yield sum(moved)
+        finally:
+            self.loss_types = kinds
+            self.loss_weights = weights
 
     def _policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
         """The policy of this micro-batch: the pairs and, behind them, the stream's responses."""
         args, pairs = self.args, len(layout.rows)
         extras = (*TRL_EXTRAS, *(["log_doubt"] if args.weight and args.calibration == "bce" else []))
         extras = (*extras, *(["log_sum_sq"] if self.use_weighting else []))
-        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, **self.arrangement()}
+        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, "tokens": layout.tokens}
+        options |= self.arrangement()
         if streamed and args.calibration == "replay":
             rows = [*layout.rows, *(example.row for example in streamed)]
             layout = build(rows, [], len(rows), **options)
@@ -384,14 +493,24 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             term = outcome_term(policy.labels, policy.batch.query_gold, rates, args)
         else:
             mask = inputs["completion_mask"].bool()
-            if args.calibrate_tokens == "label":  # of each completion, the token whose index is the label's
-                mask = mask & (mask.cumsum(-1) - 1 == known["label_at"].unsqueeze(-1))
+            if args.calibrate_tokens == "label":
+                columns = torch.arange(mask.shape[-1], device=mask.device)
+                label = known["start"] + known["label_at"]
+                mask = mask & (columns == label.unsqueeze(-1))
             term = surrogate_term(policy.stats, mask[:, 1:], args)
+        if not self.model.training:
+            for name, value in term.logs.items():
+                self._log_evaluation(name, value)
+            return term.loss
         logged = self.accelerator.gather(torch.stack([value.detach().float() for value in term.logs.values()])[None])
-        metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in zip(term.logs, logged.mean(0).unbind(), strict=True):
-            metrics[name].append(value)  # on the device until it is logged
+            self._metrics["train"][name].append(value)  # on the device until it is logged
         return term.loss
+
+    def _log_evaluation(self, name: str, value: Tensor) -> None:
+        """Log a batch's mean once for every pair of the batch, as Transformers weights `eval_loss` over batches."""
+        per_pair = value.detach().repeat(self.args.eval_batch_size)
+        self._metrics["eval"][name].extend(self.accelerator.gather_for_metrics(per_pair).tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, which averages numbers of the host."""

@@ -6,6 +6,7 @@ very text that it was trained on.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.labels import label_place
+from catto.labels import label_place, locate
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
@@ -149,16 +150,32 @@ def numbered(example: dict[str, Any], row: int, **determining: Any) -> dict[str,
     return {"row": row}
 
 
+# A row with the columns that an objective may read beside TRL's, as an error shows them.
+EXAMPLE_COLUMNS = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
+
+
+def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
+    """Raise a ValueError that lists every column of `needed` that the dataset lacks, with a row that has them.
+
+    reader: what reads the columns, for the error.
+    """
+    columns = dataset.column_names or list(next(iter(dataset)))
+    missing = [column for column in needed if column not in columns]
+    if not missing:
+        return
+    listed = ", ".join(map(repr, missing))
+    example = {column: EXAMPLE_COLUMNS[column] for column in needed}
+    texts = {"prompt": "...", "chosen": "... <answer>B</answer>", "rejected": "... <answer>A</answer>"}
+    row = json.dumps(texts | example)
+    raise ValueError(f"the {name} dataset has no column {listed}, which {reader} reads. A row looks like {row}")
+
+
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: bool) -> dict[str, Any]:
     """Find the labels of a pair in its token ids, once. rated: whether the objective reads the correctness rate."""
-    for column in ("labels", "gold", "correctness_rate") if rated else ("labels", "gold"):
-        if column not in example:
-            raise ValueError(f"the {name} dataset has no column {column!r}: this objective reads the label's token")
     where, rate = f"{name} dataset row {example['row']}", example.get("correctness_rate")
     if rated and not (isinstance(rate, int | float) and 0 <= rate <= 1):
         raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
-    if not isinstance(example["labels"], list | tuple):
-        raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
+    _check_label_list(example, where)
     if example["gold"] not in example["labels"]:
         raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
     columns: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
@@ -167,6 +184,60 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
         at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
         columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
     return columns
+
+
+def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dict[str, Any]:
+    """Count the tokens of each response that come before its label; all of them where it gives no answer."""
+    where = f"{name} dataset row {example['row']}"
+    _check_label_list(example, where)
+    columns = {}
+    for side in ("chosen", "rejected"):
+        ids = example[f"{side}_ids"]
+        try:
+            place = locate(tokenizer, ids, example["labels"])
+        except ValueError as error:
+            raise ValueError(f"{where}, {side}: {error}") from None
+        columns[f"{side}_reasoning"] = len(ids) if place is None else len(place.ids)
+    return columns
+
+
+STREAM_SAMPLE = 64  # rows of a streamed dataset that are looked at before training
+
+
+def check_reasoning(dataset: Any, name: str) -> None:
+    """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
+
+    A pair has nothing to prefer if both responses are the same up to their labels: answers that come first are. Its
+    loss is constant. Of a streamed dataset the first rows are looked at.
+    """
+    rows = dataset.select_columns(["chosen_ids", "rejected_ids", "chosen_reasoning", "rejected_reasoning"])
+    if not isinstance(rows, Dataset):
+        rows = rows.take(STREAM_SAMPLE)
+    total = 0
+    without_reasoning = 0
+    without_answer = 0
+    for row in rows:
+        total += 1
+        chosen = row["chosen_ids"][: row["chosen_reasoning"]]
+        rejected = row["rejected_ids"][: row["rejected_reasoning"]]
+        without_reasoning += chosen == rejected
+        without_answer += len(chosen) == len(row["chosen_ids"]) or len(rejected) == len(row["rejected_ids"])
+    if without_reasoning > total / 2:
+        raise ValueError(
+            f"preference_tokens is 'reasoning', but {without_reasoning} of {total} pairs of the {name} dataset have "
+            f"nothing to prefer: their responses are the same up to the label, as answers without reasoning are"
+        )
+    if without_reasoning:
+        note = "%d of %d %s pairs have nothing to prefer: their responses are the same up to the label"
+        logger.warning(note, without_reasoning, total, name)
+    if without_answer:
+        note = "%d of %d %s pairs have a response without an answer, which the preference loss reads whole"
+        logger.warning(note, without_answer, total, name)
+
+
+def _check_label_list(example: dict[str, Any], where: str) -> None:
+    if not isinstance(example["labels"], list | tuple):
+        raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
 
 
 @dataclass
