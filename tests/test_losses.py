@@ -194,6 +194,53 @@ def test_outcome_is_least_at_the_true_probabilities(score: str) -> None:
         assert mean(p) > mean(truth) - 1e-12
 
 
+@pytest.mark.parametrize("score", ["log", "brier"])
+def test_outcome_of_a_distribution_by_hand_and_with_its_gradient(score: str) -> None:
+    """P = (0.5, 0.3), the rest of the vocabulary has 0.2; t = (0.75, 0.25); the third label is not one of this row.
+
+    log: -0.75 ln 0.5 - 0.25 ln 0.3, gradient -t. brier: 0.25^2 + 0.05^2, gradient 2 (P - t) P.
+    """
+    p = torch.tensor([[0.5, 0.3, 0.0]], dtype=torch.float64)
+    t = torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64)
+    log_p = p.log().requires_grad_()
+    loss = outcome_loss(log_p, t, score=score)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(loss.sum(), log_p)
+    if score == "log":
+        assert loss.item() == pytest.approx(-0.75 * math.log(0.5) - 0.25 * math.log(0.3), abs=1e-12)
+        torch.testing.assert_close(gradient, -t)
+    else:
+        assert loss.item() == pytest.approx(0.25**2 + 0.05**2, abs=1e-12)
+        torch.testing.assert_close(gradient, 2 * (p - t) * p)
+
+
+@pytest.mark.parametrize("score", ["log", "brier"])
+def test_outcome_of_a_distribution_equals_that_of_the_index_and_is_its_mean(score: str) -> None:
+    """One-hot is the index; the log score of a distribution is the mean of the scores of its labels."""
+    torch.manual_seed(0)
+    log_p = torch.randn(5, 4, dtype=torch.float64).log_softmax(-1) - 0.1
+    gold = torch.tensor([0, 1, 2, 3, 1])
+    one_hot = torch.nn.functional.one_hot(gold, 4).double()
+    by_index = outcome_loss(log_p, gold, score=score)  # type: ignore[arg-type]
+    torch.testing.assert_close(outcome_loss(log_p, one_hot, score=score), by_index)  # type: ignore[arg-type]
+    t = torch.softmax(torch.randn(5, 4, dtype=torch.float64), -1)
+    mean = sum(t[:, k] * outcome_loss(log_p, torch.full((5,), k), score=score) for k in range(4))  # type: ignore[arg-type]
+    spread = 0 if score == "log" else 1 - (t**2).sum(-1)  # what the Brier score of a draw has beyond the distance
+    torch.testing.assert_close(outcome_loss(log_p, t, score=score) + spread, mean)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("score", ["log", "brier"])
+def test_outcome_of_a_distribution_is_least_at_that_distribution(score: str) -> None:
+    """Among all probabilities of the labels whose sum is at most 1: the vocabulary has other tokens too."""
+    torch.manual_seed(0)
+    for t in torch.softmax(torch.randn(20, 3, dtype=torch.float64), -1):
+        least = outcome_loss(t.log()[None], t[None], score=score)  # type: ignore[arg-type]
+        others = torch.softmax(2 * torch.randn(200, 4, dtype=torch.float64), -1)[:, :3]  # the fourth is the rest
+        nearby = torch.softmax(torch.cat([t, t.new_tensor([1e-3])]).log() + 0.05 * torch.randn(200, 4), -1)[:, :3]
+        for p in (others, nearby):
+            losses = outcome_loss(p.log(), t.expand(200, 3), score=score)  # type: ignore[arg-type]
+            assert (losses > least).all()
+
+
 def test_rcft_by_hand() -> None:
     """q = (0.7, 0.2, 0.1), bin 7 of ten (0.6, 0.7], a = 0.5, K = 3.
     g = ln 2 / (0.2 x 0.5) = 6.931472; tanh(g 0.2) = tanh(1.386294) = 15/17, tanh(g 0.1) = tanh(0.693147) = 3/5.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from catto.experiment.graph import Graph
 from catto.files import read_records
-from catto.records import Response, SftRow
-from experiment_world import catto
+from catto.records import Prediction, Response, SftRow
+from experiment_world import ENVIRONMENT, catto
 
 FIRST: dict[str, Any] = {
     "name": "first",
@@ -115,3 +121,52 @@ def test_what_is_not_trained_is_refused_by_train(experiment: Experiment) -> None
     assert "base is the given model itself, which is not trained" in done.stderr
     done = catto("train", "second.yaml", "--method", "sft", cwd=experiment.folder)
     assert "sft needs start: sft" in done.stderr
+
+
+# ---- the linear probe of the study ----------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parents[1] / "docs" / "study" / "probe.py"
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("study_probe", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["study_probe"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_probe_keeps_the_answers_and_states_a_confidence_that_measure_reads(experiment: Experiment) -> None:
+    command = [sys.executable, str(SCRIPT), "runs/second"]
+    done = subprocess.run(command, cwd=experiment.folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (written,) = (experiment.folder / "runs" / "second" / "probe").glob("dpo-*/predictions.jsonl")
+    probed = list(read_records(written, Prediction))
+    own = list(read_records(experiment.stage("test-dpo-matched-*") / "predictions.jsonl", Prediction))
+    assert [row.label for row in probed] == [row.label for row in own]
+    assert [row.confidence_raw for row in probed] == [row.confidence for row in own]
+    assert [row.confidence for row in probed] != [row.confidence for row in own]
+    assert catto("measure", written, cwd=experiment.folder).returncode == 0
+
+
+def test_the_probe_reads_the_state_that_predicts_the_label(
+    experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own head on these states gives the label probabilities that the evaluation has stored."""
+    monkeypatch.chdir(experiment.folder)
+    script = load_script()
+    root = Path("runs/second")
+    recipe = script.newest_recipe(root)
+    graph = Graph(recipe)
+    (cell,) = [cell for cell in graph.cells() if cell.place.method == "dpo"]
+    inputs = script.read_inputs(root, graph, cell)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(inputs.model), AutoTokenizer.from_pretrained(inputs.model)
+    for row in inputs.predictions:
+        context = script.label_context(tokenizer, inputs, row, reasoning=True)
+        state = torch.tensor(script.hidden_states(model.model.eval(), [context])[0])
+        with torch.inference_mode():
+            probability = model.lm_head(state).softmax(-1).max()
+        stored = max(row.label_logprobs.values())
+        assert probability.item() == pytest.approx(torch.tensor(stored).exp().item(), rel=1e-3)

@@ -46,6 +46,8 @@ KNOBS: Mapping[str, tuple[Calibration, ...]] = {
     "detach_surrogate": _SURROGATE,
     "calibrate_tokens": _SURROGATE,
     "outcome_score": ("outcome",),
+    "outcome_target": ("outcome",),
+    "outcome_samples": ("outcome",),
     "outcome_rows_per_pair": ("outcome", "replay"),
 }
 

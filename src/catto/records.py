@@ -10,7 +10,14 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from catto.problems import shortened
 
@@ -135,7 +142,25 @@ class SftRow(Record):
     gold: str
     label: str | None
     correctness_rate: float = Field(ge=0, le=1)
-    votes: dict[str, float] | None = Field(default=None, exclude_if=lambda votes: votes is None)
+    votes: dict[str, float] | None = None  # label -> share among samples of the question; not stored where None
+
+    @model_validator(mode="after")
+    def _check_votes(self) -> Self:
+        if self.votes is None:
+            return self
+        unknown = [label for label in self.votes if label not in self.labels]
+        if unknown:
+            raise ValueError(f"votes name {unknown[0]!r}, which is not one of {', '.join(self.labels)}")
+        if min(self.votes.values(), default=0.0) < 0 or abs(sum(self.votes.values()) - 1) > 1e-6:
+            raise ValueError(f"votes {self.votes} are not shares that sum to 1")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _leave_out_missing_votes(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if self.votes is None:
+            fields.pop("votes", None)
+        return fields
 
 
 class PreferenceRow(Record):

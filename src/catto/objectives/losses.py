@@ -122,19 +122,33 @@ def outcome_loss(
 ) -> Tensor:
     """Proper score of the label probabilities after a sampled reasoning, one number per response.
 
-    label_logprobs: (B, K) full-vocabulary log-probabilities, -inf where a row has fewer labels; gold: (B,) index of
-    the right label; weights: (B,). log: -log P_gold; brier: sum_k (P_k - 1[k = gold])^2, in [0, 2]. -> (B,).
-    Both are least at the true probabilities. Preference training makes wrong answers nearly certain: there the gradient
-    of brier vanishes, that of log does not.
+    Both scores are least where the probabilities equal the target's expectation. Preference training makes wrong
+    answers nearly certain: there the gradient of brier vanishes, that of log does not.
+
+    Args:
+        label_logprobs: (B, K) full-vocabulary log-probabilities P, -inf where a row has fewer labels.
+        gold: (B,) index of the right label, or (B, K) a distribution t over the labels, 0 where there is none.
+        score: `log`: -sum_k t_k log P_k, so -log P_gold of an index. `brier`: sum_k (P_k - t_k)^2, in [0, 2].
+        weights: (B,) factor of each response; None is 1.
+
+    Returns:
+        (B,) the scores.
 
     >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]), score="brier")
     tensor([0.0800])
+    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([[0.8, 0.2]]), score="brier")
+    tensor([0.])
     """
-    if score == "log":
+    is_distribution = gold.dim() == 2
+    if score == "log" and is_distribution:
+        # A label without weight adds nothing, also where it has no probability at all.
+        reached = label_logprobs.masked_fill(gold == 0, 0.0)
+        loss = -(gold * reached).sum(-1)
+    elif score == "log":
         loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
     else:
-        right = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
-        loss = ((label_logprobs.exp() - right) ** 2).sum(-1)
+        shares = gold if is_distribution else torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
+        loss = ((label_logprobs.exp() - shares) ** 2).sum(-1)
     return loss if weights is None else weights * loss
 
 

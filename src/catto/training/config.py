@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "calibrate_tokens": ("all", "label"),
     "preference_tokens": ("all", "reasoning"),
     "outcome_score": ("log", "brier"),
+    "outcome_target": ("gold", "votes", "mix"),
     "head_precision": get_args(Precision),
 }
 
@@ -55,6 +56,10 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         "all", "Which tokens of a response the preference loss reads: all, or only the reasoning before the label."
     )
     outcome_score: str = knob("log", "The outcome's proper score: log or brier.")
+    outcome_target: str = knob(
+        "gold", "What the outcome's score aims at: the gold label, the votes of the start model, or the mean of both."
+    )
+    outcome_samples: int = knob(8, "Samples per question that vote, with outcome_target votes or mix.")
     outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
     padding_free: bool | None = knob(  # as a flag too, which the parser makes by itself only of what is never None
@@ -74,8 +79,14 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if weight is not None and not (number and 0 <= weight < math.inf):
             raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
-        if type(self.outcome_rows_per_pair) is not int or self.outcome_rows_per_pair < 1:
-            raise ValueError(f"outcome_rows_per_pair is {self.outcome_rows_per_pair!r}, expected at least 1")
+        for name in ("outcome_rows_per_pair", "outcome_samples"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}, expected at least 1")
+        if self.outcome_target == "gold" and self.outcome_samples != CATTOConfig.outcome_samples:
+            raise ValueError(
+                f"outcome_samples is {self.outcome_samples} but outcome_target is 'gold', which has no votes"
+            )
         if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
             raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
         # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.

@@ -42,6 +42,8 @@ from catto.training.tokenize import (
     numbered,
     reasoning_columns,
     require_columns,
+    target_table,
+    with_targets,
 )
 
 logger = logging.getLogger(__name__)
@@ -122,14 +124,17 @@ def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
     return -chosen[mask].mean()
 
 
-def outcome_term(labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATTOConfig) -> Term:
+def outcome_term(
+    labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATTOConfig, target: Tensor | None = None
+) -> Term:
     """Mean proper score of the label probabilities after sampled reasoning. labels: (M, K), gold: (M,).
 
     With the correctness rates (B,) of the questions, the M = 2 B labels are those of the pairs: y+ is weighted by the
-    rate, y- by one minus it, and the mean is over pairs.
+    rate, y- by one minus it, and the mean is over pairs. target: (M, K), distributions to aim at in place of gold.
     """
     weights = None if rate is None else torch.cat([rate, 1 - rate]).to(labels.dtype)
-    losses = outcome_loss(labels, gold, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
+    aim = gold if target is None else target.to(labels)
+    losses = outcome_loss(labels, aim, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
     loss = losses.mean() if rate is None else losses.sum() / len(rate)
     with torch.no_grad():
         top, answer = labels.max(-1)
@@ -490,7 +495,10 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             term = Term(loss, {"calibration/replay": loss})
         elif args.calibration == "outcome":
             rates = None if streamed else known["correctness_rate"][: len(known["row"]) // 2]
-            term = outcome_term(policy.labels, policy.batch.query_gold, rates, args)
+            target = None
+            if args.outcome_target != "gold":
+                target = torch.tensor(target_table(streamed, policy.labels.shape[-1]))
+            term = outcome_term(policy.labels, policy.batch.query_gold, rates, args, target)
         else:
             mask = inputs["completion_mask"].bool()
             if args.calibrate_tokens == "label":
@@ -559,8 +567,14 @@ def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | N
         raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
     if not examples and args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
         raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
+    if not examples and args.outcome_target != "gold":
+        raise ValueError(
+            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
+        )
     if not examples or not args.weight:
         return None
+    if args.calibration == "outcome":
+        examples = with_targets(examples, args.outcome_target)
     fits = fitting(list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question)
     return OutcomeStream(fits, args)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,11 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Label(NamedTuple):
-    """The index of a completion's label token, the K labels' tokens at that index, and which of them is right."""
+    """The index of a completion's label token, the K labels' tokens at that index, and which of them is right.
+
+    target: a distribution over the K labels that `outcome_target` reads in place of the right one, most often the
+    shares of labels among samples; None: there is none.
+    """
 
     at: int
     candidates: list[int]
     gold: int
+    target: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,59 @@ def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example
     made = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
-        made.append(Example(row.question, ids, Label(at, candidates, row.labels.index(row.gold))))
+        votes = row.votes
+        target = None if votes is None else tuple(votes.get(label, 0.0) for label in row.labels)
+        made.append(Example(row.question, ids, Label(at, candidates, row.labels.index(row.gold), target)))
     return made
 
 
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
     """Ask for the label probabilities of examples whose rows are numbered from `first`."""
-    return [Query(row, *example.label) for row, example in enumerate(examples, first)]
+    queries = []
+    for row, example in enumerate(examples, first):
+        label = example.label
+        queries.append(Query(row, label.at, label.candidates, label.gold))
+    return queries
+
+
+def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Example]:
+    """Give every example the distribution that its score aims at; `gold` needs none.
+
+    `votes` is the example's own distribution, `mix` the mean of that and one-hot gold.
+    """
+    made = []
+    for example in examples:
+        label = example.label
+        target: tuple[float, ...] | None = None
+        if outcome_target != "gold":
+            target = _checked_target(example, outcome_target)
+        if outcome_target == "mix":
+            votes = target or ()
+            target = tuple((share + (place == label.gold)) / 2 for place, share in enumerate(votes))
+        made.append(replace(example, label=label._replace(target=target)))
+    return made
+
+
+def _checked_target(example: Example, outcome_target: str) -> tuple[float, ...]:
+    """The distribution of an example; a ValueError where it has none, or what it has is no distribution."""
+    target = example.label.target
+    where = f"question {example.question}"
+    if target is None:
+        raise ValueError(f"{where}: outcome_target is {outcome_target!r} but the example has no votes (label.target)")
+    labels = len(example.label.candidates)
+    is_distribution = len(target) == labels and min(target) >= 0 and abs(sum(target) - 1) < 1e-6
+    if not is_distribution:
+        raise ValueError(f"{where}: label.target is {target}, expected {labels} shares that sum to 1")
+    return target
+
+
+def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
+    """The distributions of examples, padded with 0 to `width` labels each."""
+    table = []
+    for example in examples:
+        shares = list(example.label.target or ())
+        table.append(shares + [0.0] * (width - len(shares)))
+    return table
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
