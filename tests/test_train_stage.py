@@ -317,6 +317,31 @@ def test_a_loss_of_the_method_wins_over_the_one_that_the_recipe_gives_the_others
     assert args.loss_weights == ([0.5] if method == "dpo" else None)
 
 
+@pytest.mark.parametrize("method", ["dpo+outcome", "dpo+decoupled", "dpo+replay"])
+@pytest.mark.parametrize("target", ["gold", "votes", "mix"])
+def test_the_score_aims_at_what_the_recipe_says(
+    method: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question without votes is left out; replay has no score, so it reads the stream without votes."""
+    blocks = {"preference": {"checkpoint_steps": 2, "trl": {"max_steps": 1}}, "outcome": {"target": target}}
+    blocks["methods"] = [name for name in METHODS if name != "dpo+outcome-pairs"]
+    given: list[Any] = []
+
+    def keep(tokenizer: Any, rows: Any, limit: int) -> Any:
+        found = list(rows)
+        given.append(found)
+        return examples(tokenizer, found, limit)
+
+    monkeypatch.setattr("catto.experiment.train_step.examples", keep)
+    trainer, _ = _trained(made_work(tmp_path, method, **blocks), monkeypatch)
+    reads_votes = method != "dpo+replay" and target != "gold"
+    assert trainer.args.outcome_target == (target if reads_votes else "gold")
+    stream = given[0]
+    assert [row.votes is not None for row in stream] == [reads_votes] * len(stream)
+    if method != "dpo+replay":
+        assert len(stream) == (11 if reads_votes else 12)
+
+
 # ---- the rehearsal --------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +351,7 @@ def _rehearsed(method: str, **blocks: Any) -> None:
 
 
 REHEARSED = ["sft", "rcft", "dpo+catto", "dpo+outcome", "sft+outcome", "dpo+outcome-pairs", "ipo", "dpo+sft"]
+REHEARSED += ["dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"]
 
 
 @pytest.mark.parametrize("method", REHEARSED)

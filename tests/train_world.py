@@ -39,6 +39,16 @@ def sft_rows(n: int = 12, long: tuple[int, ...] = LONG, seed: int = 1) -> list[A
     return rows
 
 
+def voted_rows() -> list[Any]:
+    """The rows of the stream with votes: one label in three of four samples. The last question has none."""
+    rows = []
+    for row in sft_rows(long=(2,), seed=3):
+        votes = dict.fromkeys(row.labels, 0.0) | {row.labels[0]: 0.75, row.labels[1]: 0.25}
+        rows.append(row.model_copy(update={"votes": votes}))
+    rows[-1] = rows[-1].model_copy(update={"votes": None})
+    return rows
+
+
 def made_work(root: Path, method: str, **blocks: Any) -> Work:
     """A training stage whose needs stand in their folders."""
     own = {"methods": METHODS, "small_pairs": 6, "context": LIMIT, "keep": "val_nll", "model": {"path": "unused"}}
@@ -50,13 +60,15 @@ def made_work(root: Path, method: str, **blocks: Any) -> Work:
     files = {
         "teacher": {"preferences.jsonl": pair_rows(), "sft.jsonl": sft_rows()},
         "stream": {"outcome.jsonl": sft_rows(long=(2,), seed=3)},
+        "votes": {"stream.jsonl": voted_rows()},
         "reasoning": {"outcome.jsonl": pairs.sft_rows(4, seed=5)},
         "traces": {"outcome.jsonl": pairs.sft_rows(4, seed=5)},
     }
     for role, need in stage.needs.items():
         folder = place(root, need)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, rows in files.get(role, {}).items():
+        held = "votes" if role == "stream" and "stream" in need.settings.kinds else role
+        for name, rows in files.get(held, {}).items():
             write_records(folder / name, rows)
     if "start" in stage.needs:
         start = stage.needs["start"].needs["model 0 seed 0"]
