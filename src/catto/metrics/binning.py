@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from catto.metrics.sharing import keep_last
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.intp]
@@ -28,6 +30,7 @@ Score = Any
 BLOCK = 1 << 14
 
 
+@keep_last
 def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     """Return both columns as float64 and bool.
 
@@ -75,6 +78,7 @@ def checked_confidence(confidence: ArrayLike) -> Floats:
     return c
 
 
+@keep_last
 def checked_weight(weight: ArrayLike, rows: int) -> Floats:
     """Return the weights as float64, or raise a ValueError.
 
@@ -91,7 +95,7 @@ def checked_weight(weight: ArrayLike, rows: int) -> Floats:
     if w.dtype.kind not in "bfiu":
         raise ValueError(f"weight has dtype {w.dtype}, expected numbers")
     w = w.astype(np.float64, copy=False)
-    total = w.sum(axis=-1)
+    total = total_weight(w)
     # A nan makes both comparisons false.
     valid = w.min() >= 0.0 and np.isfinite(total).all()
     if not valid:
@@ -101,7 +105,19 @@ def checked_weight(weight: ArrayLike, rows: int) -> Floats:
     return w
 
 
-def _as_column(values: ArrayLike, name: str, *, kinds: str, expected: str) -> NDArray[np.generic]:
+@keep_last
+def total_weight(weight: Floats) -> Floats:
+    """Return the sum over the rows of each weighting. (..., N) -> (...)."""
+    return np.asarray(weight.sum(axis=-1))
+
+
+def _as_column(
+    values: ArrayLike,
+    name: str,
+    *,
+    kinds: str,
+    expected: str,
+) -> NDArray[np.generic]:
     column = np.asarray(values)
     if column.ndim != 1:
         raise ValueError(f"{name} has shape {column.shape}, expected one dimension")
@@ -132,7 +148,7 @@ def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
     if weight is None:
         return float(score.mean())
     w = checked_weight(weight, len(score))
-    return to_score((w @ score) / w.sum(axis=-1))
+    return to_score((w @ score) / total_weight(w))
 
 
 def split_blocks(length: int) -> Iterator[slice]:
@@ -144,7 +160,12 @@ def split_blocks(length: int) -> Iterator[slice]:
 # ---- bins
 
 
-def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width", weight: Floats | None = None) -> Floats:
+def bin_edges(
+    confidence: Floats,
+    bins: int,
+    strategy: Strategy = "width",
+    weight: Floats | None = None,
+) -> Floats:
     """Return the edges of the bins, from 0 to 1.
 
     Args:
@@ -171,7 +192,11 @@ def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width", weigh
     return np.concatenate(([0.0], inner[inner < 1.0], [1.0]))
 
 
-def _quantiles(confidence: Floats, bins: int, weight: Floats | None) -> Floats:
+def _quantiles(
+    confidence: Floats,
+    bins: int,
+    weight: Floats | None,
+) -> Floats:
     """Return the M - 1 inner quantiles: the k-th is the smallest value that k / M of the rows do not exceed."""
     if bins == 1:
         return confidence[:0]
@@ -255,6 +280,7 @@ class Reliability:
         return np.divide(sums, self.count, out=out, where=self.count > 0)
 
 
+@keep_last
 def reliability(
     confidence: ArrayLike,
     correct: ArrayLike,
@@ -286,7 +312,11 @@ def reliability(
     return _sum_bins(groups, bin_edges(groups.value, bins, strategy, groups.count))
 
 
-def _count_bins(confidence: Floats, correct: Bools, edges: Floats) -> Reliability:
+def _count_bins(
+    confidence: Floats,
+    correct: Bools,
+    edges: Floats,
+) -> Reliability:
     """Count rows and sum confidence and correctness per bin, in one pass over rows in any order."""
     bins = len(edges) - 1
     count = np.zeros((bins, 2), dtype=np.intp)  # wrong and right rows
@@ -339,7 +369,12 @@ class Groups:
     right: Floats
 
 
-def group_rows(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike | None = None) -> Groups:
+@keep_last
+def group_rows(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    weight: ArrayLike | None = None,
+) -> Groups:
     """Group the rows by confidence.
 
     Args:
@@ -357,7 +392,7 @@ def group_rows(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike | No
     if weight is None:
         return _group_counts(c, z)
     w = checked_weight(weight, len(c))
-    if not np.all(c[1:] >= c[:-1]):
+    if not _is_rising(c):
         order = np.argsort(c, kind="stable")
         c = c[order]
         z = z[order]
@@ -368,6 +403,11 @@ def group_rows(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike | No
         return Groups(c, w, right)
     count = np.add.reduceat(w, starts, axis=-1)
     return Groups(c[starts], count, np.add.reduceat(right, starts, axis=-1))
+
+
+@keep_last
+def _is_rising(values: Floats) -> bool:
+    return bool(np.all(values[1:] >= values[:-1]))
 
 
 def _group_counts(confidence: Floats, correct: Bools) -> Groups:
@@ -394,6 +434,7 @@ def sort_keys(confidence: Floats, correct: Bools) -> NDArray[np.uint64]:
     return keys
 
 
+@keep_last
 def run_starts(values: NDArray[Any]) -> Ints:
     """Return where each run of equal values begins. (N,) -> (G,).
 

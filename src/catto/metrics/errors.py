@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from catto.metrics.binning import (
+    Bools,
     Floats,
     Ints,
     Reliability,
@@ -31,6 +32,7 @@ from catto.metrics.binning import (
     run_starts,
     to_score,
 )
+from catto.metrics.sharing import keep_last
 
 # Confidences come from float32 softmaxes, where 1.0 means anything above 1 - 2^-25: one wrong answer at confidence 1
 # then costs 16.6 nats, not infinity.
@@ -40,7 +42,12 @@ EPSILON = 2.0**-24
 # ---- means over rows
 
 
-def accuracy(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def accuracy(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the share of right rows.
 
     Args:
@@ -58,7 +65,12 @@ def accuracy(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | N
     return mean_score(z, weight)
 
 
-def mean_confidence(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def mean_confidence(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the mean confidence; a value above the accuracy is overconfidence.
 
     Args:
@@ -76,7 +88,12 @@ def mean_confidence(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayL
     return mean_score(c, weight)
 
 
-def confidence_gap(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def confidence_gap(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return mean confidence less accuracy; above 0 is overconfidence.
 
     It is a mean over rows, so its bootstrap interval is nominal, also for a calibrated model; that of ECE is not.
@@ -93,10 +110,20 @@ def confidence_gap(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLi
     0.1333
     """
     c, z = checked(confidence, correct)
-    return mean_score(c - z, weight)
+    return mean_score(_residuals(c, z), weight)
 
 
-def brier(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+@keep_last
+def _residuals(confidence: Floats, correct: Bools) -> Floats:
+    return confidence - correct
+
+
+def brier(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the Brier score `mean (c - z)^2`.
 
     Args:
@@ -111,12 +138,16 @@ def brier(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None
     0.25
     """
     c, z = checked(confidence, correct)
-    distance = c - z
-    distance *= distance
-    return mean_score(distance, weight)
+    distance = _residuals(c, z)
+    return mean_score(distance * distance, weight)
 
 
-def nll(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def nll(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return `-mean(z log c + (1 - z) log(1 - c))`, with c clipped to [EPSILON, 1 - EPSILON].
 
     Args:
@@ -131,12 +162,22 @@ def nll(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None =
     0.6931
     """
     c, z = checked(confidence, correct)
-    likelihood = np.where(z, c, 1.0 - c)
+    return mean_score(_negative_log_likelihood(c, z), weight)
+
+
+@keep_last
+def _negative_log_likelihood(confidence: Floats, correct: Bools) -> Floats:
+    likelihood = np.where(correct, confidence, 1.0 - confidence)
     clipped = np.clip(likelihood, EPSILON, 1.0 - EPSILON)
-    return mean_score(-np.log(clipped), weight)
+    return np.asarray(-np.log(clipped))
 
 
-def l1_risk(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def l1_risk(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1).
 
     Args:
@@ -157,7 +198,13 @@ def l1_risk(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | No
 # ---- errors over bins
 
 
-def ece(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: ArrayLike | None = None) -> Score:
+def ece(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|` over bins of equal width.
 
     Args:
@@ -172,11 +219,17 @@ def ece(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: Ar
     >>> round(ece([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
     0.3333
     """
-    sums = reliability(confidence, correct, bins, weight=weight)
+    sums = reliability(confidence, correct, bins, "width", weight)
     return to_score(_mean_gap(sums))
 
 
-def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: ArrayLike | None = None) -> Score:
+def ece_mass(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return ECE over bins of equal mass; equal confidences share a bin.
 
     Args:
@@ -202,7 +255,13 @@ def _mean_gap(sums: Reliability) -> Floats:
     return np.asarray(gaps.sum(axis=-1) / sums.count.sum(axis=-1))
 
 
-def mce(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: ArrayLike | None = None) -> Score:
+def mce(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins of equal width that hold rows.
 
     Args:
@@ -217,12 +276,16 @@ def mce(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: Ar
     >>> round(mce([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
     0.35
     """
-    sums = reliability(confidence, correct, bins, weight=weight)
+    sums = reliability(confidence, correct, bins, "width", weight)
     return to_score(np.abs(sums.gap).max(axis=-1))
 
 
 def rms_calibration_error(
-    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: ArrayLike | None = None
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
 ) -> Score:
     """Return `sqrt(sum_m (n_m / N) (acc_m - conf_m)^2)` over bins of equal width.
 
@@ -238,13 +301,17 @@ def rms_calibration_error(
     >>> round(rms_calibration_error([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
     0.3342
     """
-    sums = reliability(confidence, correct, bins, weight=weight)
+    sums = reliability(confidence, correct, bins, "width", weight)
     mean_square = (sums.share * sums.gap**2).sum(axis=-1)
     return to_score(np.sqrt(mean_square))
 
 
 def debiased_ece(
-    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, weight: ArrayLike | None = None
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
 ) -> Score:
     """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0.
 
@@ -265,9 +332,9 @@ def debiased_ece(
         A number in [0, 1]; (R,) for a weight of shape (R, N).
 
     >>> round(debiased_ece([0.7] * 4, [True, True, False, False]), 4)
-    0.1326
+    0.1399
     """
-    sums = reliability(confidence, correct, bins, weight=weight)
+    sums = reliability(confidence, correct, bins, "width", weight)
     count = np.where(sums.count > 0, sums.count, 1.0)
     gap = np.abs(sums.gap)
     variance_of_sum = sums.correct_sum * (count - sums.correct_sum) / count
@@ -333,7 +400,11 @@ class BrierSplit:
 
 
 def brier_split(
-    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width"
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    strategy: Strategy = "width",
 ) -> BrierSplit:
     """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence.
 
@@ -372,7 +443,12 @@ FINE_ENOUGH = 8
 TOLERANCE = 1e-9
 
 
-def smooth_ece(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def smooth_ece(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return smECE (Blasiok and Nakkiran, 2023): calibration error without bins.
 
     It is the bandwidth sigma at which the smoothed error equals the bandwidth. With the Gaussian kernel K reflected at
@@ -395,16 +471,14 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike |
     groups = group_rows(confidence, correct, weight)
     residuals = np.atleast_2d(groups.right - groups.count * groups.value)
     totals = np.atleast_1d(groups.count.sum(axis=-1))
-    cells_of: dict[int, _Cells] = {}  # the same for all weightings
     bandwidths = np.zeros(len(totals))
     for row, (residual, total) in enumerate(zip(residuals, totals, strict=True)):
         if not residual.any():
             continue
         cells = FEWEST_CELLS
         while True:
-            if cells not in cells_of:
-                cells_of[cells] = _assign_cells(groups.value, cells)
-            sigma = _solve_bandwidth(_spread_mass(residual, cells_of[cells], cells) / total, cells)
+            mass = _spread_mass(residual, groups.value, cells) / total
+            sigma = _solve_bandwidth(mass, cells)
             if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
                 break
             finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
@@ -421,6 +495,7 @@ class _Cells(NamedTuple):
     place: Floats
 
 
+@keep_last
 def _assign_cells(value: Floats, cells: int) -> _Cells:
     position = value * cells
     cell = np.minimum(position.astype(np.intp), cells - 1)
@@ -428,12 +503,17 @@ def _assign_cells(value: Floats, cells: int) -> _Cells:
     return _Cells(starts, cell[starts], position - cell)
 
 
-def _spread_mass(residual: Floats, cells_of: _Cells, cells: int) -> Floats:
-    """Spread each residual linearly onto the two nodes of its cell. (G,) -> (cells + 1,)."""
-    upper_shares = np.add.reduceat(residual * cells_of.place, cells_of.starts)
+def _spread_mass(
+    residual: Floats,
+    value: Floats,
+    cells: int,
+) -> Floats:
+    """Spread each residual linearly onto the two nodes of its cell. (G,), (G,) -> (cells + 1,)."""
+    starts, filled, place = _assign_cells(value, cells)
+    upper_shares = np.add.reduceat(residual * place, starts)
     mass = np.zeros(cells + 1)
-    mass[cells_of.filled] = np.add.reduceat(residual, cells_of.starts) - upper_shares
-    mass[cells_of.filled + 1] += upper_shares
+    mass[filled] = np.add.reduceat(residual, starts) - upper_shares
+    mass[filled + 1] += upper_shares
     return mass
 
 

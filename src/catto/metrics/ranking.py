@@ -15,11 +15,16 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Bools, Floats, Groups, Score, checked, group_rows, split_blocks, to_score
+from catto.metrics.binning import Bools, Floats, Groups, Ints, Score, checked, group_rows, split_blocks, to_score
 from catto.metrics.statistics import BootstrapOptions, ratio_interval
 
 
-def auroc(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def auroc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return P(confidence of a right row > of a wrong row), where ties count half.
 
     Args:
@@ -48,7 +53,12 @@ def auroc(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None
     return to_score(np.divide(won, pairs, out=undefined, where=pairs > 0))
 
 
-def aurc(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def aurc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`.
 
     Args:
@@ -65,7 +75,12 @@ def aurc(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None 
     return to_score(_area_of_groups(group_rows(confidence, correct, weight)))
 
 
-def e_aurc(confidence: ArrayLike, correct: ArrayLike, *, weight: ArrayLike | None = None) -> Score:
+def e_aurc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
     """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order.
 
     Args:
@@ -105,21 +120,34 @@ def _area_of_groups(groups: Groups) -> Floats:
     So it counts 1/j + ... + 1/N times. Over a group of ranks these sum to n_g H_N - (S_last - S_before), where
     H_j = 1 + ... + 1/j and, by parts, S_j = H_0 + ... + H_(j-1) = j H_j - j.
     """
+    rank = _lowest_ranks(groups.count)
     total = groups.count.sum(axis=-1)
-    below = np.zeros((*groups.count.shape[:-1], len(groups.value) + 1), dtype=np.intp)
-    np.cumsum(groups.count, axis=-1, dtype=np.intp, out=below[..., 1:])
-    # Weights that are not whole lose their fractions here, and so do not reach their total.
-    if not np.array_equal(below[..., -1], total):
-        raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
-    rank = below[..., -1:] - below
     harmonic, harmonic_sum = _harmonic_numbers(int(total.max()))
     area = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
-        error_rate = 1.0 - groups.right[..., block] / np.maximum(groups.count[..., block], 1.0)
+        count = np.maximum(groups.count[..., block], 1.0)
+        error_rate = 1.0 - groups.right[..., block] / count
         sums = harmonic_sum.take(rank[..., block.start : block.stop + 1])
-        area += np.vecdot(error_rate, sums[..., 1:] - sums[..., :-1])
+        sums_of_group = sums[..., 1:] - sums[..., :-1]
+        area += np.vecdot(error_rate, sums_of_group)
     wrong = total - groups.right.sum(axis=-1)
-    return np.asarray((area + wrong * harmonic.take(rank[..., 0])) / total)
+    last_harmonic = harmonic.take(rank[..., 0])
+    return np.asarray((area + wrong * last_harmonic) / total)
+
+
+def _lowest_ranks(count: Floats) -> Ints:
+    """Return the rank of each group's last row, the most confident row being the first, and 0 at the end. (..., G + 1).
+
+    ValueError where a count is not whole.
+    """
+    *weightings, groups = count.shape
+    below = np.zeros((*weightings, groups + 1), dtype=np.intp)
+    np.cumsum(count, axis=-1, dtype=np.intp, out=below[..., 1:])
+    rows = below[..., -1:]
+    # Counts that are not whole lose their fractions in the sum of whole numbers.
+    if not np.array_equal(rows[..., 0], count.sum(axis=-1)):
+        raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
+    return np.asarray(rows - below)
 
 
 @lru_cache(maxsize=2)
@@ -153,7 +181,10 @@ class Within:
 
 
 def auroc_within(
-    question: Sequence[object], confidence: ArrayLike, correct: ArrayLike, **options: Unpack[BootstrapOptions]
+    question: Sequence[object],
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    **options: Unpack[BootstrapOptions],
 ) -> Within:
     """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
 
@@ -269,7 +300,12 @@ class Threshold:
     bound: float
 
 
-def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 0.1, delta: float = 0.05) -> Threshold:
+def threshold_for_risk(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    risk: float = 0.1,
+    delta: float = 0.05,
+) -> Threshold:
     """Find the lowest threshold whose error rate among the answered is at most `risk`, wrong with probability <= delta.
 
     For a fixed threshold with m answered rows the errors are Binomial(m, error rate), so that the exact
@@ -314,7 +350,11 @@ def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 
     )
 
 
-def upper_bound(errors: int, rows: int, delta: float) -> float:
+def upper_bound(
+    errors: int,
+    rows: int,
+    delta: float,
+) -> float:
     """Return Clopper and Pearson's bound: the error rate at which so few errors have probability delta.
 
     >>> round(upper_bound(0, 10, 0.05), 4)

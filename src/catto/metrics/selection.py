@@ -117,7 +117,11 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
     >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
     (1.5, 1.5)
     """
-    certainty = np.array([-sum(logprobs.values()) / len(logprobs) for _, logprobs in tops])
+    certainties = []
+    for _, logprobs in tops:
+        mean_logprob = sum(logprobs.values()) / len(logprobs)
+        certainties.append(-mean_logprob)
+    certainty = np.array(certainties)
     width = min(GROUP, len(certainty))
     kernel = np.full(width, 1.0 / width)
     group_means = np.convolve(certainty, kernel, "valid")
@@ -306,7 +310,12 @@ RULES: dict[str, Callable[[Candidates], ChosenSamples]] = {
 # ---- adaptive k
 
 
-def samples_still_needed(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
+def samples_still_needed(
+    given: Candidates,
+    rule: str,
+    k: int,
+    stop: float = 1.0,
+) -> Ints:
     """Return how many samples of k the choice needs at least after the first m; 0 means that it is settled.
 
     A vote is settled when no way to fill up the k samples changes it: its lead over every rival is larger than what is
@@ -334,7 +343,11 @@ def samples_still_needed(given: Candidates, rule: str, k: int, stop: float = 1.0
     return _votes_still_needed(given, VOTES[rule](given), left)
 
 
-def _votes_still_needed(given: Candidates, weight: Floats, left: int) -> Ints:
+def _votes_still_needed(
+    given: Candidates,
+    weight: Floats,
+    left: int,
+) -> Ints:
     """Return how many more votes settle a vote at least, with so many samples left. (Q, m) -> (Q,)."""
     support, winner = _sum_votes(given, weight)
     winning_label = np.take_along_axis(given.label, winner[:, None], axis=1)
@@ -353,7 +366,11 @@ def _votes_still_needed(given: Candidates, weight: Floats, left: int) -> Ints:
     return np.asarray(np.minimum(needed, left), dtype=np.intp)
 
 
-def choose_adaptively(given: Candidates, rule: str, stop: float | None = 1.0) -> tuple[ChosenSamples, Ints]:
+def choose_adaptively(
+    given: Candidates,
+    rule: str,
+    stop: float | None = 1.0,
+) -> tuple[ChosenSamples, Ints]:
     """Choose one of up to k samples, taken one after another until no more is needed.
 
     Args:
@@ -429,7 +446,12 @@ def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
     return np.array(list(drawn), dtype=np.intp), False
 
 
-def measure_rules(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
+def measure_rules(
+    given: Candidates,
+    k: int,
+    *,
+    seed: int = 0,
+) -> list[Selected]:
     """Measure every rule at k, one random sample and the oracle. Means over subsets come before those over questions.
 
     Args:
@@ -472,7 +494,15 @@ def _usable_rules(given: Candidates) -> list[str]:
     return rules
 
 
-def _summarise_rule(rule: str, k: int, rights: Sequence[Bools], error: float, *, exact: bool, seed: int) -> Selected:
+def _summarise_rule(
+    rule: str,
+    k: int,
+    rights: Sequence[Bools],
+    error: float,
+    *,
+    exact: bool,
+    seed: int,
+) -> Selected:
     """Average over subsets, then over questions. rights: for each subset, whether each question's choice is right."""
     right_share = np.asarray(np.mean(rights, axis=0, dtype=np.float64))
     interval = ratio_interval(right_share, np.ones_like(right_share), level=LEVEL, seed=seed)

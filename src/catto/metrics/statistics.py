@@ -29,7 +29,18 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import ArrayLike, NDArray
 
-from catto.metrics.binning import Bools, Floats, Ints, checked, checked_confidence, rank_shares, run_starts, sort_keys
+from catto.metrics.binning import (
+    Bools,
+    Floats,
+    Ints,
+    checked,
+    checked_confidence,
+    rank_shares,
+    run_starts,
+    sort_keys,
+    total_weight,
+)
+from catto.metrics.sharing import share_results
 from catto.problems import DataError
 
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
@@ -192,7 +203,12 @@ class _WeightedRun:
     is the sum of theirs.
     """
 
-    def __init__(self, confidence: Floats, correct: Bools, question: Ints) -> None:
+    def __init__(
+        self,
+        confidence: Floats,
+        correct: Bools,
+        question: Ints,
+    ) -> None:
         keys = sort_keys(confidence, correct)
         order = np.argsort(keys)
         self._starts = run_starts(keys[order])
@@ -209,7 +225,11 @@ class _WeightedRun:
         return np.add.reduceat(of_rows, self._starts, axis=1)
 
 
-def _evaluate_runs(metrics: Sequence[MetricFunction], runs: Sequence[_WeightedRun], weights: Weights) -> Floats:
+def _evaluate_runs(
+    metrics: Sequence[MetricFunction],
+    runs: Sequence[_WeightedRun],
+    weights: Weights,
+) -> Floats:
     """Return the mean over runs of each metric under each weighting of the questions. (R, Q) -> (metrics, R)."""
     values = np.empty((len(runs), len(metrics), len(weights)))
     for place, run in enumerate(runs):
@@ -219,9 +239,14 @@ def _evaluate_runs(metrics: Sequence[MetricFunction], runs: Sequence[_WeightedRu
     return np.asarray(values.mean(axis=0))
 
 
-def _evaluate_metric(metric: MetricFunction, confidence: Floats, correct: Bools, weights: Floats) -> Floats:
+def _evaluate_metric(
+    metric: MetricFunction,
+    confidence: Floats,
+    correct: Bools,
+    weights: Floats,
+) -> Floats:
     """Return the metric under each weighting, nan where all weights are 0. (N,), (N,), (R, N) -> (R,)."""
-    has_rows = weights.any(axis=1)
+    has_rows = total_weight(weights) > 0.0
     if not has_rows.all():
         values: Floats = np.full(len(weights), np.nan)
         if has_rows.any():
@@ -237,7 +262,12 @@ def _takes_weight(metric: MetricFunction) -> bool:
     return "weight" in signature(function).parameters
 
 
-def _evaluate_on_copies(metric: MetricFunction, confidence: Floats, correct: Bools, weight: Floats) -> float:
+def _evaluate_on_copies(
+    metric: MetricFunction,
+    confidence: Floats,
+    correct: Bools,
+    weight: Floats,
+) -> float:
     """Return the metric of rows that are repeated as often as they count."""
     times = weight.astype(np.intp)
     return metric(np.repeat(confidence, times), np.repeat(correct, times))
@@ -314,8 +344,9 @@ def bootstrap_table(
 
     functions = list(metrics.values())
     batches = []
-    for weights in question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
-        batches.append(_evaluate_runs(functions, weighted_runs, weights))
+    with share_results():
+        for weights in question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
+            batches.append(_evaluate_runs(functions, weighted_runs, weights))
     draws = np.hstack(batches)
     left_out = None
     if method == "bca":
@@ -334,7 +365,11 @@ def bootstrap_table(
     return intervals
 
 
-def _leave_parts_out(functions: Sequence[MetricFunction], runs: Sequence[_WeightedRun], questions: int) -> Floats:
+def _leave_parts_out(
+    functions: Sequence[MetricFunction],
+    runs: Sequence[_WeightedRun],
+    questions: int,
+) -> Floats:
     """Return each metric without one part of the questions at a time; a single question stays. (metrics, parts)."""
     parts = min(questions, JACKKNIFE_PARTS)
     part_of_question = default_rng(0).permutation(np.arange(questions) % parts)
@@ -351,7 +386,11 @@ def _central_tails(level: float) -> Floats:
     return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
 
 
-def _summarise_draws(draws: Floats, level: float, tails: Floats | None = None) -> NullBand:
+def _summarise_draws(
+    draws: Floats,
+    level: float,
+    tails: Floats | None = None,
+) -> NullBand:
     """Return mean and band of the draws that are defined. (R,)."""
     defined = draws[~np.isnan(draws)]
     if not len(defined):
@@ -362,7 +401,12 @@ def _summarise_draws(draws: Floats, level: float, tails: Floats | None = None) -
     return NullBand(float(defined.mean()), low, high, level, undefined=len(draws) - len(defined))
 
 
-def _shift_tails(tails: Floats, value: float, draws: Floats, left_out: Floats) -> Floats:
+def _shift_tails(
+    tails: Floats,
+    value: float,
+    draws: Floats,
+    left_out: Floats,
+) -> Floats:
     """Shift the tail probabilities by bias and acceleration (Efron, 1987). (2,) -> (2,)."""
     defined = draws[~np.isnan(draws)]
     if not len(defined):
@@ -393,7 +437,11 @@ def _estimate_acceleration(left_out: Floats) -> float:
     return cubes / (6.0 * float(squares**1.5))
 
 
-def ratio_interval(numerator: Floats, denominator: Floats, **options: Unpack[BootstrapOptions]) -> Interval:
+def ratio_interval(
+    numerator: Floats,
+    denominator: Floats,
+    **options: Unpack[BootstrapOptions],
+) -> Interval:
     """Return `sum(numerator) / sum(denominator)` and its percentile bootstrap interval over questions.
 
     Args:
@@ -441,7 +489,11 @@ def _number_questions(ids: Sequence[Sequence[object] | None], confidences: Seque
     return _Numbering(of_rows, highest + 1)
 
 
-def _batch_sizes(total: int, units: int, tick: Tick) -> Iterator[int]:
+def _batch_sizes(
+    total: int,
+    units: int,
+    tick: Tick,
+) -> Iterator[int]:
     """Cut so many resamples of so many units into batches that are computed at once."""
     # Freeing a block of 31 MB makes glibc keep freed memory up to twice that (mallopt(3), M_MMAP_THRESHOLD). Without it
     # the arrays of each resample of a million rows were mapped afresh, which took as long as the sums over them.
@@ -454,7 +506,12 @@ def _batch_sizes(total: int, units: int, tick: Tick) -> Iterator[int]:
             tick()
 
 
-def question_counts(questions: int, resamples: int, seed: int, tick: Tick = _do_nothing) -> Iterator[Weights]:
+def question_counts(
+    questions: int,
+    resamples: int,
+    seed: int,
+    tick: Tick = _do_nothing,
+) -> Iterator[Weights]:
     """Draw as many questions as there are, with replacement, `resamples` times.
 
     Args:
@@ -477,12 +534,20 @@ def question_counts(questions: int, resamples: int, seed: int, tick: Tick = _do_
 
 
 @lru_cache(maxsize=2)
-def _draw_and_keep_counts(questions: int, resamples: int, seed: int) -> tuple[Weights, ...]:
+def _draw_and_keep_counts(
+    questions: int,
+    resamples: int,
+    seed: int,
+) -> tuple[Weights, ...]:
     """Keep the last draws: a report resamples the same questions for hundreds of numbers."""
     return tuple(_draw_counts(questions, resamples, seed))
 
 
-def _draw_counts(questions: int, resamples: int, seed: int) -> Iterator[Weights]:
+def _draw_counts(
+    questions: int,
+    resamples: int,
+    seed: int,
+) -> Iterator[Weights]:
     """Draw block by block, in the order in which memory is read.
 
     How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
@@ -504,7 +569,11 @@ def _draw_counts(questions: int, resamples: int, seed: int) -> Iterator[Weights]
 # ---- null bands
 
 
-def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[BootstrapOptions]) -> NullBand:
+def null_band(
+    metric: MetricFunction,
+    confidence: ArrayLike,
+    **options: Unpack[BootstrapOptions],
+) -> NullBand:
     """Simulate the metric under `correct ~ Bernoulli(confidence)`, `resamples` times.
 
     Args:
@@ -520,7 +589,9 @@ def null_band(metric: MetricFunction, confidence: ArrayLike, **options: Unpack[B
 
 
 def null_table(
-    metrics: Mapping[str, MetricFunction], runs: Sequence[Answers], **options: Unpack[BootstrapOptions]
+    metrics: Mapping[str, MetricFunction],
+    runs: Sequence[Answers],
+    **options: Unpack[BootstrapOptions],
 ) -> dict[str, NullBand]:
     """Return the null band of each metric, of its mean over runs where there are several.
 
@@ -542,15 +613,21 @@ def null_table(
     functions = list(metrics.values())
     draws = np.zeros((len(metrics), filled.resamples))
     for place, (c, question) in enumerate(zip(confidences, numbering.of_rows, strict=True)):
-        of_first_run = filled if place == 0 else filled._replace(tick=_do_nothing)
+        options_of_run = filled if place == 0 else filled._replace(tick=_do_nothing)
         rows_are_questions = len(runs) == 1 and numbering.questions >= len(c)
-        asked = None if rows_are_questions else question
-        draws += _simulate_run(functions, c, asked, numbering.questions, of_first_run) / len(runs)
+        question_of_row = None if rows_are_questions else question
+        with share_results():
+            simulated = _simulate_run(functions, c, question_of_row, numbering.questions, options_of_run)
+        draws += simulated / len(runs)
     return {name: _summarise_draws(row, filled.level) for name, row in zip(metrics, draws, strict=True)}
 
 
 def _simulate_run(
-    functions: Sequence[MetricFunction], confidence: Floats, question: Ints | None, questions: int, options: _Options
+    functions: Sequence[MetricFunction],
+    confidence: Floats,
+    question: Ints | None,
+    questions: int,
+    options: _Options,
 ) -> Floats:
     """Return each metric of simulated correctness. question None: each row has a number of its own. (metrics, R)."""
     order = np.argsort(confidence, kind="stable")
@@ -561,6 +638,7 @@ def _simulate_run(
     # Many rows are drawn in the order in which they are counted.
     in_rising_order = len(c) > BLOCK
     rng = default_rng(options.seed)  # the same numbers for every run
+    once = np.ones((1, len(c)))
     batches = []
     for size in _batch_sizes(options.resamples, max(questions, len(c)), options.tick):
         uniform = rng.random((size, questions))
@@ -571,7 +649,7 @@ def _simulate_run(
         is_right = uniform < c
         if size == 1 and len(starts) == len(c):
             # One simulation of distinct confidences needs no counting: this halves the rows of large files.
-            outcomes = _Outcomes(c, is_right[0], np.ones((1, len(c))))
+            outcomes = _Outcomes(c, is_right[0], once)
         else:
             right = np.add.reduceat(is_right.astype(np.float64), starts, axis=1)
             outcomes = _count_outcomes(value, count, right)
@@ -587,7 +665,11 @@ class _Outcomes(NamedTuple):
     weights: Floats
 
 
-def _count_outcomes(value: Floats, count: Floats, right: Floats) -> _Outcomes:
+def _count_outcomes(
+    value: Floats,
+    count: Floats,
+    right: Floats,
+) -> _Outcomes:
     """Return a wrong and a right row for each confidence, weighted by how many are. (G,), (G,), (R, G) -> 2 G rows."""
     wrong = count - right
     weights = np.stack([wrong, right], axis=-1).reshape(len(right), -1)
@@ -598,7 +680,12 @@ def _count_outcomes(value: Floats, count: Floats, right: Floats) -> _Outcomes:
 # ---- comparisons
 
 
-def compare(metric: MetricFunction, a: Answers, b: Answers, **options: Unpack[BootstrapOptions]) -> Comparison:
+def compare(
+    metric: MetricFunction,
+    a: Answers,
+    b: Answers,
+    **options: Unpack[BootstrapOptions],
+) -> Comparison:
     """Compare two methods on the same questions, aligned by id; see `compare_table`.
 
     Args:
@@ -653,12 +740,13 @@ def compare_table(
     numbering = _number_questions([run.question for run in a], [pair.confidence_a for pair in pairs])
     paired = _PairedRuns(list(metrics.values()), pairs, numbering)
 
-    batches = []
-    for weights in question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
-        nobody = np.zeros_like(weights)
-        batches.append(paired.evaluate_differences(weights, nobody))
-    draws = np.hstack(batches)
-    p_values = _test_by_swaps(paired, numbering.questions, swaps, filled)
+    with share_results():
+        batches = []
+        for weights in question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
+            nobody = np.zeros_like(weights)
+            batches.append(paired.evaluate_differences(weights, nobody))
+        draws = np.hstack(batches)
+        p_values = _test_by_swaps(paired, numbering.questions, swaps, filled)
 
     comparisons = {}
     for place, name in enumerate(metrics):
@@ -693,7 +781,12 @@ class _PairedRuns:
         values: (metrics, 2), the mean over runs of each metric of a and of b.
     """
 
-    def __init__(self, functions: Sequence[MetricFunction], pairs: Sequence[_Pair], numbering: _Numbering) -> None:
+    def __init__(
+        self,
+        functions: Sequence[MetricFunction],
+        pairs: Sequence[_Pair],
+        numbering: _Numbering,
+    ) -> None:
         ranked_pairs = [_rank_confidences(pair) for pair in pairs]
         self.values = _measure_both(functions, pairs)
         values_of_ranks = _measure_both(functions, ranked_pairs)
@@ -744,7 +837,12 @@ def _join_pairs(pairs: Sequence[_Pair], numbering: _Numbering) -> list[_Weighted
     return runs
 
 
-def _test_by_swaps(paired: _PairedRuns, questions: int, swaps: int, options: _Options) -> Floats:
+def _test_by_swaps(
+    paired: _PairedRuns,
+    questions: int,
+    swaps: int,
+    options: _Options,
+) -> Floats:
     """Return the p-value of each metric, nan where its difference is undefined. (metrics,)."""
     observed = np.abs(paired.values[:, 0] - paired.values[:, 1])
     is_running = ~np.isnan(observed)
@@ -800,7 +898,10 @@ def _index_questions(answers: Answers, name: str | Path) -> dict[object, int]:
 
 
 def _require_questions(
-    wanted: Mapping[object, int], name: str | Path, present: Mapping[object, int], present_name: str | Path
+    wanted: Mapping[object, int],
+    name: str | Path,
+    present: Mapping[object, int],
+    present_name: str | Path,
 ) -> None:
     missing = [question for question in wanted if question not in present]
     if missing:

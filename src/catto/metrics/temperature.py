@@ -30,7 +30,11 @@ ONE = TAU_GRID.index(1.0)
 ROUNDING = 1e-15
 
 
-def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "raw") -> float:
+def confidence_at(
+    prediction: Prediction,
+    tau: float = 1.0,
+    kind: Rescaled = "raw",
+) -> float:
     """Return the probability of the prediction's label at temperature tau, of the whole vocabulary or of the label set.
 
     Args:
@@ -59,7 +63,11 @@ def confidence_at(prediction: Prediction, tau: float = 1.0, kind: Rescaled = "ra
     return min(1.0, exp(own_margin / tau - log_sum))
 
 
-def _normalized_confidence(prediction: Prediction, label: str, tau: float) -> float:
+def _normalized_confidence(
+    prediction: Prediction,
+    label: str,
+    tau: float,
+) -> float:
     """Return the label's share of the softmax over the labels at tau."""
     if prediction.label_logprobs is None:
         raise ValueError(f"{prediction.name} has no label_logprobs: its confidence cannot be normalized")
@@ -98,7 +106,11 @@ def _read_margins(prediction: Prediction) -> _Margins:
     return _Margins(np.array(logprobs, dtype=np.float64) + float(curve[ONE]), curve)
 
 
-def at_tau(margins: Floats, curve: Floats, tau: float) -> Floats:
+def at_tau(
+    margins: Floats,
+    curve: Floats,
+    tau: float,
+) -> Floats:
     """Return L at tau from the stored grid.
 
     Between the grid's taus, what the known logits do not explain, log(exp L - sum_j exp(margin_j / tau)), is a cubic
@@ -235,7 +247,11 @@ def _gather_scores(predictions: Sequence[Prediction], kind: Rescaled) -> _GoldSc
     return _GoldScores(margins, gold, np.stack(curves) if curves else None)
 
 
-def rescaled(predictions: Sequence[Prediction], tau: float, kind: Rescaled = "raw") -> list[Prediction]:
+def rescaled(
+    predictions: Sequence[Prediction],
+    tau: float,
+    kind: Rescaled = "raw",
+) -> list[Prediction]:
     """Return the same answers with their confidence at tau.
 
     Args:
