@@ -15,11 +15,19 @@ from catto.files import manifest_path, read_manifest, read_record, write_manifes
 from catto.metrics import selection
 from catto.metrics.calibrators import Temperature
 from catto.metrics.ranking import threshold_for_risk
-from catto.metrics.selection import RULES, VOTES, Candidates, candidates, choose_stop, further, stopped
+from catto.metrics.selection import (
+    RULES,
+    VOTES,
+    Candidates,
+    choose_adaptively,
+    choose_stop,
+    gather_candidates,
+    samples_still_needed,
+)
 from catto.records import Prediction, Protocol
 from catto.tasks import load
 from command import run
-from test_selection import prediction
+from predictions import prediction
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = Protocol(rule="most confident", k=1, temperature=1.0, fallback="answer")
@@ -37,7 +45,7 @@ def every_vote(k: int, rng: np.random.Generator) -> Candidates:
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_a_vote_that_stops_early_chooses_as_all_k(rule: str, k: int) -> None:
     given = every_vote(k, np.random.default_rng(k))
-    choice, taken = stopped(given, rule)
+    choice, taken = choose_adaptively(given, rule)
     assert np.array_equal(choice.place, RULES[rule](given).place)
     assert taken.max() == k
     if k > 2:
@@ -46,12 +54,12 @@ def test_a_vote_that_stops_early_chooses_as_all_k(rule: str, k: int) -> None:
 
 @pytest.mark.parametrize("rule", VOTES)
 def test_a_vote_is_settled_exactly_when_no_continuation_changes_it(rule: str) -> None:
-    """Over all prefixes of all sequences: `further` is 0 where every way to complete k samples chooses the same."""
+    """Over all prefixes of all sequences: none is needed where every way to complete k samples chooses the same."""
     k = 4
     rng = np.random.default_rng(0)
     for taken in (1, 2, 3):
         part = every_vote(taken, rng)
-        settled = further(part, rule, k) == 0
+        settled = samples_still_needed(part, rule, k) == 0
         chosen = RULES[rule](part).place
         fixed = np.ones(len(settled), dtype=bool)
         for rest in product((-1, 0, 1, 2), repeat=k - taken):
@@ -66,15 +74,15 @@ def test_a_vote_is_settled_exactly_when_no_continuation_changes_it(rule: str) ->
 
 @pytest.mark.parametrize("rule", ["most confident", *VOTES])
 def test_batches_of_the_least_further_samples_stop_where_single_samples_do(rule: str) -> None:
-    """What the gateway does: take `further` samples at once, look again."""
+    """What the gateway does: take `samples_still_needed` at once, look again."""
     k = 5
     given = every_vote(k, np.random.default_rng(1))
-    _, expected = stopped(given, rule, 0.7)
+    _, expected = choose_adaptively(given, rule, 0.7)
     for row in range(0, len(given.questions), 7):
         columns = (given.label, given.confidence, given.logprob, given.correct)
         one = Candidates(given.questions[:1], *(column[row : row + 1] for column in columns))  # type: ignore[arg-type]
         count = 0
-        while count < k and (more := int(further(one.at(np.arange(count)), rule, k, 0.7)[0])):
+        while count < k and (more := int(samples_still_needed(one.at(np.arange(count)), rule, k, 0.7)[0])):
             count += more
         assert count == expected[row]
 
@@ -85,7 +93,7 @@ def test_majority_by_hand() -> None:
     def after(*labels: int) -> int:
         label = np.array([labels], dtype=np.intp).reshape(1, -1)
         given = Candidates(("q",), label, np.ones(label.shape), np.ones(label.shape), label == 0)
-        return int(further(given, "majority vote", 5)[0])
+        return int(samples_still_needed(given, "majority vote", 5)[0])
 
     assert (after(), after(0), after(0, 0), after(0, 1), after(0, 0, 0)) == (3, 2, 1, 2, 0)
     assert (after(0, 0, 1), after(0, 0, 1, 1), after(0, 0, 1, 0), after(-1, -1, 0, 0)) == (1, 1, 0, 0)
@@ -98,7 +106,7 @@ def test_the_most_confident_stops_where_validation_loses_nothing() -> None:
     label = np.where(correct, 0, 1)
     given = Candidates(tuple(map(str, range(400))), label, confidence, np.full(label.shape, np.nan), correct)
     stop = choose_stop(given)
-    choice, taken = stopped(given, "most confident", stop)
+    choice, taken = choose_adaptively(given, "most confident", stop)
     every = given.right(RULES["most confident"](given).place).mean()
     assert given.right(choice.place).mean() >= every
     assert taken.mean() < 6
@@ -128,9 +136,9 @@ def test_rules_by_tokens_take_the_highest_number_and_need_it() -> None:
         assert final_answers(rows, protocol)[0].label == label
         with pytest.raises(ValueError, match=f"{rule} needs the candidates of every token"):
             final_answers(samples(2), GREEDY.model_copy(update={"rule": rule, "k": 2}))
-    rules = {row.rule for row in selection.select(candidates(rows), 2)}
+    rules = {row.rule for row in selection.measure_rules(gather_candidates(rows), 2)}
     assert {"self-certainty", "lowest-group confidence"} <= rules
-    assert not {"self-certainty"} & {row.rule for row in selection.select(candidates(samples(2)), 2)}
+    assert not {"self-certainty"} & {row.rule for row in selection.measure_rules(gather_candidates(samples(2)), 2)}
 
 
 def samples(count: int = 40, k: int = 4, seed: int = 0, **more: Any) -> list[Prediction]:
@@ -428,7 +436,7 @@ def test_the_guarantee_on_witnesses_whose_posterior_is_known() -> None:
             rows.append(
                 prediction(question.id, sample, str(label), min(1.0, posterior[str(label)]), gold=question.gold)
             )
-    given = candidates(rows)
+    given = gather_candidates(rows)
     choice = RULES["most confident"](given)
     confidence = choice.confidence  # the posterior of the chosen answer: its chance of being right
     order = np.sort(confidence)[::-1]

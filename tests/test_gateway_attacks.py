@@ -30,8 +30,8 @@ from catto.serve.gateway import Limits
 from command import run
 from gateway_world import MODEL, ONE, always, ask, gateway, stating, threshold, until
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
+from predictions import prediction
 from test_gateway import body, free_port, get, metric, post, serving
-from test_selection import prediction
 
 
 @pytest.fixture(autouse=True)

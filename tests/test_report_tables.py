@@ -18,8 +18,8 @@ from rich.console import Console
 from catto.cli.console import print_table
 from catto.measure import HEADLINE, Sources
 from catto.metrics.catalogue import METRICS, Versus, holm
-from catto.metrics.selection import Candidates, select
-from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, held
+from catto.metrics.selection import Candidates, measure_rules
+from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
 from catto.report import render
 from catto.report.figures import looks
 from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
@@ -102,7 +102,7 @@ def test_the_texts_of_the_tables_state_what_is_computed() -> None:
     )
     assert by_kind["risk"].title.endswith(f"{100 * RISK:g} %")
     rules = [column.rule for column in by_kind["rules"].columns]
-    assert rules == [one.rule for one in select(Candidates(("q",), *(np.ones((4, 1, 1)))), 1)]
+    assert rules == [one.rule for one in measure_rules(Candidates(("q",), *(np.ones((4, 1, 1)))), 1)]
     shown = [column for column in by_kind["metrics"].columns if column.metric in METRICS]
     assert [column.metric for column in shown] == list(HEADLINE)
     for column in shown:
@@ -487,7 +487,9 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
 def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
     withheld = {
         "intervals": {
-            name: held(Interval(0.05, 0.06, 0.07, 0.95)) if name == "ece" else Interval(0.5, 0.4, 0.6, 0.95)
+            name: drop_invalid_interval(Interval(0.05, 0.06, 0.07, 0.95))
+            if name == "ece"
+            else Interval(0.5, 0.4, 0.6, 0.95)
             for name in ("accuracy", "ece", "brier", "auroc")
         },
         "gap": Interval(0.012, -0.034, 0.056, 0.95),

@@ -19,7 +19,7 @@ from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, correct_p_values, holm
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
 from catto.metrics.ranking import auroc_within
-from catto.metrics.selection import candidates, within_questions
+from catto.metrics.selection import gather_candidates, within_questions
 from catto.metrics.statistics import (
     OUTSIDE,
     Answers,
@@ -27,7 +27,7 @@ from catto.metrics.statistics import (
     Interval,
     bootstrap,
     compare,
-    held,
+    drop_invalid_interval,
     null_band,
 )
 from catto.records import Prediction
@@ -121,10 +121,10 @@ def test_an_interval_that_does_not_hold_its_value_is_withheld_with_a_reason() ->
     c, z = exact()
     found = bootstrap(ece, c, z, resamples=200)
     assert found.value < 1e-12 < found.low
-    assert np.isnan([held(found).low, held(found).high]).all()
-    assert held(found).reason == OUTSIDE
+    assert np.isnan([drop_invalid_interval(found).low, drop_invalid_interval(found).high]).all()
+    assert drop_invalid_interval(found).reason == OUTSIDE
     inside = Interval(0.03, 0.02, 0.05, 0.95)
-    assert held(inside) is inside
+    assert drop_invalid_interval(inside) is inside
 
 
 def test_rounding_is_no_reason_to_withhold_an_interval() -> None:
@@ -132,11 +132,11 @@ def test_rounding_is_no_reason_to_withhold_an_interval() -> None:
     for name, metric in METRICS.items():
         if not metric.calibration:
             found = bootstrap(metric.function, [0.1] * 37, [True] * 30 + [False] * 7, resamples=50)
-            assert held(found).reason is None, name
+            assert drop_invalid_interval(found).reason is None, name
 
 
 def test_a_difference_outside_its_interval_is_withheld_too() -> None:
-    found = held(Comparison(0.02, 0.01, 0.01, -0.02, -0.001, 0.95, 0.5))
+    found = drop_invalid_interval(Comparison(0.02, 0.01, 0.01, -0.02, -0.001, 0.95, 0.5))
     assert np.isnan([found.low, found.high]).all()
     assert found.reason == OUTSIDE
     assert found.difference == 0.01
@@ -331,5 +331,7 @@ def test_select_shows_fallback_temperature_and_auroc_within(tmp_path: Path) -> N
 
 
 def test_a_sample_without_an_answer_is_a_wrong_one() -> None:
-    given = candidates([prediction(0, sample=0, label="A"), prediction(0, "fallback", 1, label=None, confidence=0.0)])
+    given = gather_candidates(
+        [prediction(0, sample=0, label="A"), prediction(0, "fallback", 1, label=None, confidence=0.0)]
+    )
     assert (within_questions(given).value, within_questions(given).pairs) == (1.0, 1)

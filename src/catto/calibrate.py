@@ -30,7 +30,7 @@ from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences
 from catto.metrics.binning import Floats
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, VectorScaling, label_table, load
 from catto.metrics.ranking import threshold_for_risk
-from catto.metrics.selection import LIKELIEST, candidates, samples_by_question, stopped
+from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
 from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
@@ -223,10 +223,10 @@ def final_answers(
     if len(rows[0]) < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
     samples = [sample for row in rows for sample in row]
-    given = candidates(samples if fitted is None else fitted.ranked(samples))
+    given = gather_candidates(samples if fitted is None else fitted.ranked(samples))
     if protocol.rule == LIKELIEST and np.isnan(given.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
-    (places, confidence), taken = stopped(given, protocol.rule, protocol.stop)
+    (places, confidence), taken = choose_adaptively(given, protocol.rule, protocol.stop)
     if fitted is not None and fitted.protocol is not None:
         confidence = fitted.of_confidences(confidence)
     answers = []

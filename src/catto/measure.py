@@ -26,7 +26,15 @@ from catto.metrics import statistics
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import HEADLINE, METRICS
 from catto.metrics.errors import confidence_gap, debiased_ece
-from catto.metrics.statistics import Answers, Comparison, Interval, MetricFunction, NullBand, Tick, held
+from catto.metrics.statistics import (
+    Answers,
+    Comparison,
+    Interval,
+    MetricFunction,
+    NullBand,
+    Tick,
+    drop_invalid_interval,
+)
 from catto.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
 from catto.problems import DataError, did_you_mean, listed, locating, nested
 from catto.recipe import FEW_QUESTIONS
@@ -352,7 +360,7 @@ def measure_runs(
 ) -> dict[str, MetricResult]:
     """Measure the metrics of one run of a model, or their mean over several; `gap` may be among their names.
 
-    Intervals that do not hold their value are removed, see `held`.
+    Intervals that do not hold their value are removed, see `drop_invalid_interval`.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
     >>> measure_runs([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
@@ -363,7 +371,7 @@ def measure_runs(
     calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
     bands = statistics.null_table(calibration, runs, **options) if calibration else {}
     return {
-        name: MetricResult(interval if name == GAP else held(interval), bands.get(name))
+        name: MetricResult(interval if name == GAP else drop_invalid_interval(interval), bands.get(name))
         for name, interval in intervals.items()
     }
 
@@ -373,7 +381,7 @@ def compare_runs(
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
     comparisons = statistics.compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
-    return {name: held(comparison) for name, comparison in comparisons.items()}
+    return {name: drop_invalid_interval(comparison) for name, comparison in comparisons.items()}
 
 
 @dataclass(frozen=True)

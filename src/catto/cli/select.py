@@ -76,8 +76,8 @@ def select(
             tau = (scaling := temperature.fit_tau(list(read_records(fit_tau, Prediction)))).tau
             if scaling.at_edge:
                 console.warn(f"{fit_tau}: the best tau lies beyond {tau:g}, the end of its range")
-        samples = selection.candidates(predictions, tau)
-        rows = [row for size in sizes for row in selection.select(samples, size, seed=seed)]
+        samples = selection.gather_candidates(predictions, tau)
+        rows = [row for size in sizes for row in selection.measure_rules(samples, size, seed=seed)]
         rescaled = predictions if tau is None else temperature.rescaled(predictions, tau)
         saved = _adaptive_rows(rescaled, sizes, stop) if adaptive else []
         if out is not None and rule is not None:
@@ -121,14 +121,14 @@ def _protocol(
 
     like: the calibrator's. Where no response of one of the two needed a fallback, both are alike.
     """
-    from catto.metrics.selection import candidates, choose_stop, samples_by_question
+    from catto.metrics.selection import choose_stop, gather_candidates, samples_by_question
 
     temperatures = {row.temperature for row in rows}
     if len(temperatures) > 1:
         raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
     if adaptive and stop is None:
         first = [sample for row in samples_by_question(rows) for sample in row[:k]]
-        stop = choose_stop(candidates(first)) if rule == MOST else 1.0
+        stop = choose_stop(gather_candidates(first)) if rule == MOST else 1.0
     forced = [row.label for row in rows if row.source == "fallback"]
     fallback: Literal["answer", "none", None] = None if not forced else "none" if None in forced else "answer"
     if like is not None and None in (fallback, like.fallback):

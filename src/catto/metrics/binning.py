@@ -1,57 +1,123 @@
-"""Checked columns, confidence bins, and the three forms in which a metric is written.
+"""Checked columns, confidence bins, and groups of rows with equal confidence: what every metric is computed from.
 
 Bins are right-closed, `(edge[k], edge[k+1]]`, and confidence 0 belongs to the first one. Equal-width edges are `k / M`
 as float64 computes it, so a confidence written as `k / M` lies in bin k exactly.
 
-A metric is a mean over rows (`mean_metric`), a formula of bin sums (`binned_metric`) or a formula of groups of equal
-confidence (`grouped_metric`). The decorator makes it a function of the columns `confidence` and `correct`, and enters
-in ON_COUNTS how it is computed for many resamples at once, without drawing or sorting rows.
+Every metric takes an optional `weight`: how often each row counts, as scikit-learn's `sample_weight`. A weight of shape
+(N,) gives one number. A weight of shape (R, N) gives R numbers, one for each row of the weight: this is how the
+bootstrap and the null band compute many resamples in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from catto.metrics.sharing import keep_last
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.intp]
 Strategy = Literal["width", "mass"]
-M = TypeVar("M", bound=Callable[..., float])
-# Metric -> what prepares it for given confidences, which rise and are distinct; (G,) -> CountMetric.
-ON_COUNTS: dict[Callable[..., float], Callable[..., CountMetric]] = {}
+# What a metric returns: a float, or (R,) float64 where its weight has shape (R, N). Static types do not see shapes.
+Score = Any
 
 # Columns per pass: temporaries of this length stay in the cache and are never mapped afresh by the allocator.
 BLOCK = 1 << 14
 
 
+@keep_last
 def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
-    """Return both columns as float64 and bool, or raise a ValueError that names the first bad row."""
+    """Return both columns as float64 and bool.
+
+    Args:
+        confidence: (N,) numbers in [0, 1], N >= 1.
+        correct: (N,) booleans or 0/1.
+
+    Returns:
+        The two columns, (N,) each.
+
+    Raises:
+        ValueError: A value is outside its range; the message names the first such row.
+
+    >>> checked([0.5, 1], [1, 0])[1].tolist()
+    [True, False]
+    """
     c = checked_confidence(confidence)
-    z = _column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
-    if z.dtype.kind != "b" and (bad := (z != 0) & (z != 1)).any():
-        row = int(np.flatnonzero(bad)[0])
-        raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
+    z = _as_column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
+    if z.dtype.kind != "b":
+        bad = (z != 0) & (z != 1)
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
     if len(c) != len(z):
         raise ValueError(f"confidence has {len(c)} rows, correct has {len(z)}")
     return c, z.astype(np.bool_, copy=False)
 
 
 def checked_confidence(confidence: ArrayLike) -> Floats:
-    """Return (N,) float64 in [0, 1], N >= 1, or raise a ValueError that names the first bad row."""
-    c = _column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]").astype(np.float64, copy=False)
-    if not (c.min() >= 0.0 and c.max() <= 1.0):  # a nan makes both comparisons false
+    """Return the confidences as float64, or raise a ValueError that names the first bad row.
+
+    Args:
+        confidence: (N,) numbers in [0, 1], N >= 1.
+
+    >>> checked_confidence([0, 1]).tolist()
+    [0.0, 1.0]
+    """
+    column = _as_column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]")
+    c = column.astype(np.float64, copy=False)
+    # A nan makes both comparisons false.
+    in_range = c.min() >= 0.0 and c.max() <= 1.0
+    if not in_range:
         row = int(np.flatnonzero(~((c >= 0.0) & (c <= 1.0)))[0])
         raise ValueError(f"confidence[{row}] is {c[row]}, expected a number in [0, 1]")
     return c
 
 
-def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[np.generic]:
+@keep_last
+def checked_weight(weight: ArrayLike, rows: int) -> Floats:
+    """Return the weights as float64, or raise a ValueError.
+
+    Args:
+        weight: (N,) or (R, N) finite numbers of at least 0, not all of them 0.
+        rows: N.
+
+    >>> checked_weight([2, 0], rows=2).tolist()
+    [2.0, 0.0]
+    """
+    w = np.asarray(weight)
+    if w.ndim not in (1, 2) or w.shape[-1] != rows or w.size == 0:
+        raise ValueError(f"weight has shape {w.shape}, expected ({rows},) or (R, {rows})")
+    if w.dtype.kind not in "bfiu":
+        raise ValueError(f"weight has dtype {w.dtype}, expected numbers")
+    w = w.astype(np.float64, copy=False)
+    total = total_weight(w)
+    # A nan makes both comparisons false.
+    valid = w.min() >= 0.0 and np.isfinite(total).all()
+    if not valid:
+        raise ValueError("weight must be finite numbers of at least 0")
+    if not np.all(total > 0.0):
+        raise ValueError("weight is 0 in every row")
+    return w
+
+
+@keep_last
+def total_weight(weight: Floats) -> Floats:
+    """Return the sum over the rows of each weighting. (..., N) -> (...)."""
+    return np.asarray(weight.sum(axis=-1))
+
+
+def _as_column(
+    values: ArrayLike,
+    name: str,
+    *,
+    kinds: str,
+    expected: str,
+) -> NDArray[np.generic]:
     column = np.asarray(values)
     if column.ndim != 1:
         raise ValueError(f"{name} has shape {column.shape}, expected one dimension")
@@ -62,34 +128,100 @@ def _column(values: ArrayLike, name: str, kinds: str, expected: str) -> NDArray[
     return column
 
 
-def blocks(length: int) -> Iterator[slice]:
-    """Cut so many columns into parts of at most BLOCK."""
-    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+def to_score(value: Floats | np.float64) -> Score:
+    """Return a float for one weighting of the rows, and the array for several."""
+    if np.ndim(value) == 0:
+        return float(value)
+    return value
 
 
-def bin_edges(confidence: Floats, bins: int, strategy: Strategy = "width") -> Floats:
-    """Return the edges, from 0 to 1. confidence: (N,), checked.
+def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
+    """Return the weighted mean of one number per row.
 
-    `width`: M + 1 edges `k / M`. `mass`: the confidences of order k/M; equal ones collapse, so equal confidences are
-    never split and there may be fewer than M bins.
+    Args:
+        score: (N,).
+        weight: (N,), (R, N), or None where every row counts once.
+
+    >>> mean_score(np.array([1.0, 4.0]), weight=[2, 1])
+    2.0
+    """
+    if weight is None:
+        return float(score.mean())
+    w = checked_weight(weight, len(score))
+    return to_score((w @ score) / total_weight(w))
+
+
+def split_blocks(length: int) -> Iterator[slice]:
+    """Cut so many columns into slices of at most BLOCK."""
+    for start in range(0, length, BLOCK):
+        yield slice(start, min(start + BLOCK, length))
+
+
+# ---- bins
+
+
+def bin_edges(
+    confidence: Floats,
+    bins: int,
+    strategy: Strategy = "width",
+    weight: Floats | None = None,
+) -> Floats:
+    """Return the edges of the bins, from 0 to 1.
+
+    Args:
+        confidence: (N,), checked.
+        bins: Number of bins M.
+        strategy: `width` gives M + 1 edges `k / M`. `mass` gives the confidences of order k/M; equal ones collapse, so
+            equal confidences are never split and there may be fewer than M bins.
+        weight: (N,), checked. Only `mass` depends on it.
+
+    Returns:
+        At most M + 1 rising numbers.
 
     >>> bin_edges(np.array([0.1, 0.2, 0.6]), 2).tolist()
     [0.0, 0.5, 1.0]
     """
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
+    is_whole = isinstance(bins, int | np.integer) and not isinstance(bins, bool)
+    if not is_whole or bins < 1:
         raise ValueError(f"bins is {bins!r}, expected a whole number of at least 1")
     if strategy == "width":
         return np.arange(bins + 1) / bins
     if strategy != "mass":
         raise ValueError(f"strategy is {strategy!r}, expected 'width' or 'mass'")
-    # The k-th quantile is the ceil(kN/M)-th smallest value, in whole numbers: no interpolation, no rounding.
-    order = -(-np.arange(1, bins) * len(confidence) // bins) - 1
-    inner = np.unique(np.partition(confidence, np.unique(order))[order]) if bins > 1 else confidence[:0]
+    inner = np.unique(_quantiles(confidence, bins, weight))
     return np.concatenate(([0.0], inner[inner < 1.0], [1.0]))
 
 
+def _quantiles(
+    confidence: Floats,
+    bins: int,
+    weight: Floats | None,
+) -> Floats:
+    """Return the M - 1 inner quantiles: the k-th is the smallest value that k / M of the rows do not exceed."""
+    if bins == 1:
+        return confidence[:0]
+    numbers = np.arange(1, bins)
+    if weight is None:
+        # The k-th quantile is the ceil(kN/M)-th smallest value, in whole numbers: no interpolation, no rounding.
+        place = -(-numbers * len(confidence) // bins) - 1
+        return np.asarray(np.partition(confidence, np.unique(place))[place])
+    order = np.argsort(confidence, kind="stable")
+    reached = np.cumsum(weight[order])
+    # Both sides are times M, so that whole weights stay whole.
+    place = np.searchsorted(bins * reached, numbers * reached[-1], side="left")
+    return np.asarray(confidence[order[place]])
+
+
 def bin_index(confidence: Floats, edges: Floats) -> Ints:
-    """Return the bin of each confidence, 0 to M - 1: the first k with `confidence <= edges[k + 1]`. (N,) -> (N,)."""
+    """Return the bin of each confidence, 0 to M - 1: the first k with `confidence <= edges[k + 1]`.
+
+    Args:
+        confidence: (N,), checked.
+        edges: (M + 1,), as `bin_edges` returns them.
+
+    >>> bin_index(np.array([0.0, 0.5, 0.6]), np.array([0.0, 0.5, 1.0])).tolist()
+    [0, 0, 1]
+    """
     bins = len(edges) - 1
     lower = np.arange(bins + 1) / bins
     if not np.array_equal(edges, lower):
@@ -104,7 +236,14 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Rows per bin and their sums. edges: (M + 1,); count and sums: (M,), or (R, M) of R resamples."""
+    """Rows per bin and their sums.
+
+    Attributes:
+        edges: (M + 1,), rising from 0 to 1.
+        count: (M,) number of rows, or their weight; (R, M) under R weightings.
+        confidence_sum: Sum of the confidences of each bin, as `count` in shape.
+        correct_sum: Number of right rows, or their weight, as `count` in shape.
+    """
 
     edges: Floats
     count: Ints | Floats
@@ -117,202 +256,201 @@ class Reliability:
         return int(self.count.sum())
 
     @property
-    def weight(self) -> Floats:
-        """Share of the rows in each bin. (M,)."""
+    def share(self) -> Floats:
+        """Share of the rows in each bin. (..., M)."""
         return np.asarray(self.count / self.count.sum(axis=-1, keepdims=True))
 
     @property
     def confidence(self) -> Floats:
-        """Mean confidence of each bin, nan where the bin is empty. (M,)."""
-        return np.where(self.count > 0, self.confidence_sum / np.maximum(self.count, 1), np.nan)
+        """Mean confidence of each bin, nan where the bin is empty. (..., M)."""
+        return self._divide_by_count(self.confidence_sum, empty=np.nan)
 
     @property
     def accuracy(self) -> Floats:
-        """Accuracy of each bin, nan where the bin is empty. (M,)."""
-        return np.where(self.count > 0, self.correct_sum / np.maximum(self.count, 1), np.nan)
+        """Accuracy of each bin, nan where the bin is empty. (..., M)."""
+        return self._divide_by_count(self.correct_sum, empty=np.nan)
 
     @property
     def gap(self) -> Floats:
-        """Accuracy less mean confidence of each bin, 0 where the bin is empty. (M,)."""
-        return np.asarray((self.correct_sum - self.confidence_sum) / np.maximum(self.count, 1))
+        """Accuracy less mean confidence of each bin, 0 where the bin is empty. (..., M)."""
+        return self._divide_by_count(self.correct_sum - self.confidence_sum, empty=0.0)
+
+    def _divide_by_count(self, sums: Floats, empty: float) -> Floats:
+        out: Floats = np.full(sums.shape, empty)
+        return np.divide(sums, self.count, out=out, where=self.count > 0)
 
 
-def reliability(confidence: ArrayLike, correct: ArrayLike, bins: int = 20, strategy: Strategy = "width") -> Reliability:
-    """Sort rows into confidence bins: what a reliability diagram draws and binned metrics read. (N,), (N,).
+@keep_last
+def reliability(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    bins: int = 20,
+    strategy: Strategy = "width",
+    weight: ArrayLike | None = None,
+) -> Reliability:
+    """Sort rows into confidence bins: what a reliability diagram draws and binned metrics read.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M.
+        strategy: Bins of equal `width` or of equal `mass`, see `bin_edges`.
+        weight: (N,) or (R, N), how often each row counts; None counts each once. Bins of equal mass take (N,) only.
+
+    Returns:
+        The sums of each bin, (M,), or (R, M) for a weight of shape (R, N).
 
     >>> reliability([0.2, 0.4, 0.9], [False, True, True], bins=2).count.tolist()
     [2, 1]
     """
-    c, z = checked(confidence, correct)
-    return tally(c, z, bin_edges(c, bins, strategy))
+    if weight is None:
+        c, z = checked(confidence, correct)
+        return _count_bins(c, z, bin_edges(c, bins, strategy))
+    groups = group_rows(confidence, correct, weight)
+    if strategy == "mass" and groups.count.ndim > 1:
+        raise ValueError("bins of equal mass need a weight of shape (N,), since their edges depend on it")
+    return _sum_bins(groups, bin_edges(groups.value, bins, strategy, groups.count))
 
 
-def tally(confidence: Floats, correct: Bools, edges: Floats) -> Reliability:
-    """Count rows and sum confidence and correctness per bin, in one pass. Checked (N,), (N,)."""
+def _count_bins(
+    confidence: Floats,
+    correct: Bools,
+    edges: Floats,
+) -> Reliability:
+    """Count rows and sum confidence and correctness per bin, in one pass over rows in any order."""
     bins = len(edges) - 1
-    count = np.zeros((bins, 2), dtype=np.intp)
-    total = np.zeros(bins)
-    for part in blocks(len(confidence)):
-        c = confidence[part]
+    count = np.zeros((bins, 2), dtype=np.intp)  # wrong and right rows
+    confidence_sum = np.zeros(bins)
+    for block in split_blocks(len(confidence)):
+        c = confidence[block]
         index = bin_index(c, edges)
-        total += np.bincount(index, weights=c, minlength=bins)
+        confidence_sum += np.bincount(index, weights=c, minlength=bins)
         index *= 2
-        index += correct[part]
+        index += correct[block]
         count += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
-    return Reliability(edges, count.sum(axis=1), total, count[:, 1].astype(np.float64))
+    return Reliability(edges, count.sum(axis=1), confidence_sum, count[:, 1].astype(np.float64))
+
+
+def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
+    """Sum the weights of groups per bin. Confidences rise, so each bin is a run of groups."""
+    inner = np.searchsorted(groups.value, edges[1:-1], side="right")
+    starts = np.concatenate(([0], inner))
+    ends = np.append(inner, len(groups.value))
+    filled = starts < ends
+
+    def sum_runs(column: Floats) -> Floats:
+        sums = np.zeros((*column.shape[:-1], len(starts)))
+        sums[..., filled] = np.add.reduceat(column, starts[filled], axis=-1)
+        return sums
+
+    return Reliability(
+        edges,
+        count=sum_runs(groups.count),
+        confidence_sum=sum_runs(groups.count * groups.value),
+        correct_sum=sum_runs(groups.right),
+    )
+
+
+# ---- groups of equal confidence
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of equal confidence together, by rising confidence, in R resamples. value: (G,); count, right: (R, G)."""
+    """Rows of equal confidence together.
+
+    Attributes:
+        value: (G,) distinct confidences, rising.
+        count: (G,) number of rows, or their weight; (R, G) under R weightings.
+        right: Number of right rows, or their weight, as `count` in shape.
+    """
 
     value: Floats
     count: Floats
     right: Floats
-    _tallies: dict[int, Reliability] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @cached_property
-    def rows(self) -> Floats:
-        """Number of rows of each resample. (R,)."""
-        return np.asarray(self.count.sum(axis=-1))
-
-    @cached_property
-    def confidence_sum(self) -> Floats:
-        """Sum of the confidence of each group. (R, G)."""
-        return self.count * self.value
-
-    @cached_property
-    def at_least(self) -> Ints:
-        """Number of rows that are at least as confident as each group, and 0 at the end. (R, G + 1)."""
-        ranks = np.zeros((len(self.count), len(self.value) + 1), dtype=np.intp)
-        np.cumsum(self.count, axis=-1, dtype=np.intp, out=ranks[:, 1:])  # 3x as fast as a sum of floats
-        return np.subtract(ranks[:, -1:].copy(), ranks, out=ranks)
-
-    def tally(self, bins: int) -> Reliability:
-        """Return the sums of the bins of equal width that hold any of the confidences. (R, M)."""
-        if bins not in self._tallies:
-            edges = bin_edges(self.value, bins)
-            # Confidences rise, so each bin is a run of them.
-            ends = np.searchsorted(self.value, edges[1:-1], side="right")
-            starts = np.unique(np.append(0, ends[ends < len(self.value)]))
-            columns = (self.count, self.confidence_sum, self.right)
-            sums = (np.add.reduceat(column, starts, axis=-1) for column in columns)
-            self._tallies[bins] = Reliability(edges, *sums)
-        return self._tallies[bins]
 
 
-# A metric of R resamples. -> (R,).
-CountMetric = Callable[[Groups], Floats]
+@keep_last
+def group_rows(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    weight: ArrayLike | None = None,
+) -> Groups:
+    """Group the rows by confidence.
 
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts; None counts each once.
 
-def groups(confidence: ArrayLike, correct: ArrayLike) -> Groups:
-    """Group the rows by confidence. (N,), (N,) -> G <= N groups of one resample.
+    Returns:
+        G <= N groups; (R, G) for a weight of shape (R, N).
 
-    >>> groups([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
-    [[1.0, 1.0]]
+    >>> group_rows([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
+    [1.0, 1.0]
     """
     c, z = checked(confidence, correct)
+    if weight is None:
+        return _group_counts(c, z)
+    w = checked_weight(weight, len(c))
+    if not _is_rising(c):
+        order = np.argsort(c, kind="stable")
+        c = c[order]
+        z = z[order]
+        w = w[..., order]
+    right = w * z
+    starts = run_starts(c)
+    if len(starts) == len(c):
+        return Groups(c, w, right)
+    count = np.add.reduceat(w, starts, axis=-1)
+    return Groups(c[starts], count, np.add.reduceat(right, starts, axis=-1))
+
+
+@keep_last
+def _is_rising(values: Floats) -> bool:
+    return bool(np.all(values[1:] >= values[:-1]))
+
+
+def _group_counts(confidence: Floats, correct: Bools) -> Groups:
+    """Group rows that count once each."""
     # The bits of a float in [0, 1] sort as it does and leave the top bit free: one sort of whole numbers carries both
-    # columns, 3x faster than argsort. Adding 0 turns -0 into 0.
-    keys = (c + 0.0).view(np.uint64)
-    keys <<= np.uint64(1)
-    keys |= z
+    # columns, 3x faster than argsort.
+    keys = sort_keys(confidence, correct)
     keys.sort()
-    right = (keys & np.uint64(1)).astype(np.float64)[None]
+    right = (keys & np.uint64(1)).astype(np.float64)
     keys >>= np.uint64(1)
     value = keys.view(np.float64)
-    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
-    if len(starts) == len(keys):  # no ties: nothing to add up
+    starts = run_starts(value)
+    if len(starts) == len(keys):
         return Groups(value, np.ones_like(right), right)
-    count = np.diff(starts, append=len(keys)).astype(np.float64)[None]
-    return Groups(value[starts], count, np.add.reduceat(right, starts, axis=-1))
+    count = np.diff(starts, append=len(keys)).astype(np.float64)
+    return Groups(value[starts], count, np.add.reduceat(right, starts))
 
 
-# A metric of the columns confidence, (N,) in [0, 1], and correct, (N,) of booleans or 0/1; bad ones raise ValueError.
-RowMetric = Callable[[ArrayLike, ArrayLike], float]
+def sort_keys(confidence: Floats, correct: Bools) -> NDArray[np.uint64]:
+    """Return one whole number per row that sorts by confidence, then by correctness. (N,), (N,) -> (N,)."""
+    keys = (confidence + 0.0).view(np.uint64)  # adding 0 turns -0 into 0
+    keys <<= np.uint64(1)
+    keys |= correct
+    return keys
 
 
-class BinnedMetric(Protocol):
-    """A metric of the same columns over confidence bins."""
+@keep_last
+def run_starts(values: NDArray[Any]) -> Ints:
+    """Return where each run of equal values begins. (N,) -> (G,).
 
-    def __call__(
-        self, confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width"
-    ) -> float:
-        """Compute the metric; bad columns raise ValueError."""
-
-
-def mean_metric(score: Callable[[Floats, Bools], Floats | Bools]) -> RowMetric:
-    """Make a metric of the score of each row: its mean. score: (N,), (N,) -> (N,)."""
-
-    def metric(confidence: ArrayLike, correct: ArrayLike) -> float:
-        return float(score(*checked(confidence, correct)).mean())
-
-    def on_counts(c: Floats) -> CountMetric:
-        of_wrong = np.asarray(score(c, np.zeros(len(c), dtype=np.bool_)), dtype=np.float64)
-        gain = score(c, np.ones(len(c), dtype=np.bool_)) - of_wrong
-        # Accuracy and mean confidence need one of the two sums.
-        sums = [(name, weight) for name, weight in (("count", of_wrong), ("right", gain)) if weight.any()]
-        return lambda rows: np.asarray(sum(getattr(rows, name) @ weight for name, weight in sums) / rows.rows)
-
-    return _registered(metric, score, on_counts)
+    >>> run_starts(np.array([1, 1, 2])).tolist()
+    [0, 2]
+    """
+    return np.flatnonzero(np.append(True, values[1:] != values[:-1]))
 
 
-def binned_metric(formula: Callable[[Reliability], Floats]) -> BinnedMetric:
-    """Make a metric of a formula of the bins' sums, which have shape (..., M) -> (...)."""
+def rank_shares(confidence: Floats) -> Floats:
+    """Return the share of rows below each row, plus half of those with the same confidence. (N,) -> (N,).
 
-    def metric(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: Strategy = "width") -> float:
-        return float(formula(reliability(confidence, correct, bins, strategy)))
-
-    def on_counts(c: Floats, *, bins: int = 20) -> CountMetric:
-        return lambda rows: formula(rows.tally(bins))
-
-    return _registered(metric, formula, on_counts)
-
-
-def grouped_metric(formula: Callable[[Groups], Floats]) -> RowMetric:
-    """Make a metric of a formula of groups of equal confidence: R resamples -> (R,)."""
-
-    def metric(confidence: ArrayLike, correct: ArrayLike) -> float:
-        return float(formula(groups(confidence, correct))[0])
-
-    return _registered(metric, formula, lambda c: formula)
-
-
-def _registered(metric: M, written: Callable[..., object], on_counts: Callable[..., CountMetric]) -> M:
-    """Give the metric the name and docstring of the function it was written as, and enter it in ON_COUNTS."""
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # not the signature, which is the metric's own
-        setattr(metric, name, getattr(written, name))
-    ON_COUNTS[metric] = on_counts
-    return metric
-
-
-def by_confidence(confidence: Floats) -> tuple[Ints, Ints, Floats]:
-    """Return the rows in rising order, where each group of equal confidences starts in it, and their confidences."""
-    order = np.argsort(confidence)
-    c = confidence[order] + 0.0  # turns -0 into 0
-    starts = np.flatnonzero(np.append(True, c[1:] != c[:-1]))
-    return order, starts, c[starts]
-
-
-def ranks(confidence: Floats) -> Floats:
-    """Return the share of rows below each row, and half of those of the same confidence. (N,) -> (N,)."""
+    >>> rank_shares(np.array([0.9, 0.2])).tolist()
+    [0.75, 0.25]
+    """
     rising = np.sort(confidence)
-    below, up_to = np.searchsorted(rising, confidence, "left"), np.searchsorted(rising, confidence, "right")
+    below = np.searchsorted(rising, confidence, side="left")
+    up_to = np.searchsorted(rising, confidence, side="right")
     return np.asarray((below + up_to) / (2.0 * len(confidence)))
-
-
-def on_counts(metric: Callable[..., float]) -> Callable[[Floats], CountMetric]:
-    """Return how the metric is computed from counts; one that is not in ON_COUNTS is called on rows."""
-    function, options = (metric.func, metric.keywords) if isinstance(metric, partial) else (metric, {})
-    prepare = ON_COUNTS.get(getattr(function, "function", function))
-    if prepare is not None and set(options) <= {"bins"}:
-        return partial(prepare, **options)
-
-    def on_rows(groups: Groups) -> Floats:
-        count, right = groups.count.astype(np.intp), groups.right.astype(np.intp)
-        twice = np.append(groups.value, groups.value)
-        confidences = (np.repeat(twice, row) for row in np.hstack([right, count - right]))
-        firsts = right.sum(axis=-1)  # the right rows come first
-        return np.array([metric(x, np.arange(len(x)) < first) for x, first in zip(confidences, firsts, strict=True)])
-
-    return lambda c: on_rows

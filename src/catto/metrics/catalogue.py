@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from catto.metrics import errors, ranking
-from catto.metrics.binning import RowMetric
-from catto.metrics.statistics import ALPHA, Comparison
+from catto.metrics.binning import Score
+from catto.metrics.statistics import ALPHA, Comparison, MetricFunction
 from catto.problems import did_you_mean
 
 
@@ -21,11 +21,18 @@ from catto.problems import did_you_mean
 class Metric:
     """One row of the table.
 
-    `better` is None where neither direction is. `calibration`: a null band is printed beside the value. `least` is the
-    smallest difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
+    Attributes:
+        function: Of `confidence` and `correct`, (N,) each. With a keyword `weight` its bootstrap is fast. With a
+            keyword `bins` it gets the number that the user chose.
+        title: Name in tables.
+        definition: One sentence.
+        better: None where neither direction is better.
+        percent: Whether the value is shown times 100.
+        calibration: Whether a null band is printed next to the value.
+        least: Smallest difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
     """
 
-    function: RowMetric
+    function: MetricFunction
     title: str
     definition: str
     better: Literal["higher", "lower"] | None
@@ -33,9 +40,15 @@ class Metric:
     calibration: bool = False
     least: float = 0.005
 
-    def __call__(self, confidence: ArrayLike, correct: ArrayLike) -> float:
-        """Compute the metric. (N,), (N,)."""
-        return self.function(confidence, correct)
+    def __call__(self, confidence: ArrayLike, correct: ArrayLike, **options: Any) -> Score:
+        """Compute the metric.
+
+        Args:
+            confidence: (N,) in [0, 1].
+            correct: (N,) booleans or 0/1.
+            options: Keywords of the function, such as `weight`, and `bins` for those with bins.
+        """
+        return self.function(confidence, correct, **options)
 
 
 _error = partial(Metric, better="lower", percent=True, calibration=True)
@@ -86,7 +99,10 @@ HEADLINE = ("accuracy", "mean_confidence", "ece", "debiased_ece", "smooth_ece", 
 
 
 def parse_metrics(names: str | None) -> tuple[str, ...]:
-    """Return the metrics of a comma-separated list; None means the headline ones, `all` all of them.
+    """Return the metrics of a comma-separated list.
+
+    Args:
+        names: None means the headline metrics, `all` all of them.
 
     >>> parse_metrics("ece, brier")
     ('ece', 'brier')
@@ -96,27 +112,34 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
     if names.strip() == "all":
         return tuple(METRICS)
     listed = [name.strip() for name in names.split(",") if name.strip()]
+    known = ", ".join(METRICS)
     for name in listed:
         if name not in METRICS:
-            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (known: {', '.join(METRICS)})")
+            raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)} (known: {known})")
     if not listed:
-        raise ValueError(f"no metric named (known: {', '.join(METRICS)})")
+        raise ValueError(f"no metric named (known: {known})")
     return tuple(dict.fromkeys(listed))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number (Holm, 1979); an undefined one stays nan and does not count.
+    """Correct p-values for their number (Holm, 1979).
 
     The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. Calling everything below alpha a
     difference is then wrong even once in at most alpha of all tables.
+
+    Args:
+        p_values: An undefined one stays nan and does not count.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
     p = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")[: int(np.sum(~np.isnan(p)))]  # nan sorts last
+    defined = int(np.sum(~np.isnan(p)))
+    order = np.argsort(p, kind="stable")[:defined]  # nan sorts last
+    factors = np.arange(defined, 0, -1)
+    never_falling = np.maximum.accumulate(factors * p[order])
     corrected = np.full(len(p), np.nan)
-    corrected[order] = np.minimum(np.maximum.accumulate(np.arange(len(order), 0, -1) * p[order]), 1.0)
+    corrected[order] = np.minimum(never_falling, 1.0)
     return [float(value) for value in corrected]
 
 
@@ -132,25 +155,47 @@ class Versus(Comparison):
         Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of
         0, and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap
         test detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
-        metric: a name of METRICS, or `true_error`, that of a report.
+
+        Args:
+            metric: A name of METRICS, or `true_error`, that of a report.
 
         >>> Versus(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002, p_corrected=0.004).mark("ece")
         '*'
         """
-        better, least = ("lower", 0.005) if metric == "true_error" else (METRICS[metric].better, METRICS[metric].least)
-        more = self.difference > 0
+        if metric == "true_error":
+            better: Literal["higher", "lower"] | None = "lower"
+            least = 0.005
+        else:
+            better = METRICS[metric].better
+            least = METRICS[metric].least
+        is_higher = self.difference > 0
         # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
-        beside_zero = self.low > 0 if more else self.high < 0
-        if better is None or not (beside_zero and self.p_corrected < ALPHA and abs(self.difference) >= least):
+        excludes_zero = self.low > 0 if is_higher else self.high < 0
+        is_large = abs(self.difference) >= least
+        is_shown = excludes_zero and is_large and self.p_corrected < ALPHA
+        if better is None or not is_shown:
             return ""
-        return "*" if more == (better == "higher") else "†"
+        is_better = is_higher == (better == "higher")
+        return "*" if is_better else "†"
 
 
 def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:
     """Correct the p-values by Holm over the metrics of which one direction is better; the others are not judged.
 
-    `judge` False, for files of mostly forced answers: nothing is.
+    Args:
+        comparisons: Name of a metric -> comparison.
+        judge: False, for files of mostly forced answers, judges none.
+
+    >>> comparison = Comparison(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002)
+    >>> correct_p_values({"ece": comparison, "brier": comparison})["ece"].p_corrected
+    0.004
     """
-    family = [name for name in comparisons if judge and METRICS[name].better is not None]
-    corrected = dict(zip(family, holm([comparisons[name].p_value for name in family]), strict=True))
-    return {name: Versus(**vars(one), p_corrected=corrected.get(name, nan)) for name, one in comparisons.items()}
+    judged = []
+    for name in comparisons:
+        if judge and METRICS[name].better is not None:
+            judged.append(name)
+    corrected = dict(zip(judged, holm([comparisons[name].p_value for name in judged]), strict=True))
+    versus = {}
+    for name, comparison in comparisons.items():
+        versus[name] = Versus(**vars(comparison), p_corrected=corrected.get(name, nan))
+    return versus

@@ -1,104 +1,319 @@
-"""Calibration errors and proper scores of (confidence, correct) rows, and the identities that tie them together."""
+"""Calibration errors and proper scores of (confidence, correct) rows.
+
+Every function takes the columns `confidence`, (N,) in [0, 1], and `correct`, (N,) of booleans or 0/1, and raises a
+ValueError that names the first bad row. `weight` says how often each row counts: (N,) gives a float, (R, N) gives an
+array of R values.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import ceil, erf, log2
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics import binning
-from catto.metrics.binning import Bools, Floats, Groups, Reliability, bin_edges, bin_index, checked, groups, tally
+from catto.metrics.binning import (
+    Bools,
+    Floats,
+    Ints,
+    Reliability,
+    Score,
+    Strategy,
+    bin_edges,
+    bin_index,
+    checked,
+    checked_weight,
+    group_rows,
+    mean_score,
+    reliability,
+    run_starts,
+    to_score,
+)
+from catto.metrics.sharing import keep_last
 
 # Confidences come from float32 softmaxes, where 1.0 means anything above 1 - 2^-25: one wrong answer at confidence 1
 # then costs 16.6 nats, not infinity.
 EPSILON = 2.0**-24
 
 
-@binning.mean_metric
-def accuracy(c: Floats, z: Bools) -> Bools:
-    """Return the share of right rows. (N,), (N,) -> [0, 1].
+# ---- means over rows
+
+
+def accuracy(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the share of right rows.
+
+    Args:
+        confidence: (N,) in [0, 1]. It is checked and not used.
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
 
     >>> accuracy([0.9, 0.7], [True, False])
     0.5
     """
-    return z
+    _, z = checked(confidence, correct)
+    return mean_score(z, weight)
 
 
-@binning.mean_metric
-def mean_confidence(c: Floats, z: Bools) -> Floats:
-    """Return the mean confidence; above accuracy it is overconfidence. (N,), (N,) -> [0, 1]."""
-    return c
+def mean_confidence(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the mean confidence; a value above the accuracy is overconfidence.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1. It is checked and not used.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> mean_confidence([0.25, 0.75], [True, False])
+    0.5
+    """
+    c, _ = checked(confidence, correct)
+    return mean_score(c, weight)
 
 
-@binning.mean_metric
-def confidence_gap(c: Floats, z: Bools) -> Floats:
-    """Return mean confidence less accuracy; above 0 is overconfidence. (N,), (N,) -> [-1, 1].
+def confidence_gap(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return mean confidence less accuracy; above 0 is overconfidence.
 
     It is a mean over rows, so its bootstrap interval is nominal, also for a calibrated model; that of ECE is not.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [-1, 1]; (R,) for a weight of shape (R, N).
 
     >>> round(confidence_gap([0.9, 0.7, 0.8], [True, False, True]), 4)
     0.1333
     """
-    return c - z
+    c, z = checked(confidence, correct)
+    return mean_score(_residuals(c, z), weight)
 
 
-@binning.mean_metric
-def brier(c: Floats, z: Bools) -> Floats:
-    """Return the Brier score `mean (c - z)^2`. (N,), (N,) -> [0, 1].
+@keep_last
+def _residuals(confidence: Floats, correct: Bools) -> Floats:
+    return confidence - correct
+
+
+def brier(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the Brier score `mean (c - z)^2`.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
 
     >>> round(brier([0.9, 0.7], [True, False]), 4)
     0.25
     """
-    distance = c - z
-    distance *= distance
-    return distance
+    c, z = checked(confidence, correct)
+    distance = _residuals(c, z)
+    return mean_score(distance * distance, weight)
 
 
-@binning.mean_metric
-def nll(c: Floats, z: Bools) -> Floats:
-    """Return `-mean(z log c + (1 - z) log(1 - c))`, c clipped to [EPSILON, 1 - EPSILON]. (N,), (N,) -> [0, 16.64]."""
-    return np.asarray(-np.log(np.clip(np.where(z, c, 1.0 - c), EPSILON, 1.0 - EPSILON)))
+def nll(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return `-mean(z log c + (1 - z) log(1 - c))`, with c clipped to [EPSILON, 1 - EPSILON].
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 16.64]; (R,) for a weight of shape (R, N).
+
+    >>> round(nll([0.5, 0.5], [True, False]), 4)
+    0.6931
+    """
+    c, z = checked(confidence, correct)
+    return mean_score(_negative_log_likelihood(c, z), weight)
 
 
-@binning.mean_metric
-def l1_risk(c: Floats, z: Bools) -> Floats:
-    """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1). (N,), (N,) -> [0, 1]."""
-    return np.abs(z - c)
+@keep_last
+def _negative_log_likelihood(confidence: Floats, correct: Bools) -> Floats:
+    likelihood = np.where(correct, confidence, 1.0 - confidence)
+    clipped = np.clip(likelihood, EPSILON, 1.0 - EPSILON)
+    return np.asarray(-np.log(clipped))
 
 
-@binning.binned_metric
-def ece(bins: Reliability) -> Floats:
-    """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|`. (N,), (N,) -> [0, 1].
+def l1_risk(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the population L1 calibration risk `mean |z - c|` (paper Eq. 1).
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> round(l1_risk([0.9, 0.7], [True, False]), 4)
+    0.4
+    """
+    c, z = checked(confidence, correct)
+    return mean_score(np.abs(z - c), weight)
+
+
+# ---- errors over bins
+
+
+def ece(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the expected calibration error `sum_m (n_m / N) |acc_m - conf_m|` over bins of equal width.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
 
     >>> round(ece([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
     0.3333
     """
-    return np.asarray(np.abs(bins.correct_sum - bins.confidence_sum).sum(axis=-1) / bins.count.sum(axis=-1))
+    sums = reliability(confidence, correct, bins, "width", weight)
+    return to_score(_mean_gap(sums))
 
 
-def ece_mass(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> float:
-    """Return ECE over bins of equal mass; equal confidences share a bin. (N,), (N,) -> [0, 1]."""
-    return ece(confidence, correct, bins=bins, strategy="mass")
+def ece_mass(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return ECE over bins of equal mass; equal confidences share a bin.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M; there are fewer where equal confidences would be split.
+        weight: (N,) or (R, N), how often each row counts. The edges depend on it.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> round(ece_mass([0.1, 0.2, 0.8, 0.9], [False, False, True, True], bins=2), 4)
+    0.15
+    """
+    if weight is None or np.ndim(weight) == 1:
+        return to_score(_mean_gap(reliability(confidence, correct, bins, "mass", weight)))
+    c, z = checked(confidence, correct)
+    return np.array([ece_mass(c, z, bins=bins, weight=one_weight) for one_weight in checked_weight(weight, len(c))])
 
 
-@binning.binned_metric
-def mce(bins: Reliability) -> Floats:
-    """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins that hold rows. (N,), (N,) -> [0, 1]."""
-    return np.asarray(np.abs(bins.gap).max(axis=-1))
+def _mean_gap(sums: Reliability) -> Floats:
+    gaps = np.abs(sums.correct_sum - sums.confidence_sum)
+    return np.asarray(gaps.sum(axis=-1) / sums.count.sum(axis=-1))
 
 
-@binning.binned_metric
-def rms_calibration_error(bins: Reliability) -> Floats:
-    """Return `sqrt(sum_m (n_m / N) (acc_m - conf_m)^2)`. (N,), (N,) -> [0, 1]."""
-    return np.asarray(np.sqrt((bins.weight * bins.gap**2).sum(axis=-1)))
+def mce(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins of equal width that hold rows.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> round(mce([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
+    0.35
+    """
+    sums = reliability(confidence, correct, bins, "width", weight)
+    return to_score(np.abs(sums.gap).max(axis=-1))
 
 
-@binning.binned_metric
-def debiased_ece(bins: Reliability) -> Floats:
-    """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0. (N,), (N,) -> [0, 1].
+def rms_calibration_error(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return `sqrt(sum_m (n_m / N) (acc_m - conf_m)^2)` over bins of equal width.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> round(rms_calibration_error([0.9, 0.8, 0.3], [True, False, False], bins=2), 4)
+    0.3342
+    """
+    sums = reliability(confidence, correct, bins, "width", weight)
+    mean_square = (sums.share * sums.gap**2).sum(axis=-1)
+    return to_score(np.sqrt(mean_square))
+
+
+def debiased_ece(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0.
 
     A bin's accuracy is close to normal with variance `s^2 = acc (1 - acc) / n`, so |gap| exceeds the true gap in the
     mean. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and subtracted:
@@ -106,75 +321,69 @@ def debiased_ece(bins: Reliability) -> Floats:
     It is the published correction of the L1 error itself (the Brocker and Ferro-Fricker ones correct its square), hence
     comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it; a bin whose rows are
     all right or all wrong is left as it is.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M, of equal width.
+        weight: (N,) or (R, N), how often each row counts; n_m is the weight in the bin.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> round(debiased_ece([0.7] * 4, [True, True, False, False]), 4)
+    0.1399
     """
-    gap, count = np.abs(bins.gap), np.maximum(bins.count, 1)
-    deviation = np.sqrt(bins.correct_sum * (count - bins.correct_sum) / count) / count
-    ratio = np.divide(gap, deviation, out=np.full_like(gap, np.inf), where=deviation > 0)
-    folded_mean = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2) + gap * _erf(ratio / 2.0**0.5)
-    return np.asarray(np.maximum(0.0, (bins.weight * (2.0 * gap - folded_mean)).sum(axis=-1)))
+    sums = reliability(confidence, correct, bins, "width", weight)
+    count = np.where(sums.count > 0, sums.count, 1.0)
+    gap = np.abs(sums.gap)
+    variance_of_sum = sums.correct_sum * (count - sums.correct_sum) / count
+    deviation = np.sqrt(variance_of_sum) / count
+    # The mean of |X| for X ~ N(gap, deviation^2); without deviation it is the gap.
+    infinite = np.full_like(gap, np.inf)
+    ratio = np.divide(gap, deviation, out=infinite, where=deviation > 0)
+    spread_part = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2)
+    gap_part = gap * _erf(ratio / 2.0**0.5)
+    folded_mean = spread_part + gap_part
+    corrected = sums.share * (2.0 * gap - folded_mean)
+    return to_score(np.maximum(0.0, corrected.sum(axis=-1)))
 
 
 _erf = np.vectorize(erf, otypes=[np.float64])  # scipy.special takes 0.3 s to import
 
 
-def weighted_ece(confidence: ArrayLike, correct: ArrayLike, weight: ArrayLike, *, bins: int = 20) -> float:
-    """Return `ECE_w = sum_m (n_m / N) w_m |acc_m - conf_m|`, w_m the mean weight of the bin; <= max(weight) * ECE.
+def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
+    """Return class indices, or raise a ValueError.
 
-    It checks the paper's proposition on weighted calibration error; no command reports it.
-    weight: (N,), the value w(confidence) >= 0 of each row.
+    Args:
+        gold: (N,) whole numbers in [0, K).
+        shape: (N, K), the shape of the scores that the indices point into.
+
+    >>> checked_gold([1, 0], (2, 3)).tolist()
+    [1, 0]
     """
-    c, z = checked(confidence, correct)
-    w = np.asarray(weight, dtype=np.float64)
-    if w.shape != c.shape or not (np.isfinite(w).all() and (w >= 0).all()):
-        raise ValueError(f"weight must be {len(c)} finite numbers of at least 0")
-    edges = bin_edges(c, bins)
-    total = np.bincount(bin_index(c, edges), weights=w, minlength=bins)
-    return float(total @ np.abs(tally(c, z, edges).gap)) / len(c)
-
-
-def true_class_ece(confidence: ArrayLike, correct: ArrayLike, gold: ArrayLike, *, bins: int = 20) -> float:
-    """Return the paper's classwise ECE: `sum_k P(Y=k) ECE(rows with Y=k)`, all classes on the same edges.
-
-    It checks the paper's proposition on classwise dominance, ECE <= this <= L1 risk; no command reports it.
-    Confidence is that of the predicted label. gold: (N,) labels of any kind.
-    """
-    c, z = checked(confidence, correct)
-    labels = np.asarray(gold)
-    if labels.shape != c.shape:
-        raise ValueError(f"gold has shape {labels.shape}, expected {c.shape}")
-    edges = bin_edges(c, bins)
-    parts = (tally(c[labels == k], z[labels == k], edges) for k in np.unique(labels))
-    return sum(float(np.abs(part.correct_sum - part.confidence_sum).sum()) for part in parts) / len(c)
-
-
-def per_class_ece(probabilities: ArrayLike, gold: ArrayLike, *, bins: int = 20) -> float:
-    """Return the usual classwise ECE: the mean over classes of `ECE(p_k, 1[gold = k])`.
-
-    probabilities: (N, K) in [0, 1]; gold: (N,) whole numbers in [0, K).
-    """
-    p = np.asarray(probabilities)
-    if p.ndim != 2:
-        raise ValueError(f"probabilities has shape {p.shape}, expected (N, K)")
-    index = checked_gold(gold, p.shape)
-    return float(np.mean([ece(p[:, k], index == k, bins=bins) for k in range(p.shape[1])]))
-
-
-def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> binning.Ints:
-    """Return (N,) class indices below the K of shape (N, K), or raise."""
     index = np.asarray(gold)
     if index.shape != shape[:1]:
         raise ValueError(f"gold has shape {index.shape}, expected ({shape[0]},)")
-    if index.dtype.kind not in "iu" or len(index) == 0 or index.min() < 0 or index.max() >= shape[1]:
+    is_whole = index.dtype.kind in "iu" and len(index) > 0
+    if not is_whole or index.min() < 0 or index.max() >= shape[1]:
         raise ValueError(f"gold must be whole numbers from 0 to {shape[1] - 1}, one per row")
     return index.astype(np.intp)
+
+
+# ---- parts of the Brier score
 
 
 @dataclass(frozen=True)
 class BrierSplit:
     """Parts of the Brier score; `total` is the score itself, exactly, for any bins.
 
-    reliability: mean of (acc_m - conf_m)^2; resolution: of (acc_m - acc)^2; uncertainty: acc (1 - acc);
-    within_bin_variance: of the confidence; within_bin_covariance: of confidence and correctness (subtracted twice).
+    Attributes:
+        reliability: Mean of (acc_m - conf_m)^2.
+        resolution: Mean of (acc_m - acc)^2.
+        uncertainty: acc (1 - acc).
+        within_bin_variance: Variance of the confidence within bins.
+        within_bin_covariance: Covariance of confidence and correctness within bins; it is subtracted twice.
     """
 
     reliability: float
@@ -191,61 +400,56 @@ class BrierSplit:
 
 
 def brier_split(
-    confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20, strategy: binning.Strategy = "width"
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    bins: int = 20,
+    strategy: Strategy = "width",
 ) -> BrierSplit:
-    """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence. (N,), (N,).
+    """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        bins: Number of bins M.
+        strategy: Bins of equal `width` or of equal `mass`.
 
     >>> parts = brier_split([0.9, 0.9, 0.2, 0.2], [True, False, False, False])
     >>> round(parts.reliability, 4), round(parts.resolution, 4), round(parts.uncertainty, 4)
     (0.1, 0.0625, 0.1875)
     """
     c, z = checked(confidence, correct)
-    edges = bin_edges(c, bins, strategy)
-    rows = tally(c, z, edges)
-    index, base = bin_index(c, edges), float(z.mean())
-    offset = c - rows.confidence[index]
-    spread = (rows.correct_sum - base * rows.count) / np.maximum(rows.count, 1)
+    sums = reliability(c, z, bins, strategy)
+    index = bin_index(c, bin_edges(c, bins, strategy))
+    base_rate = float(z.mean())
+    excess_of_bin = (sums.correct_sum - base_rate * sums.count) / np.maximum(sums.count, 1)
+    confidence_offset = c - sums.confidence[index]
+    correct_offset = z - sums.accuracy[index]
     return BrierSplit(
-        reliability=float(rows.weight @ rows.gap**2),
-        resolution=float(rows.weight @ spread**2),
-        uncertainty=base * (1.0 - base),
-        within_bin_variance=float(np.mean(offset**2)),
-        within_bin_covariance=float(np.mean(offset * (z - rows.accuracy[index]))),
+        reliability=float(sums.share @ sums.gap**2),
+        resolution=float(sums.share @ excess_of_bin**2),
+        uncertainty=base_rate * (1.0 - base_rate),
+        within_bin_variance=float(np.mean(confidence_offset**2)),
+        within_bin_covariance=float(np.mean(confidence_offset * correct_offset)),
     )
 
 
-@dataclass(frozen=True)
-class L1Split:
-    """`L1 risk = ece + noise`: the calibration error and the noise that no confidence could remove. Both >= 0."""
-
-    ece: float
-    noise: float
-
-
-def l1_groups(confidence: ArrayLike, correct: ArrayLike) -> L1Split:
-    """Split the L1 risk over groups of equal confidence: `ECE + 2 E[min(z (1 - c), c (1 - z))]`, exact."""
-    rows = groups(confidence, correct)
-    weight, c, z = rows.count[0] / rows.rows, rows.value, rows.right[0] / rows.count[0]
-    return L1Split(float(weight @ np.abs(z - c)), float(weight @ (2.0 * np.minimum(z * (1 - c), c * (1 - z)))))
-
-
-def l1_binned(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> L1Split:
-    """Split the L1 risk over bins: `ECE + sum_m (n_m / N) 2 [min(acc_m, conf_m) - mean_m(z c)]`, exact."""
-    c, z = checked(confidence, correct)
-    rows = tally(c, z, bin_edges(c, bins))
-    low = np.minimum(rows.correct_sum, rows.confidence_sum).sum() - c[z].sum()
-    gap = np.abs(rows.correct_sum - rows.confidence_sum).sum()
-    return L1Split(float(gap) / len(c), 2.0 * float(low) / len(c))
-
+# ---- smooth calibration error
 
 # Cells of [0, 1]. A grid serves bandwidths of at least FINE_ENOUGH cells; below, a finer one is taken.
-FEWEST_CELLS, MOST_CELLS = 1 << 9, 1 << 16
+FEWEST_CELLS = 1 << 9
+MOST_CELLS = 1 << 16
 FINE_ENOUGH = 8
 TOLERANCE = 1e-9
 
 
-def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return smECE (Blasiok and Nakkiran, 2023): calibration error without bins. (N,), (N,) -> [0, 1].
+def smooth_ece(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return smECE (Blasiok and Nakkiran, 2023): calibration error without bins.
 
     It is the bandwidth sigma at which the smoothed error equals the bandwidth. With the Gaussian kernel K reflected at
     0 and 1,
@@ -253,64 +457,95 @@ def smooth_ece(confidence: ArrayLike, correct: ArrayLike) -> float:
     which falls with sigma, so `smECE_sigma = sigma` has one solution. Residuals are spread linearly onto a grid and
     smoothed in the cosine basis, where the reflected kernel is diagonal: O(N + G log G).
 
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
     >>> round(smooth_ece([0.7] * 4, [True, True, False, False]), 4)
     0.2
     """
-    rows = groups(confidence, correct)
-    return float(_smooth_on_counts(rows.value)(rows)[0])
+    groups = group_rows(confidence, correct, weight)
+    residuals = np.atleast_2d(groups.right - groups.count * groups.value)
+    totals = np.atleast_1d(groups.count.sum(axis=-1))
+    bandwidths = np.zeros(len(totals))
+    for row, (residual, total) in enumerate(zip(residuals, totals, strict=True)):
+        if not residual.any():
+            continue
+        cells = FEWEST_CELLS
+        while True:
+            mass = _spread_mass(residual, groups.value, cells) / total
+            sigma = _solve_bandwidth(mass, cells)
+            if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
+                break
+            finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
+            cells = min(MOST_CELLS, max(2 * cells, finer))
+        bandwidths[row] = sigma
+    return to_score(bandwidths.reshape(groups.count.shape[:-1]))
 
 
-def _smooth_on_counts(c: Floats) -> binning.CountMetric:
+class _Cells(NamedTuple):
+    """Where the groups lie on a grid: the first group of each filled cell, these cells, and all places within them."""
+
+    starts: Ints
+    filled: Ints
+    place: Floats
+
+
+@keep_last
+def _assign_cells(value: Floats, cells: int) -> _Cells:
+    position = value * cells
+    cell = np.minimum(position.astype(np.intp), cells - 1)
+    starts = run_starts(cell)
+    return _Cells(starts, cell[starts], position - cell)
+
+
+def _spread_mass(
+    residual: Floats,
+    value: Floats,
+    cells: int,
+) -> Floats:
+    """Spread each residual linearly onto the two nodes of its cell. (G,), (G,) -> (cells + 1,)."""
+    starts, filled, place = _assign_cells(value, cells)
+    upper_shares = np.add.reduceat(residual * place, starts)
+    mass = np.zeros(cells + 1)
+    mass[filled] = np.add.reduceat(residual, starts) - upper_shares
+    mass[filled + 1] += upper_shares
+    return mass
+
+
+@lru_cache(maxsize=8)
+def _frequencies(cells: int) -> tuple[Floats, Floats]:
+    """Return each frequency's factor of spreading onto two nodes, and the log of its factor in a kernel of width 1."""
+    frequency = np.arange(cells + 1.0)
+    spread = np.sinc(frequency / (2 * cells)) ** 2
+    decay = -0.5 * (np.pi * frequency) ** 2
+    return spread, decay
+
+
+def _solve_bandwidth(mass: Floats, cells: int) -> float:
+    """Return the sigma at which the smoothed error of the mass on the nodes is sigma. (cells + 1,)."""
     from scipy.optimize import brentq
 
-    @cache
-    def grid(cells: int) -> tuple[binning.Ints, binning.Ints, Floats, Floats, Floats]:
-        """Return where the confidences of each filled cell start, these cells, and the places of all within theirs.
+    spread, decay = _frequencies(cells)
+    total = abs(float(mass.sum()))
+    # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
+    mass[[0, -1]] *= 2.0
+    unfolded = np.concatenate((mass, mass[-2:0:-1]))
+    spectrum = np.fft.rfft(unfolded).real / spread
 
-        Then, for each frequency: what spreading onto two nodes multiplies it by, and the log of what sigma = 1 does.
-        """
-        position = c * cells
-        cell = np.minimum(position.astype(np.intp), cells - 1)
-        starts = np.flatnonzero(np.append(True, cell[1:] != cell[:-1]))
-        frequency = np.arange(cells + 1.0)
-        decay: Floats = -0.5 * (np.pi * frequency) ** 2
-        return starts, cell[starts], position - cell, np.sinc(frequency / (2 * cells)) ** 2, decay
+    def excess_at(sigma: float) -> float:
+        # Beyond these frequencies the kernel is below 1e-16.
+        kept = min(cells, int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))) + 1
+        smoothed = np.zeros(cells + 1)
+        smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * decay[:kept])
+        density = np.abs(np.fft.irfft(smoothed)[: cells + 1])
+        integral = float(density.sum() - 0.5 * (density[0] + density[-1]))
+        return integral - sigma
 
-    def fixed_point(residual: Floats, rows: float, cells: int) -> float:
-        starts, filled, place, spread, decay = grid(cells)
-        mass = np.zeros(cells + 1)
-        shares = np.add.reduceat(residual * place, starts)
-        mass[filled] = np.add.reduceat(residual, starts) - shares
-        mass[filled + 1] += shares
-        mass /= rows
-        total = abs(float(mass.sum()))
-        # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
-        mass[[0, -1]] *= 2.0
-        spectrum = np.fft.rfft(np.concatenate((mass, mass[-2:0:-1]))).real / spread
-
-        def excess(sigma: float) -> float:
-            kept = min(cells, int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))) + 1  # beyond, the kernel is below 1e-16
-            smoothed = np.zeros(cells + 1)
-            smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * decay[:kept])
-            density = np.abs(np.fft.irfft(smoothed)[: cells + 1])
-            return float(density.sum() - 0.5 * (density[0] + density[-1])) - sigma
-
-        # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
-        return min(1.0, float(brentq(excess, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE)))
-
-    def values(rows: Groups) -> Floats:
-        widths = np.zeros(len(rows.rows))
-        for place, residual in enumerate(rows.right - rows.confidence_sum):
-            cells = FEWEST_CELLS
-            while residual.any():
-                sigma = widths[place] = fixed_point(residual, rows.rows[place], cells)
-                if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
-                    break
-                finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
-                cells = min(MOST_CELLS, max(2 * cells, finer))
-        return widths
-
-    return values
-
-
-binning.ON_COUNTS[smooth_ece] = _smooth_on_counts
+    # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
+    sigma = float(brentq(excess_at, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE))
+    return min(1.0, sigma)

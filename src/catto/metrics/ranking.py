@@ -10,75 +10,167 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import nan
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Floats, Groups, blocks, checked, grouped_metric, groups
+from catto.metrics.binning import Bools, Floats, Groups, Ints, Score, checked, group_rows, split_blocks, to_score
 from catto.metrics.statistics import BootstrapOptions, ratio_interval
 
 
-@grouped_metric
-def auroc(rows: Groups) -> Floats:
-    """Return P(confidence of a right row > of a wrong row), ties half; nan when all rows are right or all wrong.
+def auroc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return P(confidence of a right row > of a wrong row), where ties count half.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N), how often each row counts.
+
+    Returns:
+        A number in [0, 1], nan where all rows are right or all wrong; (R,) for a weight of shape (R, N).
 
     >>> auroc([0.9, 0.4, 0.6], [True, False, False])
     1.0
     """
+    groups = group_rows(confidence, correct, weight)
+    total = groups.count.sum(axis=-1)
+    right_total = groups.right.sum(axis=-1)
+    at_least = _sum_from_above(groups.count)
     # A right row loses to the rows above it and to half of its group; the pairs of right rows are half won, half lost.
-    right_total, lost = rows.right.sum(axis=-1), np.zeros(len(rows.rows))
-    for part in blocks(len(rows.value)):
-        lost += np.vecdot(rows.right[:, part], rows.at_least[:, part] - 0.5 * rows.count[:, part])
-    won = right_total * (rows.rows - 0.5 * right_total) - lost
-    pairs = right_total * (rows.rows - right_total)
-    return np.asarray(np.divide(won, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0))
+    lost = np.zeros(np.shape(total))
+    for block in split_blocks(len(groups.value)):
+        above = at_least[..., block] - 0.5 * groups.count[..., block]
+        lost += np.vecdot(groups.right[..., block], above)
+    won = right_total * (total - 0.5 * right_total) - lost
+    pairs = right_total * (total - right_total)
+    undefined = np.full(np.shape(pairs), np.nan)
+    return to_score(np.divide(won, pairs, out=undefined, where=pairs > 0))
 
 
-@grouped_metric
-def aurc(rows: Groups) -> Floats:
-    """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`."""
-    return _aurc(rows)
+def aurc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`.
 
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N) whole numbers, how often each row counts.
 
-@grouped_metric
-def e_aurc(rows: Groups) -> Floats:
-    """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order."""
-    right = rows.right.sum(axis=-1, keepdims=True)
-    best = Groups(np.arange(2.0), np.hstack([rows.rows[:, None] - right, right]), right * [0.0, 1.0])
-    return np.asarray(np.maximum(0.0, _aurc(rows) - _aurc(best)))
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
 
-
-def _aurc(rows: Groups) -> Floats:
-    """Sum over errors instead of ranks: one at rank j is in every mean from j to N, in all 1/j + ... + 1/N times.
-
-    Over a group of ranks these sum to n_g H_N - (S_last - S_before), where H_j = 1 + ... + 1/j and, by parts,
-    S_j = H_0 + ... + H_(j-1) = j H_j - j.
+    >>> round(aurc([0.9, 0.4, 0.6], [True, False, False]), 4)
+    0.3889
     """
-    harmonic, summed = _harmonic(int(rows.rows.max()))
-    area = np.zeros(len(rows.rows))
-    for part in blocks(len(rows.value)):
-        error_rate = 1.0 - rows.right[:, part] / np.maximum(rows.count[:, part], 1.0)
-        sums = summed.take(rows.at_least[:, part.start : part.stop + 1])
-        area += np.vecdot(error_rate, sums[:, 1:] - sums[:, :-1])
-    wrong = rows.rows - rows.right.sum(axis=-1)
-    return np.asarray((area + wrong * harmonic.take(rows.rows.astype(np.intp))) / rows.rows)
+    return to_score(_area_of_groups(group_rows(confidence, correct, weight)))
+
+
+def e_aurc(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    *,
+    weight: ArrayLike | None = None,
+) -> Score:
+    """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        weight: (N,) or (R, N) whole numbers, how often each row counts.
+
+    Returns:
+        A number in [0, 1]; (R,) for a weight of shape (R, N).
+
+    >>> e_aurc([0.9, 0.4, 0.6], [True, False, False])
+    0.0
+    """
+    groups = group_rows(confidence, correct, weight)
+    right = groups.right.sum(axis=-1)
+    wrong = groups.count.sum(axis=-1) - right
+    none = np.zeros_like(right)
+    best_order = Groups(
+        value=np.array([0.0, 1.0]),
+        count=np.stack([wrong, right], axis=-1),
+        right=np.stack([none, right], axis=-1),
+    )
+    excess = _area_of_groups(groups) - _area_of_groups(best_order)
+    return to_score(np.maximum(0.0, excess))
+
+
+def _sum_from_above(count: Floats) -> Floats:
+    """Return the number of rows that are at least as confident as each group, and 0 at the end. (..., G + 1)."""
+    below = np.zeros((*count.shape[:-1], count.shape[-1] + 1))
+    np.cumsum(count, axis=-1, out=below[..., 1:])
+    return below[..., -1:] - below
+
+
+def _area_of_groups(groups: Groups) -> Floats:
+    """Return the AURC. It sums over errors instead of ranks: one at rank j is in every mean from j to N.
+
+    So it counts 1/j + ... + 1/N times. Over a group of ranks these sum to n_g H_N - (S_last - S_before), where
+    H_j = 1 + ... + 1/j and, by parts, S_j = H_0 + ... + H_(j-1) = j H_j - j.
+    """
+    rank = _lowest_ranks(groups.count)
+    total = groups.count.sum(axis=-1)
+    harmonic, harmonic_sum = _harmonic_numbers(int(total.max()))
+    area = np.zeros(np.shape(total))
+    for block in split_blocks(len(groups.value)):
+        count = np.maximum(groups.count[..., block], 1.0)
+        error_rate = 1.0 - groups.right[..., block] / count
+        sums = harmonic_sum.take(rank[..., block.start : block.stop + 1])
+        sums_of_group = sums[..., 1:] - sums[..., :-1]
+        area += np.vecdot(error_rate, sums_of_group)
+    wrong = total - groups.right.sum(axis=-1)
+    last_harmonic = harmonic.take(rank[..., 0])
+    return np.asarray((area + wrong * last_harmonic) / total)
+
+
+def _lowest_ranks(count: Floats) -> Ints:
+    """Return the rank of each group's last row, the most confident row being the first, and 0 at the end. (..., G + 1).
+
+    ValueError where a count is not whole.
+    """
+    *weightings, groups = count.shape
+    below = np.zeros((*weightings, groups + 1), dtype=np.intp)
+    np.cumsum(count, axis=-1, dtype=np.intp, out=below[..., 1:])
+    rows = below[..., -1:]
+    # Counts that are not whole lose their fractions in the sum of whole numbers.
+    if not np.array_equal(rows[..., 0], count.sum(axis=-1)):
+        raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
+    return np.asarray(rows - below)
 
 
 @lru_cache(maxsize=2)
-def _harmonic(rows: int) -> tuple[Floats, Floats]:
+def _harmonic_numbers(rows: int) -> tuple[Floats, Floats]:
     """Return H_j and j H_j - j for j up to the number of rows."""
     rank = np.arange(rows + 1.0)
     harmonic = np.append(0.0, np.cumsum(1.0 / rank[1:]))
     return harmonic, rank * harmonic - rank
 
 
+# ---- within questions
+
+
 @dataclass(frozen=True)
 class Within:
     """AUROC of confidence within questions, its bootstrap interval over questions, and the data it is based on.
 
-    questions: those that have a right and a wrong row; pairs: right and wrong rows of the same question. Without any
-    pair the value is nan.
+    Attributes:
+        value: nan without any pair, as are `low` and `high`.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        questions: Number of questions that have a right and a wrong row.
+        pairs: Number of pairs of a right and a wrong row of the same question.
     """
 
     value: float
@@ -89,13 +181,22 @@ class Within:
 
 
 def auroc_within(
-    question: Sequence[object], confidence: ArrayLike, correct: ArrayLike, **options: Unpack[BootstrapOptions]
+    question: Sequence[object],
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    **options: Unpack[BootstrapOptions],
 ) -> Within:
     """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
 
-    question: N ids; (N,), (N,). Picking the most confident of several answers can win only where this is above a half:
-    AUROC over all rows also rises when easy questions are answered more confidently, which does not help to pick one.
-    Questions whose rows are all right or all wrong have no pair and do not count.
+    Picking the most confident of several answers can win only where this is above a half: AUROC over all rows also
+    rises when easy questions are answered more confidently, which does not help to pick one. Questions whose rows are
+    all right or all wrong have no pair and do not count.
+
+    Args:
+        question: N ids.
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        options: Of the bootstrap, see `BootstrapOptions`.
 
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
@@ -103,25 +204,49 @@ def auroc_within(
     c, z = checked(confidence, correct)
     if len(question) != len(c):
         raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
-    places: dict[object, list[int]] = {}
-    for place, name in enumerate(question):
-        places.setdefault(name, []).append(place)
-    won, pairs = [], []
-    for rows in places.values():
-        right, wrong = c[rows][z[rows]], np.sort(c[rows][~z[rows]])
-        if len(right) and len(wrong):
-            below, up_to = (np.searchsorted(wrong, right, side).sum() for side in ("left", "right"))
-            won.append((below + up_to) / 2)
-            pairs.append(float(len(right) * len(wrong)))
+    rows_of: dict[object, list[int]] = {}
+    for row, name in enumerate(question):
+        rows_of.setdefault(name, []).append(row)
+    won: list[float] = []
+    pairs: list[float] = []
+    for rows in rows_of.values():
+        duels = _count_duels(c[rows], z[rows])
+        if duels.pairs:
+            won.append(duels.won)
+            pairs.append(float(duels.pairs))
     if not pairs:
-        return Within(nan, nan, nan, 0, 0)
+        return Within(nan, nan, nan, questions=0, pairs=0)
     interval = ratio_interval(np.array(won), np.array(pairs), **options)
-    return Within(interval.value, interval.low, interval.high, len(pairs), int(sum(pairs)))
+    return Within(interval.value, interval.low, interval.high, questions=len(pairs), pairs=int(sum(pairs)))
+
+
+class _Duels(NamedTuple):
+    """How many pairs of a right and a wrong row there are, and how many the right one wins; ties are half won."""
+
+    won: float
+    pairs: int
+
+
+def _count_duels(confidence: Floats, correct: Bools) -> _Duels:
+    right = confidence[correct]
+    wrong = np.sort(confidence[~correct])
+    below = np.searchsorted(wrong, right, side="left").sum()
+    up_to = np.searchsorted(wrong, right, side="right").sum()
+    return _Duels((below + up_to) / 2, len(right) * len(wrong))
+
+
+# ---- thresholds
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Answer only at `confidence >= threshold`: share answered and share wrong of those. All (G,), coverage rising."""
+    """Answer only at `confidence >= threshold`: the share answered and the share wrong of those.
+
+    Attributes:
+        threshold: (G,) distinct confidences, falling.
+        coverage: (G,) share of the rows that are answered, rising to 1.
+        risk: (G,) share of the answered rows that are wrong.
+    """
 
     threshold: Floats
     coverage: Floats
@@ -131,51 +256,39 @@ class RiskCoverage:
 def risk_coverage(confidence: ArrayLike, correct: ArrayLike) -> RiskCoverage:
     """Return the curve at every distinct confidence, from the strictest threshold to full coverage.
 
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+
     >>> risk_coverage([0.9, 0.6], [True, False]).risk.tolist()
     [0.0, 0.5]
     """
-    rows = groups(confidence, correct)
-    answered = np.cumsum(rows.count[0, ::-1])
-    wrong = np.cumsum((rows.count - rows.right)[0, ::-1])
-    return RiskCoverage(rows.value[::-1], answered / answered[-1], wrong / answered)
-
-
-def accuracy_at_coverage(confidence: ArrayLike, correct: ArrayLike, coverage: float) -> float:
-    """Return the accuracy of the `ceil(coverage * N)` most confident rows. coverage in (0, 1].
-
-    Where the cut falls among rows of equal confidence, they count with their mean.
-    """
-    if not 0.0 < coverage <= 1.0:
-        raise ValueError(f"coverage is {coverage}, expected a number in (0, 1]")
-    rows = groups(confidence, correct)
-    count, right = rows.count[0, ::-1], rows.right[0, ::-1]
-    kept = float(np.ceil(round(coverage * count.sum(), 9)))  # 0.07 * 100 is 7.000000000000001
-    taken = np.clip(kept - (np.cumsum(count) - count), 0, count)
-    return float(taken @ (right / count)) / kept
-
-
-def coverage_at_risk(confidence: ArrayLike, correct: ArrayLike, risk: float) -> float:
-    """Return the largest share that a threshold can answer with at most `risk` wrong, 0 where none can."""
-    if not 0.0 <= risk <= 1.0:
-        raise ValueError(f"risk is {risk}, expected a number in [0, 1]")
-    curve = risk_coverage(confidence, correct)
-    return float(np.max(curve.coverage, where=curve.risk <= risk, initial=0.0))
+    groups = group_rows(confidence, correct)
+    wrong_of_group = groups.count - groups.right
+    answered = np.cumsum(groups.count[::-1])
+    wrong = np.cumsum(wrong_of_group[::-1])
+    return RiskCoverage(groups.value[::-1], answered / answered[-1], wrong / answered)
 
 
 # Fixed before any data is seen, which is what makes the guarantee exact. Confidences pile up at 1, so the steps shrink
 # towards it: 0, 0.02, ..., 0.98, then 1 - 10^-2, 1 - 10^-2.25, ..., 1 - 10^-8, and 1.
-THRESHOLDS: tuple[float, ...] = (
-    *(round(0.02 * step, 2) for step in range(50)),
-    *(1.0 - 10.0 ** -(2.0 + step / 4.0) for step in range(25)),
-    1.0,
-)
+_EVEN_STEPS = [round(0.02 * step, 2) for step in range(50)]
+_SHRINKING_STEPS = [1.0 - 10.0 ** -(2.0 + step / 4.0) for step in range(25)]
+THRESHOLDS: tuple[float, ...] = (*_EVEN_STEPS, *_SHRINKING_STEPS, 1.0)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer at `confidence >= threshold`; None: no threshold is good enough, answer nothing.
+    """Answer at `confidence >= threshold`.
 
-    coverage: share of the given rows that are answered; bound: the error rate is below it with probability 1 - delta.
+    Attributes:
+        threshold: None where no threshold is good enough: answer nothing.
+        risk: Largest share of wrong answers that was asked for.
+        delta: Probability with which the promise may fail.
+        coverage: Share of the given rows that are answered.
+        answered: Number of the given rows that are answered.
+        errors: Number of those that are wrong.
+        bound: The error rate is below it with probability 1 - delta.
     """
 
     threshold: float | None
@@ -187,13 +300,24 @@ class Threshold:
     bound: float
 
 
-def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 0.1, delta: float = 0.05) -> Threshold:
+def threshold_for_risk(
+    confidence: ArrayLike,
+    correct: ArrayLike,
+    risk: float = 0.1,
+    delta: float = 0.05,
+) -> Threshold:
     """Find the lowest threshold whose error rate among the answered is at most `risk`, wrong with probability <= delta.
 
     For a fixed threshold with m answered rows the errors are Binomial(m, error rate), so that the exact
     (Clopper-Pearson) upper bound at level delta / M fails with probability at most delta / M; by the union bound over
     the M fixed THRESHOLDS, whichever is taken fails with probability at most delta. The rows must be drawn like those
     that are answered later, and must not have been used to fit the confidence.
+
+    Args:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans or 0/1.
+        risk: Largest share of wrong answers, in (0, 1).
+        delta: Probability with which the promise may fail, in (0, 1).
 
     >>> threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10).threshold
     0.52
@@ -204,20 +328,40 @@ def threshold_for_risk(confidence: ArrayLike, correct: ArrayLike, risk: float = 
     for name, value in (("risk", risk), ("delta", delta)):
         if not 0.0 < value < 1.0:
             raise ValueError(f"{name} is {value}, expected a number between 0 and 1")
-    share = delta / len(THRESHOLDS)
+    delta_of_each = delta / len(THRESHOLDS)
+    wrong = np.sort(c[~z])
     answered = len(c) - np.searchsorted(np.sort(c), THRESHOLDS)
-    errors = np.sum(~z) - np.searchsorted(np.sort(c[~z]), THRESHOLDS)
+    errors = len(wrong) - np.searchsorted(wrong, THRESHOLDS)
     chance_of_so_few = bdtr(errors, np.maximum(answered, 1), risk)
-    passed = np.flatnonzero((answered > 0) & (chance_of_so_few <= share))
+    passed = np.flatnonzero((answered > 0) & (chance_of_so_few <= delta_of_each))
     if not len(passed):
-        return Threshold(None, risk, delta, 0.0, 0, 0, 1.0)
-    first = int(passed[0])
-    m, wrong = int(answered[first]), int(errors[first])
-    return Threshold(THRESHOLDS[first], risk, delta, m / len(c), m, wrong, upper_bound(wrong, m, share))
+        return Threshold(None, risk, delta, coverage=0.0, answered=0, errors=0, bound=1.0)
+    lowest = int(passed[0])
+    rows = int(answered[lowest])
+    wrong_rows = int(errors[lowest])
+    return Threshold(
+        THRESHOLDS[lowest],
+        risk,
+        delta,
+        coverage=rows / len(c),
+        answered=rows,
+        errors=wrong_rows,
+        bound=upper_bound(wrong_rows, rows, delta_of_each),
+    )
 
 
-def upper_bound(errors: int, rows: int, delta: float) -> float:
-    """Return Clopper and Pearson's bound: the error rate at which so few errors have probability delta."""
+def upper_bound(
+    errors: int,
+    rows: int,
+    delta: float,
+) -> float:
+    """Return Clopper and Pearson's bound: the error rate at which so few errors have probability delta.
+
+    >>> round(upper_bound(0, 10, 0.05), 4)
+    0.2589
+    """
     from scipy.special import betaincinv
 
-    return 1.0 if errors >= rows else float(betaincinv(errors + 1, rows - errors, 1.0 - delta))
+    if errors >= rows:
+        return 1.0
+    return float(betaincinv(errors + 1, rows - errors, 1.0 - delta))

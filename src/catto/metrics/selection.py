@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, groupby, islice
-from math import comb
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import combinations
+from math import comb, nan
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from catto.metrics.binning import Bools, Floats, Ints
 from catto.metrics.errors import ece
@@ -33,18 +31,27 @@ from catto.records import Prediction
 MOST_SUBSETS = 2000
 LEVEL = 0.95
 ROUNDING = 1e-12
+MOST_CONFIDENT = "most confident"
+LIKELIEST = "mean log-probability"
+RANDOM = "one random sample"
+ORACLE = "oracle"
 # Rules by numbers that a file has where its engine gave the candidates of every token -> field of a prediction.
 TOKENS = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
-LIKELIEST = "mean log-probability"
 # Tokens of a group; a shorter response is one group.
 GROUP = 128
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """n samples of Q questions. label: codes, -1 for none; confidence, logprob (nan: unknown), correct: (Q, n).
+    """n samples of Q questions.
 
-    `tokens`: other numbers of each sample's tokens, by the name of the rule that takes the highest, (Q, n) each.
+    Attributes:
+        questions: Q ids.
+        label: (Q, n) codes of the labels, -1 for no label.
+        confidence: (Q, n) in [0, 1].
+        logprob: (Q, n) mean log-probability of a sample's tokens, nan where it is unknown.
+        correct: (Q, n).
+        tokens: Other numbers of each sample's tokens, (Q, n) each, by the name of the rule that takes the highest.
     """
 
     questions: tuple[str, ...]
@@ -55,10 +62,15 @@ class Candidates:
     tokens: Mapping[str, Floats] = field(default_factory=dict)
 
     def at(self, subset: Ints) -> Candidates:
-        """Return the candidates of one subset of sample numbers: (Q, k)."""
-        columns = {name: getattr(self, name)[:, subset] for name in ("label", "confidence", "logprob", "correct")}
-        tokens = {rule: column[:, subset] for rule, column in self.tokens.items()}
-        return Candidates(self.questions, **columns, tokens=tokens)
+        """Return the candidates of one subset of sample numbers: (k,) -> (Q, k)."""
+        return Candidates(
+            self.questions,
+            label=self.label[:, subset],
+            confidence=self.confidence[:, subset],
+            logprob=self.logprob[:, subset],
+            correct=self.correct[:, subset],
+            tokens={rule: column[:, subset] for rule, column in self.tokens.items()},
+        )
 
     def right(self, place: Ints) -> Bools:
         """Return whether the sample at each question's place is right: (Q,) -> (Q,)."""
@@ -69,7 +81,16 @@ class Candidates:
 class Selected:
     """A rule at k: accuracy with its bootstrap interval over questions, and the ECE of its confidence (20 bins).
 
-    Both are means over the subsets; `ece` is nan for the oracle.
+    Attributes:
+        rule: Name of the rule.
+        k: Number of samples to choose from.
+        accuracy: Mean over the subsets, in [0, 1].
+        low: Lower end of the interval of the accuracy.
+        high: Upper end of the interval of the accuracy.
+        ece: Mean over the subsets, in [0, 1]; nan for the oracle.
+        questions: Number of questions.
+        subsets: Number of subsets.
+        exact: Whether these are all subsets.
     """
 
     rule: str
@@ -84,58 +105,87 @@ class Selected:
 
 
 def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[float, float]:
-    """Return a response's self-certainty and its lowest group's: of each token, minus the mean candidates' logprob.
+    """Return a response's self-certainty and its lowest group's.
 
-    The mean over all tokens is self-certainty (Kang et al., 2025) up to a constant, as far as the candidates go; the
-    lowest mean over `GROUP` consecutive tokens is DeepConf's lowest-group confidence (Fu et al., 2025).
+    A token's certainty is minus the mean log-probability of its candidates. The mean over all tokens is self-certainty
+    (Kang et al., 2025) up to a constant, as far as the candidates go; the lowest mean over `GROUP` consecutive tokens
+    is DeepConf's lowest-group confidence (Fu et al., 2025).
+
+    Args:
+        tops: For each token, the token and its candidates: text -> log-probability.
 
     >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
     (1.5, 1.5)
     """
-    each = np.array([-sum(candidates.values()) / len(candidates) for _, candidates in tops])
-    width = min(GROUP, len(each))
-    return float(each.mean()), float(np.convolve(each, np.full(width, 1.0 / width), "valid").min())
+    certainties = []
+    for _, logprobs in tops:
+        mean_logprob = sum(logprobs.values()) / len(logprobs)
+        certainties.append(-mean_logprob)
+    certainty = np.array(certainties)
+    width = min(GROUP, len(certainty))
+    kernel = np.full(width, 1.0 / width)
+    group_means = np.convolve(certainty, kernel, "valid")
+    return float(certainty.mean()), float(group_means.min())
 
 
 def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Return the samples of every question in their order; ValueError where questions differ in their number."""
-    groups: dict[str, list[Prediction]] = {}
+    """Return the samples of every question in their order.
+
+    Raises:
+        ValueError: There are none, questions differ in the number of their samples, or a question has one sample twice
+            or two gold labels.
+    """
+    samples_of: dict[str, list[Prediction]] = {}
     for prediction in predictions:
-        groups.setdefault(prediction.question, []).append(prediction)
-    if not groups:
+        samples_of.setdefault(prediction.question, []).append(prediction)
+    if not samples_of:
         raise ValueError("no predictions to select from")
-    rows = [sorted(group, key=lambda prediction: prediction.sample) for group in groups.values()]
+    rows = [sorted(samples, key=lambda prediction: prediction.sample) for samples in samples_of.values()]
+    first = rows[0]
     for row in rows:
         name = row[0].question
-        if len(row) != len(rows[0]):
-            raise ValueError(f"question {name} has {len(row)} samples, {rows[0][0].question} has {len(rows[0])}")
-        if len({prediction.sample for prediction in row}) < len(row):
+        if len(row) != len(first):
+            raise ValueError(f"question {name} has {len(row)} samples, {first[0].question} has {len(first)}")
+        numbers = {prediction.sample for prediction in row}
+        if len(numbers) < len(row):
             raise ValueError(f"question {name} has a sample twice")
-        if len({prediction.gold for prediction in row}) > 1:
+        golds = {prediction.gold for prediction in row}
+        if len(golds) > 1:
             raise ValueError(f"question {name} has two gold labels")
     return rows
 
 
-def candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
-    """Gather predictions by question, with their confidence at tau, which ranks them; None: the one they state.
+def gather_candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
+    """Gather predictions by question.
 
-    The temperature at which they were sampled does not matter.
+    Args:
+        predictions: Equally many samples of every question, in any order. The temperature at which they were sampled
+            does not matter.
+        tau: Temperature of the confidence that ranks them; None takes the confidence they state.
+
+    Returns:
+        The columns, (Q, n) each.
     """
     rows = samples_by_question(predictions)
-    codes: dict[str | None, int] = {None: -1}
-
-    def column(read: Callable[[Prediction], float], kind: type) -> NDArray[Any]:
-        return np.array([[read(prediction) for prediction in row] for row in rows], dtype=kind)
-
-    tokens = {rule: column(attrgetter(name), np.float64) for rule, name in TOKENS.items()}
-    return Candidates(
-        tuple(row[0].question for row in rows),
-        label=column(lambda one: codes.setdefault(one.label, len(codes) - 1), np.intp),
-        confidence=column(lambda one: one.confidence if tau is None else confidence_at(one, tau), np.float64),
-        logprob=column(lambda one: np.nan if one.mean_logprob is None else one.mean_logprob, np.float64),
-        correct=column(lambda one: one.label is not None and one.label == one.gold, np.bool_),
-        tokens={rule: values for rule, values in tokens.items() if not np.isnan(values).all()},
-    )
+    shape = (len(rows), len(rows[0]))
+    label = np.empty(shape, dtype=np.intp)
+    confidence = np.empty(shape)
+    logprob = np.full(shape, np.nan)
+    correct = np.empty(shape, dtype=np.bool_)
+    tokens = {rule: np.empty(shape) for rule in TOKENS}
+    code_of: dict[str | None, int] = {None: -1}
+    for question, row in enumerate(rows):
+        for sample, prediction in enumerate(row):
+            place = question, sample
+            label[place] = code_of.setdefault(prediction.label, len(code_of) - 1)
+            confidence[place] = prediction.confidence if tau is None else confidence_at(prediction, tau)
+            if prediction.mean_logprob is not None:
+                logprob[place] = prediction.mean_logprob
+            correct[place] = prediction.label is not None and prediction.label == prediction.gold
+            for rule, name in TOKENS.items():
+                tokens[rule][place] = getattr(prediction, name)  # None becomes nan
+    known = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
+    return Candidates(tuple(row[0].question for row in rows), label, confidence, logprob, correct, known)
 
 
 @dataclass(frozen=True)
@@ -153,138 +203,233 @@ class Sampling:
 def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     """Choose among the temperatures of the predictions the one at which the most confident of k samples is best.
 
-    Every temperature has the same questions and k samples of each, ranked by their confidence at tau. In case of a tie
-    the lowest temperature is chosen.
+    Args:
+        predictions: The same questions and k samples of each at every temperature.
+        tau: Temperature of the confidence that ranks them.
+
+    Returns:
+        The choice; in case of a tie, the lowest temperature.
     """
     accuracy: dict[str, float] = {}
     fallback_rate: dict[str, float] = {}
-    by_temperature = attrgetter("temperature")
-    for temperature, group in groupby(sorted(predictions, key=by_temperature), by_temperature):
-        rows = list(group)
-        given = candidates(rows, tau)
-        accuracy[str(temperature)] = float(given.right(RULES["most confident"](given).place).mean())
-        fallback_rate[str(temperature)] = sum(row.source == "fallback" for row in rows) / len(rows)
+    for temperature in sorted({prediction.temperature for prediction in predictions}):
+        rows = [prediction for prediction in predictions if prediction.temperature == temperature]
+        given = gather_candidates(rows, tau)
+        choice = RULES[MOST_CONFIDENT](given)
+        accuracy[str(temperature)] = float(given.right(choice.place).mean())
+        fallbacks = sum(prediction.source == "fallback" for prediction in rows)
+        fallback_rate[str(temperature)] = fallbacks / len(rows)
     questions, k = given.label.shape
     best = max(accuracy, key=lambda temperature: accuracy[temperature])
     return Sampling(float(best), tau, k, questions, accuracy, fallback_rate)
 
 
-class Choice(NamedTuple):
+# ---- rules
+
+
+class ChosenSamples(NamedTuple):
     """The chosen sample of every question and the confidence of the choice, both (Q,)."""
 
     place: Ints
     confidence: Floats
 
 
-def _picked(given: Candidates, score: Floats) -> Choice:
+def _pick_highest(given: Candidates, score: Floats) -> ChosenSamples:
     """Take the sample with the highest score; one without a score comes last. score: (Q, k)."""
     place = np.where(np.isnan(score), -np.inf, score).argmax(axis=1)
-    return Choice(place, given.confidence[np.arange(len(score)), place])
+    return ChosenSamples(place, given.confidence[np.arange(len(score)), place])
 
 
-def _picked_by_tokens(given: Candidates, rule: str) -> Choice:
+def _pick_most_confident(given: Candidates) -> ChosenSamples:
+    return _pick_highest(given, given.confidence)
+
+
+def _pick_likeliest(given: Candidates) -> ChosenSamples:
+    return _pick_highest(given, given.logprob)
+
+
+def _pick_by_tokens(given: Candidates, rule: str) -> ChosenSamples:
     if rule not in given.tokens:
         raise ValueError(f"{rule} needs the candidates of every token, which only servers give")
-    return _picked(given, given.tokens[rule])
+    return _pick_highest(given, given.tokens[rule])
 
 
-def _same(given: Candidates) -> Bools:
+def _share_labels(given: Candidates) -> Bools:
     """Return which samples share a label; a sample without a label has no vote. (Q, k) -> (Q, k, k)."""
-    return np.asarray((given.label[:, :, None] == given.label[:, None, :]) & (given.label >= 0)[:, None, :])
+    is_equal = given.label[:, :, None] == given.label[:, None, :]
+    has_label = given.label >= 0
+    return np.asarray(is_equal & has_label[:, None, :])
 
 
-def _support(given: Candidates, weight: Floats) -> tuple[Floats, Ints]:
-    """Return the weight of each sample's label, (Q, k), and the first sample of the one with most, (Q,).
+class _Support(NamedTuple):
+    """The weight of each sample's label, (Q, k), and the first sample of the label with most weight, (Q,)."""
 
-    Sums within 1e-12 tie, so that equal sums in another order stay equal.
-    """
-    support = np.where(given.label >= 0, (_same(given) * weight[:, None, :]).sum(axis=2), -1.0)  # no label: never first
-    return support, (support >= support.max(axis=1, keepdims=True) - ROUNDING).argmax(axis=1)
+    of_samples: Floats
+    winner: Ints
 
 
-def _voted(given: Candidates, rule: str) -> Choice:
+def _sum_votes(given: Candidates, weight: Floats) -> _Support:
+    """Add up the votes. Sums within 1e-12 tie, so that equal sums in another order stay equal. weight: (Q, k)."""
+    votes = (_share_labels(given) * weight[:, None, :]).sum(axis=2)
+    support = np.where(given.label >= 0, votes, -1.0)  # no label: never first
+    is_first = support >= support.max(axis=1, keepdims=True) - ROUNDING
+    return _Support(support, is_first.argmax(axis=1))
+
+
+def _pick_by_vote(given: Candidates, rule: str) -> ChosenSamples:
     """Take the label with most weight."""
     weight = VOTES[rule](given)
-    support, place = _support(given, weight)
-    rows, total = np.arange(len(place)), weight.sum(axis=1)
-    share = np.divide(support[rows, place], total, out=np.zeros(len(place)), where=total > 0)
-    return Choice(place, np.clip(share, 0.0, 1.0))
+    support = _sum_votes(given, weight)
+    winning = support.of_samples[np.arange(len(weight)), support.winner]
+    total = weight.sum(axis=1)
+    share = np.divide(winning, total, out=np.zeros(len(total)), where=total > 0)
+    return ChosenSamples(support.winner, np.clip(share, 0.0, 1.0))
+
+
+def _weigh_equally(given: Candidates) -> Floats:
+    return np.ones_like(given.confidence)
+
+
+def _weigh_by_confidence(given: Candidates) -> Floats:
+    return given.confidence
 
 
 # What a sample's vote weighs, at most 1.
 VOTES: dict[str, Callable[[Candidates], Floats]] = {
-    "majority vote": lambda given: np.ones_like(given.confidence),
-    "confidence-weighted vote": lambda given: given.confidence,
+    "majority vote": _weigh_equally,
+    "confidence-weighted vote": _weigh_by_confidence,
 }
-RULES: dict[str, Callable[[Candidates], Choice]] = {
-    "most confident": lambda given: _picked(given, given.confidence),
-    **{rule: partial(_voted, rule=rule) for rule in VOTES},
-    # The sample whose tokens were likeliest on average; one without that number comes last.
-    LIKELIEST: lambda given: _picked(given, given.logprob),
-    **{rule: partial(_picked_by_tokens, rule=rule) for rule in TOKENS},
+RULES: dict[str, Callable[[Candidates], ChosenSamples]] = {
+    MOST_CONFIDENT: _pick_most_confident,
+    **{rule: partial(_pick_by_vote, rule=rule) for rule in VOTES},
+    LIKELIEST: _pick_likeliest,
+    **{rule: partial(_pick_by_tokens, rule=rule) for rule in TOKENS},
 }
 
 
-def further(given: Candidates, rule: str, k: int, stop: float = 1.0) -> Ints:
-    """Return how many samples of k the choice needs at least after the first m; 0: it is settled. (Q, m) -> (Q,).
+# ---- adaptive k
+
+
+def samples_still_needed(
+    given: Candidates,
+    rule: str,
+    k: int,
+    stop: float = 1.0,
+) -> Ints:
+    """Return how many samples of k the choice needs at least after the first m; 0 means that it is settled.
 
     A vote is settled when no way to fill up the k samples changes it: its lead over every rival is larger than what is
     to come, or as large where its first sample came before the rival's. The most confident is settled when its
     confidence reaches `stop`. Other rules take all k.
+
+    Args:
+        given: (Q, m), the samples so far.
+        rule: A name of RULES.
+        k: Most samples per question.
+        stop: Confidence in [0, 1], for the most confident.
+
+    Returns:
+        (Q,) whole numbers from 0 to k - m.
     """
     questions, taken = given.label.shape
     left = k - taken
-    if rule == "most confident":
-        return np.where(given.confidence.max(axis=1, initial=-1.0) >= stop, 0, min(left, 1))
-    if rule not in VOTES or not taken:
-        return np.full(questions, left if rule not in VOTES else (left + 1) // 2)
-    support, place = _support(given, VOTES[rule](given))
-    winner = np.take_along_axis(given.label, place[:, None], axis=1)
-    rival = (given.label != winner) & (given.label >= 0)
+    if rule == MOST_CONFIDENT:
+        highest = given.confidence.max(axis=1, initial=-1.0)
+        return np.where(highest >= stop, 0, min(left, 1))
+    if rule not in VOTES:
+        return np.full(questions, left)
+    if not taken:
+        return np.full(questions, (left + 1) // 2)
+    return _votes_still_needed(given, VOTES[rule](given), left)
+
+
+def _votes_still_needed(
+    given: Candidates,
+    weight: Floats,
+    left: int,
+) -> Ints:
+    """Return how many more votes settle a vote at least, with so many samples left. (Q, m) -> (Q,)."""
+    support, winner = _sum_votes(given, weight)
+    winning_label = np.take_along_axis(given.label, winner[:, None], axis=1)
+    is_rival = (given.label != winning_label) & (given.label >= 0)
     # The winner's own samples are compared with 0: a rival that is to come.
-    lead = support.max(axis=1, keepdims=True).clip(min=0.0) - np.where(rival, support, 0.0)
-    earlier = rival & (_same(given).argmax(axis=2) < place[:, None])
-    # With b more votes for the winner it leads by lead + b, and left - b are to come.
-    behind = np.where(lead > left + ROUNDING, 0.0, np.floor((left - lead + ROUNDING) / 2) + 1)
-    needed = np.where(earlier, behind, np.maximum(0.0, np.ceil((left - lead - ROUNDING) / 2)))
-    return np.asarray(np.minimum(needed.max(axis=1), left), dtype=np.intp)
+    winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)
+    lead = winning_support - np.where(is_rival, support, 0.0)
+    first_of_label = _share_labels(given).argmax(axis=2)
+    wins_ties = is_rival & (first_of_label < winner[:, None])
+    # With b more votes for the winner it leads by lead + b, and left - b are to come: the lead must exceed them, or
+    # reach them where the winner came first.
+    to_exceed = np.floor((left - lead + ROUNDING) / 2) + 1
+    to_exceed = np.where(lead > left + ROUNDING, 0.0, to_exceed)
+    to_reach = np.maximum(0.0, np.ceil((left - lead - ROUNDING) / 2))
+    needed = np.where(wins_ties, to_exceed, to_reach).max(axis=1)
+    return np.asarray(np.minimum(needed, left), dtype=np.intp)
 
 
-def stopped(given: Candidates, rule: str, stop: float | None = 1.0) -> tuple[Choice, Ints]:
-    """Choose one of up to k samples, taken one after another until `further` is 0; and how many were taken: (Q,).
+def choose_adaptively(
+    given: Candidates,
+    rule: str,
+    stop: float | None = 1.0,
+) -> tuple[ChosenSamples, Ints]:
+    """Choose one of up to k samples, taken one after another until no more is needed.
 
-    stop None: all k are taken.
+    Args:
+        given: (Q, k).
+        rule: A name of RULES.
+        stop: See `samples_still_needed`; None takes all k.
+
+    Returns:
+        The choice, and how many samples were taken, (Q,).
     """
     k = given.label.shape[1]
-    choice, taken = RULES[rule](given), np.full(len(given.questions), k)
+    choice = RULES[rule](given)
+    taken = np.full(len(given.questions), k)
     if stop is None:
         return choice, taken
     for count in range(k - 1, 0, -1):
         part = given.at(np.arange(count))
-        settled, early = further(part, rule, k, stop) == 0, RULES[rule](part)
-        choice = Choice(*(np.where(settled, new, old) for new, old in zip(early, choice, strict=True)))
-        taken = np.where(settled, count, taken)
+        is_settled = samples_still_needed(part, rule, k, stop) == 0
+        early = RULES[rule](part)
+        choice = ChosenSamples(
+            place=np.where(is_settled, early.place, choice.place),
+            confidence=np.where(is_settled, early.confidence, choice.confidence),
+        )
+        taken = np.where(is_settled, count, taken)
     return choice, taken
 
 
 def choose_stop(given: Candidates) -> float:
     """Choose where the most confident of k may stop: the lowest of `ranking.THRESHOLDS` from which on none is worse.
 
-    Worse: fewer right answers than with all k samples. Choose it on validation questions.
+    Worse means fewer right answers than with all k samples. Choose it on validation questions.
+
+    Args:
+        given: (Q, k).
+
+    Returns:
+        A confidence in [0, 1].
     """
-    rule, best = "most confident", 1.0
-    wanted = given.right(RULES[rule](given).place).sum()
+    all_samples = RULES[MOST_CONFIDENT](given)
+    wanted = given.right(all_samples.place).sum()
+    best = 1.0
     for stop in reversed(THRESHOLDS):
-        if given.right(stopped(given, rule, stop)[0].place).sum() < wanted:
+        choice, _ = choose_adaptively(given, MOST_CONFIDENT, stop)
+        if given.right(choice.place).sum() < wanted:
             break
         best = stop
     return best
 
 
-def subsets(n: int, k: int) -> tuple[Ints, bool]:
-    """Return subsets of k of n sample numbers, each rising, and whether these are all: (S, k).
+# ---- Confidence@k
 
-    >>> subsets(3, 2)[0].tolist()
+
+def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
+    """Return subsets of k of n sample numbers, each rising, and whether these are all.
+
+    Returns:
+        (S, k) sample numbers, S <= MOST_SUBSETS; and True where they are all C(n, k).
+
+    >>> draw_subsets(3, 2)[0].tolist()
     [[0, 1], [0, 2], [1, 2]]
     """
     if not 1 <= k <= n:
@@ -292,37 +437,96 @@ def subsets(n: int, k: int) -> tuple[Ints, bool]:
     if comb(n, k) <= MOST_SUBSETS:
         return np.array(list(combinations(range(n), k)), dtype=np.intp), True
     rng = np.random.default_rng(0)
-    drawn = (tuple(sorted(rng.choice(n, k, replace=False).tolist())) for _ in range(4 * MOST_SUBSETS))
-    return np.array(list(islice(dict.fromkeys(drawn), MOST_SUBSETS)), dtype=np.intp), False
+    drawn: dict[tuple[int, ...], None] = {}  # a set that keeps its order
+    for _ in range(4 * MOST_SUBSETS):
+        subset = rng.choice(n, k, replace=False).tolist()
+        drawn[tuple(sorted(subset))] = None
+        if len(drawn) == MOST_SUBSETS:
+            break
+    return np.array(list(drawn), dtype=np.intp), False
 
 
-def select(given: Candidates, k: int, *, seed: int = 0) -> list[Selected]:
-    """Return every rule at k, one random sample and the oracle. Means over subsets come before those over questions."""
-    chosen, exact = subsets(given.label.shape[1], k)
+def measure_rules(
+    given: Candidates,
+    k: int,
+    *,
+    seed: int = 0,
+) -> list[Selected]:
+    """Measure every rule at k, one random sample and the oracle. Means over subsets come before those over questions.
+
+    Args:
+        given: (Q, n), n >= k.
+        k: Number of samples to choose from.
+        seed: Of the bootstrap.
+
+    Returns:
+        One row per rule; a rule whose number no sample has is left out.
+    """
+    chosen, exact = draw_subsets(given.label.shape[1], k)
     parts = [given.at(subset) for subset in chosen]
-    picks = {
-        rule: [(choice.confidence, part.right(choice.place)) for part in parts for choice in [choose(part)]]
-        for rule, choose in RULES.items()
-        if rule in given.tokens or rule not in (*TOKENS, *([LIKELIEST] if np.isnan(given.logprob).all() else ()))
-    }
-    # One random sample of a random subset is one random sample of all.
-    picks["one random sample"] = list(zip(given.confidence.T, given.correct.T, strict=True))
-    no_confidence: Floats = np.full(len(given.questions), np.nan)
-    picks["oracle"] = [(no_confidence, np.asarray(part.correct.any(axis=1))) for part in parts]
     rows = []
-    for rule, choices in picks.items():
-        right = np.asarray(np.mean([correct for _, correct in choices], axis=0, dtype=np.float64))
-        interval = ratio_interval(right, np.ones_like(right), level=LEVEL, seed=seed)
-        error = np.nan if rule == "oracle" else float(np.mean([ece(*choice) for choice in choices]))
-        ends = (interval.low, interval.high, error, len(right), len(choices), exact or rule == "one random sample")
-        rows.append(Selected(rule, k, float(right.mean()), *ends))
+    for rule in _usable_rules(given):
+        rights = []
+        errors = []
+        for part in parts:
+            choice = RULES[rule](part)
+            right = part.right(choice.place)
+            rights.append(right)
+            errors.append(ece(choice.confidence, right))
+        rows.append(_summarise_rule(rule, k, rights, float(np.mean(errors)), exact=exact, seed=seed))
+    # One random sample of a random subset is one random sample of all.
+    errors = [ece(confidence, right) for confidence, right in zip(given.confidence.T, given.correct.T, strict=True)]
+    rows.append(_summarise_rule(RANDOM, k, list(given.correct.T), float(np.mean(errors)), exact=True, seed=seed))
+    any_right = [np.asarray(part.correct.any(axis=1)) for part in parts]
+    rows.append(_summarise_rule(ORACLE, k, any_right, nan, exact=exact, seed=seed))
     return rows
+
+
+def _usable_rules(given: Candidates) -> list[str]:
+    """Return the rules whose number at least one sample has."""
+    rules = []
+    for rule in RULES:
+        if rule == LIKELIEST and np.isnan(given.logprob).all():
+            continue
+        if rule in TOKENS and rule not in given.tokens:
+            continue
+        rules.append(rule)
+    return rules
+
+
+def _summarise_rule(
+    rule: str,
+    k: int,
+    rights: Sequence[Bools],
+    error: float,
+    *,
+    exact: bool,
+    seed: int,
+) -> Selected:
+    """Average over subsets, then over questions. rights: for each subset, whether each question's choice is right."""
+    right_share = np.asarray(np.mean(rights, axis=0, dtype=np.float64))
+    interval = ratio_interval(right_share, np.ones_like(right_share), level=LEVEL, seed=seed)
+    return Selected(
+        rule,
+        k,
+        accuracy=float(right_share.mean()),
+        low=interval.low,
+        high=interval.high,
+        ece=error,
+        questions=len(right_share),
+        subsets=len(rights),
+        exact=exact,
+    )
 
 
 def within_questions(given: Candidates, *, seed: int = 0) -> Within:
     """Return the AUROC of the confidence among the samples of the same question; above a half, it helps to pick one.
 
     It is of all n samples and does not depend on k. A sample without an answer is a wrong one.
+
+    Args:
+        given: (Q, n).
+        seed: Of the bootstrap.
     """
     names = np.repeat(given.questions, given.label.shape[1]).tolist()
     return auroc_within(names, given.confidence.ravel(), given.correct.ravel(), level=LEVEL, seed=seed)

@@ -70,7 +70,7 @@ class Panel:
 
     def note(self) -> str:
         """The lines under the title: the share of forced answers if too high, ECE, its null band, N and the bins."""
-        digits, ece = supported_decimals(self.bins.rows), float(self.bins.weight @ np.abs(self.bins.gap))
+        digits, ece = supported_decimals(self.bins.rows), float(self.bins.share @ np.abs(self.bins.gap))
         lines = [f"ECE {100 * ece:.{digits}f}"]
         if self.sources is not None and self.sources.forced:
             lines.insert(0, f"{100 * self.sources.share('fallback'):.0f} % forced")
@@ -110,7 +110,7 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
         upper.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=pale, title_fontsize=7)
         for patch, faded in zip(upper.patches, np.tile(few, 2), strict=True):  # not those of the legend
             patch.set_alpha(0.4 if faded else None)
-        lower.bar(left, bins.weight, width, **bar)
+        lower.bar(left, bins.share, width, **bar)
         means = (("Confidence", bins.confidence_sum, RED, "-"), ("Accuracy", bins.correct_sum, INK, (0, (3, 2))))
         for name, sums, colour, style in means:
             mean = float(sums.sum()) / bins.rows
@@ -118,7 +118,7 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
         lower.set_xlabel("Confidence")
         lower.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
     axes[0, 0].set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
-    axes[1, 0].set(ylim=(0, max(panel.bins.weight.max() for panel in panels)), ylabel="Share of answers")
+    axes[1, 0].set(ylim=(0, max(panel.bins.share.max() for panel in panels)), ylabel="Share of answers")
     axes[1, 0].yaxis.set_major_locator(MaxNLocator(3))
     for axis in (axes[0, 0].xaxis, axes[0, 0].yaxis, axes[1, 0].yaxis):
         axis.set_major_formatter(percent)

@@ -20,8 +20,8 @@ from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.preference import Part, preference_interval
 from catto.metrics.ranking import threshold_for_risk
-from catto.metrics.selection import LEVEL, candidates, select, within_questions
-from catto.metrics.statistics import Answers, Interval, SeedSummary, over_seeds
+from catto.metrics.selection import LEVEL, gather_candidates, measure_rules, within_questions
+from catto.metrics.statistics import Answers, Interval, SeedSummary, summarise_seeds
 from catto.metrics.temperature import rescaled
 from catto.metrics.vector import scale_by_vector
 from catto.problems import DataError, locating
@@ -228,9 +228,9 @@ def selection_of(
         tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
         scaled = rescaled(predictions, tau)  # while forced answers have a label, without which none is rescaled
         wrong = [row.model_copy(update={"label": None}) if row.source == "fallback" else row for row in scaled]
-        given = candidates(wrong if unparsed == "wrong" else scaled)
+        given = gather_candidates(wrong if unparsed == "wrong" else scaled)
     sizes = sorted({*(2**power for power in range(given.label.shape[1].bit_length())), given.label.shape[1]})
-    chosen = {k: select(given, k) for k in sizes}
+    chosen = {k: measure_rules(given, k) for k in sizes}
     rules = {k: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in chosen[k]} for k in chosen}
     within = within_questions(given)
     drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
@@ -364,7 +364,7 @@ def _spreads(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedS
             value = number.value if isinstance(number, Interval) else number
             values[name] += [value] if isfinite(value) else []
     full = {name: mine for name, mine in values.items() if len(mine) == len(seeds) or name.startswith("risk_")}
-    return {name: over_seeds(mine) for name, mine in full.items()}
+    return {name: summarise_seeds(mine) for name, mine in full.items()}
 
 
 def _versus(

@@ -19,7 +19,7 @@ from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, stop_end
 from catto.engines.server import FaultError, ServerEngine
-from catto.metrics.selection import Candidates, candidates, further
+from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
 from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_reply
 from catto.predict.predictor import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
@@ -140,8 +140,8 @@ class Answerer:
         """How many samples to take next, 0 where the choice is settled."""
         if protocol.stop is None:
             return protocol.k - len(predictions)
-        given = candidates(self._calibrated(predictions)[0]) if predictions else NO_SAMPLES
-        return int(further(given, protocol.rule, protocol.k, protocol.stop)[0])
+        given = gather_candidates(self._calibrated(predictions)[0]) if predictions else NO_SAMPLES
+        return int(samples_still_needed(given, protocol.rule, protocol.k, protocol.stop)[0])
 
     def _calibrated(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
         """The samples with calibrated confidences, or as they are and why they have none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paper_metrics import true_class_ece
 
 from catto.metrics import binning, errors, ranking
 from catto.metrics.binning import bin_edges, bin_index
@@ -40,11 +41,6 @@ def test_ranking_of_four_points() -> None:
     assert ranking.auroc(*FOUR) == pytest.approx(2 / 3, abs=1e-15)
     assert ranking.aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4) / 4, abs=1e-15)
     assert ranking.e_aurc(*FOUR) == pytest.approx((1 / 3 + 1 / 4 - 1 / 4) / 4, abs=1e-15)
-    assert ranking.accuracy_at_coverage(*FOUR, coverage=0.5) == 1.0
-    assert ranking.accuracy_at_coverage(*FOUR, coverage=0.75) == pytest.approx(2 / 3, abs=1e-15)
-    assert ranking.coverage_at_risk(*FOUR, risk=0.0) == 0.5
-    assert ranking.coverage_at_risk(*FOUR, risk=0.25) == 1.0
-    assert ranking.coverage_at_risk([0.9, 0.8], [0, 1], risk=0.1) == 0.0
 
 
 def test_risk_coverage_curve_of_four_points() -> None:
@@ -131,36 +127,23 @@ def test_equal_mass_keeps_a_pile_at_zero_and_at_one() -> None:
 
 
 def test_tied_ranks_are_the_mean_over_all_orders() -> None:
-    """Break the ties in every possible way by hand and average: AURC and accuracy at coverage must equal that mean."""
+    """Break the ties in every possible way by hand and average: AURC must equal that mean."""
     confidence, correct = np.array([0.9, 0.7, 0.7, 0.7, 0.2]), np.array([1, 0, 1, 1, 0])
     orders = [np.array([0, *middle, 4]) for middle in permutations((1, 2, 3))]
     errors = np.array([np.cumsum(1 - correct[order]) for order in orders])
     assert ranking.aurc(confidence, correct) == pytest.approx((errors / np.arange(1, 6)).mean(), abs=1e-15)
-    assert ranking.accuracy_at_coverage(confidence, correct, 0.4) == pytest.approx(
-        1 - errors[:, 1].mean() / 2, abs=1e-15
-    )
 
 
 def test_aurc_of_one_confidence_is_the_error_rate() -> None:
     assert ranking.aurc(np.full(8, 0.3), [1, 0, 0, 1, 1, 1, 1, 1]) == pytest.approx(0.25, abs=1e-15)
 
 
-def test_coverage_counts_rows_without_rounding_up() -> None:
-    """0.07 * 100 is 7.000000000000001 in float64 and means 7 rows."""
-    confidence = np.linspace(0.99, 0.01, 100)
-    assert ranking.accuracy_at_coverage(confidence, np.arange(100) < 7, 0.07) == 1.0
-
-
-def test_the_two_classwise_errors_differ_by_name_and_value() -> None:
-    """Two classes; p(class 1) is 0.9, 0.9, 0.4, 0.4, so predicted 1, 1, 0, 0 at confidence 0.9, 0.9, 0.6, 0.6.
-
-    True class: gold 1 has rows (0.9, right), (0.6, wrong): 0.1 + 0.6; gold 0 (0.9, wrong), (0.6, right): 0.9 + 0.4.
-    Per class: p(1) in two bins, gaps |0.5 - 0.9| and |0.5 - 0.4|, mean 0.25; p(0) mirrors it.
-    """
-    p1, gold = np.array([0.9, 0.9, 0.4, 0.4]), np.array([1, 0, 0, 1])
-    confidence, predicted = np.array([0.9, 0.9, 0.6, 0.6]), np.array([1, 1, 0, 0])
-    assert errors.true_class_ece(confidence, predicted == gold, gold) == pytest.approx(2.0 / 4, abs=1e-15)
-    assert errors.per_class_ece(np.stack([1 - p1, p1], axis=1), gold) == pytest.approx(0.25, abs=1e-15)
+def test_the_classwise_error_by_hand() -> None:
+    """Gold 1 has rows (0.9, right), (0.6, wrong): 0.1 + 0.6; gold 0 has (0.9, wrong), (0.6, right): 0.9 + 0.4."""
+    gold = np.array([1, 0, 0, 1])
+    confidence = np.array([0.9, 0.9, 0.6, 0.6])
+    predicted = np.array([1, 1, 0, 0])
+    assert true_class_ece(confidence, predicted == gold, gold) == pytest.approx(2.0 / 4, abs=1e-15)
 
 
 BAD: list[tuple[Any, Any, str]] = [
@@ -189,15 +172,21 @@ def test_bad_rows_are_refused_by_every_metric(name: str, confidence: Any, correc
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: errors.ece(*FOUR, bins=0), "bins is 0"),
     (lambda: errors.ece(*FOUR, bins=2.5), "bins is 2.5"),  # type: ignore[arg-type]
-    (lambda: errors.ece(*FOUR, strategy="depth"), "strategy is 'depth'"),  # type: ignore[arg-type]
-    (lambda: errors.weighted_ece(*FOUR, weight=[1, 1, -1, 1]), "weight must be 4 finite numbers"),
-    (lambda: errors.true_class_ece(*FOUR, gold=[1, 2]), r"gold has shape \(2,\)"),
-    (lambda: errors.per_class_ece(np.full((2, 2), 0.5), [0, 2]), "whole numbers from 0 to 1"),
-    (lambda: errors.per_class_ece([0.5, 0.5], [0, 1]), r"probabilities has shape \(2,\)"),
+    (lambda: binning.reliability(*FOUR, strategy="depth"), "strategy is 'depth'"),  # type: ignore[arg-type]
+    (lambda: errors.ece(*FOUR, weight=[1, 1, -1, 1]), "weight must be finite numbers of at least 0"),
+    (lambda: errors.brier(*FOUR, weight=[1, 1, nan, 1]), "weight must be finite numbers of at least 0"),
+    (lambda: errors.brier(*FOUR, weight=[1, 1, inf, 1]), "weight must be finite numbers of at least 0"),
+    (lambda: errors.accuracy(*FOUR, weight=[0, 0, 0, 0]), "weight is 0 in every row"),
+    (lambda: errors.smooth_ece(*FOUR, weight=[[1, 1, 1, 1], [0, 0, 0, 0]]), "weight is 0 in every row"),
+    (lambda: ranking.auroc(*FOUR, weight=[1, 1, 1]), r"weight has shape \(3,\), expected \(4,\) or \(R, 4\)"),
+    (lambda: errors.nll(*FOUR, weight="abcd"), "weight has shape"),
+    (lambda: errors.nll(*FOUR, weight=list("abcd")), "weight has dtype"),
+    (lambda: ranking.aurc(*FOUR, weight=[1, 1, 0.5, 0.5]), "weight must be whole numbers"),
+    (lambda: binning.reliability(*FOUR, strategy="mass", weight=np.ones((2, 4))), "bins of equal mass need a weight"),
+    (lambda: Temperature.fit_labels([[-1.0, -1.0]], [2]), "whole numbers from 0 to 1"),
+    (lambda: Temperature.fit_labels([[-1.0, -1.0]], [0, 1]), r"gold has shape \(2,\)"),
     (lambda: Temperature.fit_labels([[0.5, -1.0]], [0]), r"label_logprobs\[0, 0\] is 0.5"),
     (lambda: Temperature.fit_labels([[-inf, -1.0]], [0]), r"label_logprobs\[0, 0\] is -inf"),
-    (lambda: ranking.accuracy_at_coverage(*FOUR, coverage=0.0), "coverage is 0.0"),
-    (lambda: ranking.coverage_at_risk(*FOUR, risk=1.5), "risk is 1.5"),
 ]
 
 

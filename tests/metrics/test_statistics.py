@@ -22,8 +22,8 @@ from catto.metrics.statistics import (
     compare_table,
     null_band,
     null_table,
-    over_seeds,
     question_counts,
+    summarise_seeds,
 )
 
 
@@ -291,7 +291,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: bootstrap(ece, [0.1], [1], method="t"), "method is 't'"),  # type: ignore[arg-type]
     (lambda: bootstrap(ece, [1.5], [1]), r"confidence\[0\] is 1.5"),
     (lambda: null_band(ece, []), "confidence is empty"),
-    (lambda: over_seeds([]), "values is empty"),
+    (lambda: summarise_seeds([]), "values is empty"),
 ]
 
 
@@ -303,7 +303,7 @@ def test_bad_arguments_are_refused(call: Callable[[], object], message: str) -> 
 
 def test_spread_over_seeds_is_the_sample_deviation() -> None:
     """1, 2, 6: mean 3, squares 4 + 1 + 9 over 2 = 7."""
-    found = over_seeds([1.0, 2.0, 6.0])
+    found = summarise_seeds([1.0, 2.0, 6.0])
     assert (found.mean, found.n) == (3.0, 3)
     assert found.std == pytest.approx(7**0.5, abs=1e-15)
-    assert over_seeds([4.0]).std is None
+    assert summarise_seeds([4.0]).std is None

@@ -7,12 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import rankdata
 
-from catto.metrics.binning import ON_COUNTS, Groups
-from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import accuracy, brier, confidence_gap, ece
 from catto.metrics.ranking import auroc
 from catto.metrics.statistics import (
@@ -39,42 +35,7 @@ def difference(name: str, a: list[Answers], b: list[Answers], **options: Any) ->
     return compare_table({name: METRIC[name]}, a, b, **options)[name]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.integers(0, 3)), min_size=1, max_size=25))
-def test_counts_stand_for_rows(answers: list[tuple[float, bool, int]]) -> None:
-    """A row that is counted three times is three such rows; one counted 0 times is none. Every metric, both ways."""
-    c, z, times = (np.array(column) for column in zip(*answers, strict=True))
-    if not times.sum():
-        return
-    value = np.unique(c)
-    place = np.searchsorted(value, c)
-    count, right = (np.bincount(place, weight, len(value))[None] for weight in (times, times * z))
-    for function, prepare in ON_COUNTS.items():
-        wanted = function(np.repeat(c, times), np.repeat(z, times))
-        slack = 2e-9 if function.__name__ == "smooth_ece" else 1e-12
-        assert prepare(value)(Groups(value, count, right))[0] == pytest.approx(wanted, abs=slack, nan_ok=True), (
-            function.__name__
-        )
-
-
-def test_every_metric_of_the_table_but_one_is_computed_on_counts() -> None:
-    """Bins of equal mass move with each resample, so that metric is computed on the resample's rows."""
-    assert [name for name, metric in METRICS.items() if metric.function not in ON_COUNTS] == ["ece_mass"]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40), st.integers(1, 25))
-def test_ece_of_counts_is_ece_for_any_rows_and_bins(answers: list[tuple[float, bool]], bins: int) -> None:
-    c, z = (np.array(column) for column in zip(*answers, strict=True))
-    value = np.unique(c)
-    place = np.searchsorted(value, c)
-    count, right = (np.bincount(place, weight, len(value))[None] for weight in (np.ones(len(c)), z))
-    assert ON_COUNTS[ece](value, bins=bins)(Groups(value, count, right))[0] == pytest.approx(
-        ece(c, z, bins=bins), abs=1e-12
-    )
-
-
-def test_a_metric_without_a_form_for_counts_gives_the_same_intervals() -> None:
+def test_a_metric_without_weights_gives_the_same_intervals() -> None:
     """The same function behind a lambda is called on rows: values, undefined resamples and bands agree."""
     run = rows(3)
     for name, metric in METRIC.items():
@@ -190,7 +151,7 @@ def test_what_cannot_be_paired_is_refused() -> None:
         difference("ece", [Answers("x", [0.5], [1])], [])
 
 
-def test_bins_reach_the_counts() -> None:
+def test_bins_reach_the_resamples() -> None:
     run = rows(2)
     wide, narrow = (bootstrap(partial(ece, bins=bins), run.confidence, run.correct, resamples=20) for bins in (2, 30))
     assert wide.high < narrow.high

@@ -23,41 +23,22 @@ from catto.metrics.selection import (
     RULES,
     Candidates,
     Selected,
-    candidates,
     choose_sampling,
-    select,
-    subsets,
+    draw_subsets,
+    gather_candidates,
+    measure_rules,
 )
 from catto.metrics.temperature import fit_tau
 from catto.problems import DataError
 from catto.records import Prediction, Protocol
 from catto.tasks import load
 from command import run
-
-
-def prediction(question: str, sample: int, label: str | None, confidence: float, **more: object) -> Prediction:
-    fields = {
-        "question": question,
-        "task": "t",
-        "split": "test",
-        "gold": "A",
-        "sample": sample,
-        "text": "",
-        "label": label,
-        "source": "free",
-        "confidence": confidence,
-        "mean_logprob": -1.0,
-        "temperature": 1.0,
-        "seed": 0,
-        "engine": "e",
-        "model": "m",
-    }
-    return Prediction.model_validate({**fields, **more})
+from predictions import prediction
 
 
 def one_question(*answers: tuple[str | None, float], logprobs: tuple[float, ...] | None = None) -> Candidates:
     given = logprobs or (-1.0,) * len(answers)
-    return candidates([prediction("q", i, *answer, mean_logprob=given[i]) for i, answer in enumerate(answers)])
+    return gather_candidates([prediction("q", i, *answer, mean_logprob=given[i]) for i, answer in enumerate(answers)])
 
 
 def by_rule(rows: list[Selected]) -> dict[str, Selected]:
@@ -67,7 +48,7 @@ def by_rule(rows: list[Selected]) -> dict[str, Selected]:
 def test_four_answers_by_hand() -> None:
     """B .6, A .4, A .3, C .5: most confident B; majority A (2 of 4); weighted A (.7 of 1.8); likeliest C."""
     given = one_question(("B", 0.6), ("A", 0.4), ("A", 0.3), ("C", 0.5), logprobs=(-2.0, -3.0, -4.0, -1.0))
-    found = by_rule(select(given, 4))
+    found = by_rule(measure_rules(given, 4))
     assert {rule: row.accuracy for rule, row in found.items()} == {
         "most confident": 0.0,
         "majority vote": 1.0,
@@ -91,7 +72,7 @@ def test_a_sample_without_a_label_never_wins_a_vote() -> None:
 
 def test_pairs_of_three_by_hand() -> None:
     """Pairs of (A .2, B .9, A .5): AB -> B, AA -> A, BA -> B; 1/3. Votes tie to the first: A, A, B; 2/3."""
-    found = by_rule(select(one_question(("A", 0.2), ("B", 0.9), ("A", 0.5)), 2))
+    found = by_rule(measure_rules(one_question(("A", 0.2), ("B", 0.9), ("A", 0.5)), 2))
     assert found["most confident"].accuracy == pytest.approx(1 / 3)
     assert found["majority vote"].accuracy == pytest.approx(2 / 3)
     assert found["oracle"].accuracy == 1.0
@@ -101,7 +82,7 @@ def test_pairs_of_three_by_hand() -> None:
 def test_ties_go_to_the_first_sample() -> None:
     for first, right in (("A", 1.0), ("B", 0.0)):
         other = "B" if first == "A" else "A"
-        found = by_rule(select(one_question((first, 0.5), (other, 0.5)), 2))
+        found = by_rule(measure_rules(one_question((first, 0.5), (other, 0.5)), 2))
         for rule in ("most confident", "majority vote", "confidence-weighted vote", "mean log-probability"):
             assert found[rule].accuracy == right
 
@@ -109,14 +90,14 @@ def test_ties_go_to_the_first_sample() -> None:
 def test_equal_weights_summed_in_another_order_are_a_tie() -> None:
     """.1 + .2 + .3 of A and .3 + .2 + .1 of B differ in the last bit; the first sample's label wins all the same."""
     answers = [("B", 0.3), ("A", 0.1), ("B", 0.2), ("A", 0.2), ("B", 0.1), ("A", 0.3)]
-    assert by_rule(select(one_question(*answers), 6))["confidence-weighted vote"].accuracy == 0.0
-    assert by_rule(select(one_question(*answers[1:], answers[0]), 6))["confidence-weighted vote"].accuracy == 1.0
+    assert by_rule(measure_rules(one_question(*answers), 6))["confidence-weighted vote"].accuracy == 0.0
+    assert by_rule(measure_rules(one_question(*answers[1:], answers[0]), 6))["confidence-weighted vote"].accuracy == 1.0
 
 
 def test_samples_without_a_label_have_no_vote_and_are_wrong() -> None:
-    found = by_rule(select(one_question((None, 0.0), (None, 0.0), ("A", 0.2)), 3))
+    found = by_rule(measure_rules(one_question((None, 0.0), (None, 0.0), ("A", 0.2)), 3))
     assert found["majority vote"].accuracy == 1.0
-    found = by_rule(select(one_question((None, 0.0), (None, 0.0)), 2))
+    found = by_rule(measure_rules(one_question((None, 0.0), (None, 0.0)), 2))
     assert {row.accuracy for row in found.values()} == {0.0}
 
 
@@ -151,7 +132,7 @@ def test_every_rule_is_the_mean_over_all_subsets(seed: int, n: int, data: st.Dat
         return max(some, key=lambda one: one.mean_logprob or 0.0).label
 
     rules = (most_confident, majority, weighted, likeliest)
-    found = select(candidates(rows), k)
+    found = measure_rules(gather_candidates(rows), k)
     for rule, row in zip(rules, found[:4], strict=True):
         picks = [rule(list(some)) == "A" for group in groups for some in combinations(group, k)]
         assert row.accuracy == pytest.approx(np.mean(picks), abs=1e-12)
@@ -161,7 +142,7 @@ def test_every_rule_is_the_mean_over_all_subsets(seed: int, n: int, data: st.Dat
 
 def test_confidence_at_one_is_plain_sampling() -> None:
     rows = random_rows(1, 40, 6)
-    found = by_rule(select(candidates(rows), 1))
+    found = by_rule(measure_rules(gather_candidates(rows), 1))
     accuracy = np.mean([one.label == one.gold for one in rows])
     per_sample = [
         ece([one.confidence for one in rows[i::6]], [one.label == one.gold for one in rows[i::6]]) for i in range(6)
@@ -175,19 +156,19 @@ def test_confidence_at_one_is_plain_sampling() -> None:
 def test_identical_samples_are_one() -> None:
     single = random_rows(2, 30, 1)
     copies = [one.model_copy(update={"sample": i}) for one in single for i in range(8)]
-    alone = by_rule(select(candidates(single), 1))
+    alone = by_rule(measure_rules(gather_candidates(single), 1))
     for k in (1, 2, 4, 8):
-        for row in select(candidates(copies), k):
+        for row in measure_rules(gather_candidates(copies), k):
             assert (row.accuracy, row.low, row.high) == pytest.approx(
                 (alone[row.rule].accuracy, alone[row.rule].low, alone[row.rule].high)
             )
 
 
 def test_the_oracle_bounds_every_rule_and_grows_with_k() -> None:
-    given = candidates(random_rows(3, 50, 8))
+    given = gather_candidates(random_rows(3, 50, 8))
     oracles = []
     for k in (1, 2, 4, 8):
-        found = by_rule(select(given, k))
+        found = by_rule(measure_rules(given, k))
         oracles.append(found["oracle"].accuracy)
         assert all(row.accuracy <= found["oracle"].accuracy + 1e-12 for row in found.values())
         assert all(row.low <= row.accuracy <= row.high for row in found.values())
@@ -207,19 +188,19 @@ def test_with_the_true_posterior_the_most_confident_is_the_bayes_choice() -> Non
         ]
         for some in combinations(drawn, 4):
             best.append(max(some, key=lambda label, p=posterior: p[label]) == question.gold)  # type: ignore[misc]
-    found = by_rule(select(candidates(rows), 4))
+    found = by_rule(measure_rules(gather_candidates(rows), 4))
     assert found["most confident"].accuracy == pytest.approx(np.mean(best), abs=1e-12)
     assert found["most confident"].accuracy > found["one random sample"].accuracy + 0.05
 
 
 def test_many_subsets_are_drawn_without_repeats() -> None:
-    drawn, exact = subsets(16, 8)
+    drawn, exact = draw_subsets(16, 8)
     assert not exact
     assert len(drawn) == MOST_SUBSETS
     assert len({tuple(row) for row in drawn.tolist()}) == MOST_SUBSETS
-    assert np.array_equal(drawn, subsets(16, 8)[0])
+    assert np.array_equal(drawn, draw_subsets(16, 8)[0])
     assert (np.diff(drawn, axis=1) > 0).all()
-    assert len(subsets(8, 4)[0]) == 70
+    assert len(draw_subsets(8, 4)[0]) == 70
 
 
 def test_samples_are_ranked_at_tau_and_not_at_the_temperature_they_were_sampled_at() -> None:
@@ -227,11 +208,13 @@ def test_samples_are_ranked_at_tau_and_not_at_the_temperature_they_were_sampled_
     grid = {str(tau): float(np.log(1 + np.exp(-1 / tau))) for tau in (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)}
     grid |= {str(tau): float(np.log(1 + np.exp(-1 / tau))) for tau in (1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)}
     one = prediction("q", 0, "A", 1 / (1 + np.exp(-1)), temperature=0.3, logsumexp=grid)
-    assert candidates([one], 2.0).confidence[0, 0] == pytest.approx(0.6224593312018546)
-    assert candidates([one]).confidence[0, 0] == candidates([one], 1.0).confidence[0, 0]
-    assert candidates([one]).confidence[0, 0] == pytest.approx(0.7310585786300049)
+    assert gather_candidates([one], 2.0).confidence[0, 0] == pytest.approx(0.6224593312018546)
+    assert gather_candidates([one]).confidence[0, 0] == gather_candidates([one], 1.0).confidence[0, 0]
+    assert gather_candidates([one]).confidence[0, 0] == pytest.approx(0.7310585786300049)
     calibrated = one.model_copy(update={"confidence": 0.5, "confidence_raw": one.confidence})
-    assert candidates([calibrated]).confidence[0, 0] == 0.5  # a calibrator's confidence ranks where one was applied
+    assert (
+        gather_candidates([calibrated]).confidence[0, 0] == 0.5
+    )  # a calibrator's confidence ranks where one was applied
 
 
 def tried(temperature: float, *rows: str, confident: str = "A", fallbacks: int = 0) -> list[Prediction]:
@@ -257,25 +240,25 @@ def test_the_sampling_temperature_is_that_of_the_best_confidence_at_k_and_of_equ
 
 def test_uneven_questions_are_refused() -> None:
     with pytest.raises(ValueError, match="question q1 has 1 samples, q0 has 2"):
-        candidates([*random_rows(0, 1, 2), prediction("q1", 0, "A", 0.5)])
+        gather_candidates([*random_rows(0, 1, 2), prediction("q1", 0, "A", 0.5)])
     with pytest.raises(ValueError, match="a sample twice"):
-        candidates([prediction("q", 0, "A", 0.5), prediction("q", 0, "B", 0.5)])
+        gather_candidates([prediction("q", 0, "A", 0.5), prediction("q", 0, "B", 0.5)])
     with pytest.raises(ValueError, match="no predictions"):
-        candidates([])
+        gather_candidates([])
     with pytest.raises(ValueError, match="k is 3, there are 2 samples"):
-        select(candidates(random_rows(0, 2, 2)), 3)
+        measure_rules(gather_candidates(random_rows(0, 2, 2)), 3)
 
 
 def test_a_rule_whose_number_no_sample_has_is_left_out_and_writes_no_answers() -> None:
     rows = [row.model_copy(update={"mean_logprob": None}) for row in random_rows(0, 3, 2)]
-    rules = by_rule(select(candidates(rows), 2))
+    rules = by_rule(measure_rules(gather_candidates(rows), 2))
     assert "mean log-probability" not in rules
     assert "most confident" in rules
     protocol = Protocol(rule="mean log-probability", k=2, temperature=1.0, fallback="answer")
     with pytest.raises(ValueError, match="mean log-probability needs mean_logprob, which no sample has"):
         final_answers(rows, protocol)
     one = [rows[0].model_copy(update={"mean_logprob": -1.0}), *rows[1:]]
-    assert "mean log-probability" in by_rule(select(candidates(one), 1))
+    assert "mean log-probability" in by_rule(measure_rules(gather_candidates(one), 1))
 
 
 @pytest.mark.parametrize("confidence", [True, "0.5"])
