@@ -173,8 +173,8 @@ def test_plan_tells_what_a_change_costs(finished: Finished, capsys: Capture) -> 
     assert [stage["name"] for stage in changed if stage["standing"] != "done"] == ["report"]
     changed = run(capsys, *arguments, "rcft.rows=12").json
     assert {s["kind"] for s in changed if s["standing"] != "done"} == {
-        "train", "chosen", "generated", "predicted", "tau", "sampling", "scaled", "pair_logprobs", "preference_accuracy",
-        "report",
+        "train", "chosen", "generated", "predicted", "tau", "sampling", "scaled", "pair_logprobs",
+        "preference_accuracy", "report",
     }  # fmt: skip
 
 
