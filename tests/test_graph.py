@@ -189,7 +189,8 @@ def test_an_added_method_costs_its_own_stages(tmp_path: Path) -> None:
 def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> None:
     scaled = [f"{name}{suffix}" for name in (*PREFERENCE, "rcft", "sft+ls") for suffix in SCALINGS]
     found = fresh(recipe_of(tmp_path), recipe_of(tmp_path, methods=[*BASE["methods"], *scaled]))
-    fitted = {f"tau among labels {name}" for name in (*PREFERENCE, "rcft", "sft+ls")}
+    kinds = ("tau among labels", "vector")
+    fitted = {f"{kind} {name}" for kind in kinds for name in (*PREFERENCE, "rcft", "sft+ls")}
     assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | fitted | {"report"}
     cells = {
         (cell.place.method, cell.place.budget)
