@@ -48,6 +48,7 @@ KNOBS: Mapping[str, tuple[Calibration, ...]] = {
     "outcome_score": ("outcome",),
     "outcome_target": ("outcome",),
     "outcome_samples": ("outcome",),
+    "calibration_questions": ("outcome",),
     "outcome_rows_per_pair": ("outcome", "replay"),
 }
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import numbers
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
@@ -15,6 +16,7 @@ from trl import DPOConfig
 
 from catto.methods import KNOBS, WEIGHTS, Calibration
 from catto.objectives.tiles import Precision, cpu_bf16_slowdown
+from catto.records import Question
 
 logger = logging.getLogger(__name__)
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -40,6 +42,15 @@ def knob(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
+def _listed_questions(value: Any) -> list[Question] | str | None:
+    """A path as a string, questions as a list; questions of a configuration that was stored are JSON values."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return [one if isinstance(one, Question) else Question.model_validate(one) for one in value]
+
+
 @dataclass
 class CATTOConfig(DPOConfig):  # type: ignore[misc]
     """TRL's `DPOConfig`, defaults kept, plus the calibration term: L = L_DPO + calibration_weight * term.
@@ -60,6 +71,12 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         "gold", "What the outcome's score aims at: the gold label, the votes of the start model, or the mean of both."
     )
     outcome_samples: int = knob(8, "Samples per question that vote, with outcome_target votes or mix.")
+    calibration_questions: list[Question] | str | None = field(
+        default=None,
+        metadata={
+            "help": "File of questions with known answers; the start model's responses form the outcome's stream."
+        },
+    )
     outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
     prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
     padding_free: bool | None = knob(  # as a flag too, which the parser makes by itself only of what is never None
@@ -87,6 +104,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             raise ValueError(
                 f"outcome_samples is {self.outcome_samples} but outcome_target is 'gold', which has no votes"
             )
+        self.calibration_questions = _listed_questions(self.calibration_questions)
         if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
             raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
         # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.
@@ -97,6 +115,14 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             if self.calibration not in terms and not without_effect:
                 acts = f"it acts with {', '.join(terms)} only"
                 raise ValueError(f"{name} is {value!r} but calibration is {self.calibration!r}: {acts}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Transformers', with questions as JSON values."""
+        values: dict[str, Any] = super().to_dict()
+        if isinstance(self.calibration_questions, list):
+            records = [question.model_dump(mode="json") for question in self.calibration_questions]
+            values["calibration_questions"] = records
+        return values
 
     @property
     def weight(self) -> float:

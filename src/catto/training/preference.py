@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id
+from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module
 
 from catto.files import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
@@ -32,6 +34,13 @@ from catto.training import model_forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.question_stream import (
+    FOLDER,
+    cache_key,
+    load_calibration_questions,
+    sample_stream,
+    sampling_settings,
+)
 from catto.training.tokenize import (
     Example,
     Fits,
@@ -185,7 +194,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
     validation: examples on which `evaluate` measures label confidence (see `Monitored`).
     outcome_examples: with `calibration="outcome"`, the unfiltered responses (`catto.training.tokenize.examples`) that
     form a third stream; without them the term reads the pairs' own labels, y+ weighted by the question's
-    correctness rate and y- by one minus it. With `calibration="replay"`, the responses whose cross-entropy is added.
+    correctness rate and y- by one minus it. `CATTOConfig.calibration_questions` has the trainer sample them. With
+    `calibration="replay"`, the responses whose cross-entropy is added.
     """
 
     def __init__(
@@ -207,7 +217,9 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         self._padding_free = args.padding_free
         self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
         self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts changes in place
-        self._stream = _stream(outcome_examples, args)
+        if outcome_examples and args.calibration_questions is not None:
+            raise ValueError("outcome_examples and calibration_questions are both given: expected one of them")
+        self._stream = _stream(outcome_examples, args) if args.calibration_questions is None else None
         self._given_collator = kwargs.get("data_collator", more[0] if more else None)
         self.validation = validation
         self._name, self._paper, self._tag_names = _card(args)
@@ -221,6 +233,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             args.padding_free = self._padding_free
         if validation:
             self.add_callback(EvaluateAtEnd())
+        if args.calibration_questions is not None and args.weight:
+            self._stream = _stream(self._sampled_examples(), args)
         model_forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
 
     @property
@@ -252,6 +266,32 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         return self._arrangement
 
     # ---- data
+
+    def _sampled_examples(self) -> list[Example]:
+        """The start model's responses to `calibration_questions`. Rank 0 samples them; the others read its file."""
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "calibration_questions cannot be sampled with ZeRO-3, which splits the weights: "
+                "sample before and give outcome_examples"
+            )
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        questions = load_calibration_questions(self.args.calibration_questions)
+        settings = sampling_settings(self.args)
+        # Other ranks may have no weights yet, so rank 0 names the file.
+        names = [""]
+        if self.accelerator.is_main_process:
+            names = [cache_key(questions, tokenizer, settings, hash_module(self.model))]
+        broadcast_object_list(names, from_process=0)
+        folder = Path(self.args.output_dir) / FOLDER / names[0]
+        with self.accelerator.main_process_first():
+            return sample_stream(
+                self.model,
+                tokenizer,
+                questions,
+                settings=settings,
+                folder=folder,
+                max_length=self.args.max_length,
+            )
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         self._set_collator(dataset)
@@ -285,7 +325,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             dataset = super()._prepare_dataset(dataset, processing_class, whole, name)
         determining = {"cut": [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]}
         dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
-        on_pairs = args.calibration == "outcome" and not self._stream
+        on_pairs = args.calibration == "outcome" and not self._stream and args.calibration_questions is None
         reads_labels = bool(args.weight) and (args.calibrate_tokens == "label" or on_pairs)
         reads_reasoning = args.preference_tokens == "reasoning"
         if reads_reasoning:

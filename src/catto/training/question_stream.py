@@ -1,0 +1,154 @@
+"""The stream of `outcome` for pairs without labels: the start model's own responses to questions with known answers.
+
+One response per question is trained on, up to its label; with votes, further samples say which labels the start model
+gives. Everything is sampled once, before training, and stored: a later run with the same model, questions and settings
+reads the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+from catto.engines import ScoredGeneration
+from catto.engines.transformers import TransformersEngine
+from catto.files import read_records
+from catto.labels import Place, UnreadableLabelError, locate
+from catto.predict.label_reader import closed_ids
+from catto.predict.predictor import generate, read
+from catto.prompts import messages, prompt_ids
+from catto.records import Question, content_hash
+from catto.training.batches import Row
+from catto.training.config import CATTOConfig
+from catto.training.tokenize import Example, Label
+
+logger = logging.getLogger(__name__)
+FOLDER = "calibration_responses"  # in the output folder of a training
+MAX_TOKENS = 512  # as in `catto.evaluate`
+
+
+class SamplingSettings(TypedDict):
+    """How the questions are asked: as `catto.evaluate` asks them, at temperature 1."""
+
+    k: int
+    temperature: float
+    seed: int
+    max_tokens: int
+    reasoning: bool
+
+
+def load_calibration_questions(source: Sequence[Question] | str) -> list[Question]:
+    """Return the questions of a file of records, one JSON object per line, or those that are given."""
+    questions = list(read_records(Path(source), Question)) if isinstance(source, str) else list(source)
+    if not questions:
+        raise ValueError(f"calibration_questions: there is no question in {source!r}")
+    return questions
+
+
+def sampling_settings(config: CATTOConfig) -> SamplingSettings:
+    """Return how the start model is sampled: k times where samples vote, else once."""
+    k = 1 if config.outcome_target == "gold" else config.outcome_samples
+    limit = MAX_TOKENS if config.max_length is None else min(MAX_TOKENS, config.max_length)
+    return {"k": k, "temperature": 1.0, "seed": config.seed, "max_tokens": limit, "reasoning": True}
+
+
+def cache_key(questions: Sequence[Question], tokenizer: Any, settings: SamplingSettings, model_hash: str) -> str:
+    """Return a name for the responses, by all that they depend on."""
+    asked = [question.model_dump(mode="json") for question in questions]
+    words = [tokenizer.chat_template, tokenizer.get_vocab()]
+    return content_hash([asked, content_hash(words), dict(settings), model_hash])
+
+
+def sample_stream(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    settings: SamplingSettings,
+    folder: Path,
+    max_length: int | None = None,
+    batch_size: int = 16,
+) -> list[Example]:
+    """Sample responses to the questions and make them ready to train on.
+
+    Args:
+        model: The start model, loaded.
+        tokenizer: Its tokenizer, with a chat template.
+        questions: Questions with options and a gold label.
+        settings: How they are asked.
+        folder: Where the responses are stored, or read from if they are there.
+        max_length: Maximum number of tokens of prompt and response; longer reasoning loses its end.
+        batch_size: Responses that are generated at once.
+
+    Returns:
+        One example per question, in their order, with votes as its target where k is above 1.
+    """
+    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+    generations = generate(engine, questions, out=folder / "generations.jsonl", **settings)
+    votes: dict[str, Counter[str]] = {}
+    if settings["k"] > 1:
+        for prediction in read(engine, questions, generations, **settings):
+            if prediction.label is not None:
+                votes.setdefault(prediction.question, Counter())[prediction.label] += 1
+    first = {generation.question: generation for generation in generations if generation.sample == 0}
+    made = []
+    for question in questions:
+        example = make_example(engine, question, first[question.id], votes.get(question.id), max_length)
+        if example is not None:
+            made.append(example)
+    if len(made) < len(questions):
+        left_out = len(questions) - len(made)
+        logger.warning("left out %d of %d calibration questions: no room for an answer", left_out, len(questions))
+    return made
+
+
+def make_example(
+    engine: TransformersEngine,
+    question: Question,
+    generation: ScoredGeneration,
+    votes: Counter[str] | None,
+    max_length: int | None,
+) -> Example | None:
+    """Return a response up to its label; one without an answer is closed. None where there is no room for an answer."""
+    prompt = list(prompt_ids(engine.tokenizer, messages(question, reasoning=True)))
+    limits = [limit for limit in (engine.positions, max_length) if limit is not None]
+    room = min(limits, default=math.inf) - len(prompt) - 1  # the label's own token
+    place = find_place(engine, question, generation, room)
+    if place is None:
+        return None
+    candidates = [place.paths[label][0] for label in question.labels]
+    gold = question.labels.index(question.gold)
+    target = None
+    if votes is not None:
+        total = sum(votes.values())
+        target = tuple(votes[label] / total for label in question.labels)
+    completion = [*place.ids, candidates[gold]]  # nothing reads the label's own token
+    return Example(question.id, Row(prompt, completion), Label(len(place.ids), candidates, gold, target))
+
+
+def find_place(
+    engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
+) -> Place | None:
+    """Find where a response answers, or close it within `room` tokens. Training needs one token per label there."""
+    ids = generation.token_ids or ()
+    labels = question.labels
+    texts = [option.text for option in question.options]
+    is_cut = generation.finish_reason == "length"
+    with suppress(UnreadableLabelError):
+        place = locate(engine.tokenizer, ids, labels, texts, cut=is_cut)
+        if place is not None and place.length <= room and has_one_token_each(place, labels):
+            return place
+    closed = closed_ids(engine.tokenizer, ids, labels, room)
+    if closed is not None and not has_one_token_each(closed, labels):
+        raise ValueError(f"question {question.id}: labels {', '.join(labels)} begin with the same token")
+    return closed
+
+
+def has_one_token_each(place: Place, labels: Sequence[str]) -> bool:
+    """Whether one token tells each label from the others at this place."""
+    return all(label in place.paths and len(place.paths[label]) == 1 for label in labels)
