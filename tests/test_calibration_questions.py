@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def trainer(folder: Path, **options: Any) -> Any:
 
 def held_out_numbers(trained: Any) -> dict[str, float]:
     """ECE and NLL of the labels after the model's own reasoning, on questions that no training saw."""
-    predictions: list[Prediction] = catto.evaluate(trained, tiny_tokenizer(), questions(40, seed=7), max_tokens=40)
+    predictions: list[Prediction] = catto.evaluate(trained, tiny_tokenizer(), questions(40, seed=8), max_tokens=40)
     logprobs = []
     for prediction in predictions:
         assert prediction.label_logprobs is not None
@@ -74,23 +74,38 @@ def held_out_numbers(trained: Any) -> dict[str, float]:
     return measure(np.array(logprobs), [LABELS.index(prediction.gold) for prediction in predictions])
 
 
+def overconfident_model(folder: Path) -> Any:
+    """A model that learned to answer B, whatever is asked."""
+    wrong = [question.model_copy(update={"gold": "B"}) for question in questions(64, seed=3)]
+    run = trainer(folder, calibration="outcome", calibration_questions=wrong, **STEPS)
+    run.train()
+    return run.model.state_dict()
+
+
+STEPS = {"max_steps": 25, "learning_rate": 2e-3, "outcome_rows_per_pair": 4}
+
+
 def test_training_on_free_text_improves_the_confidence_of_held_out_questions(tmp_path: Path) -> None:
+    """The start model is sure of B, which is right in three of ten cases. DPO on free text leaves it so."""
     path = tmp_path / "questions.jsonl"
-    write_records(path, questions(24, seed=1))
-    options = {"max_steps": 30, "learning_rate": 5e-3}
-    before = held_out_numbers(model())
-    calibrated = trainer(tmp_path / "a", calibration="outcome", calibration_questions=str(path), **options)
-    calibrated.train()
-    after = held_out_numbers(calibrated.model)
-    plain = trainer(tmp_path / "b", calibration="none", **options)
-    plain.train()
-    without = held_out_numbers(plain.model)
-    print(before, after, without)
-    best = -(0.6 * math.log(0.6) + 0.3 * math.log(0.3) + 0.1 * math.log(0.1))  # of a model that knows the shares
-    assert after["val_nll"] < best + 0.5
-    assert after["val_nll"] < min(before["val_nll"], without["val_nll"]) / 2
-    assert after["val_ece"] < 0.25
-    assert calibrated.state.log_history[-2]["rewards/accuracies"] > 0.5
+    write_records(path, questions(96, seed=1))
+    weights = overconfident_model(tmp_path / "start")
+    start, models = model(), {"model": model(), "ref_model": model()}
+    for one in (start, *models.values()):
+        one.load_state_dict(weights)
+    before = held_out_numbers(start)
+    run = trainer(tmp_path / "a", calibration="outcome", calibration_questions=str(path), **models, **STEPS)
+    run.train()
+    after = held_out_numbers(run.model)
+    plain = {"model": copy.deepcopy(start), "ref_model": start, "max_steps": 25, "learning_rate": 2e-3}
+    alone = trainer(tmp_path / "b", calibration="none", **plain)
+    alone.train()
+    without = held_out_numbers(alone.model)
+    for worse in (before, without):
+        assert after["val_nll"] < worse["val_nll"] - 0.5
+        assert after["val_ece"] < worse["val_ece"] - 0.1
+    rewards = [entry["rewards/accuracies"] for entry in run.state.log_history if "rewards/accuracies" in entry]
+    assert rewards[-1] > 0.5  # and the preferences are learned
 
 
 def test_responses_are_sampled_once_and_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from catto.experiment import launch
 from catto.experiment.graph import Graph, open_recipe
 from catto.experiment.stages import ordered
 from catto.methods import METHODS
@@ -307,6 +308,11 @@ def test_a_recipe_that_starts_from_the_given_model_has_no_sft(tmp_path: Path) ->
 )
 def test_what_does_not_go_with_the_start_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     assert told in problem(write(tmp_path, **{**OWN, **changes}))
+
+
+def test_a_model_that_is_not_trained_has_no_batch_for_processes_to_share(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path, **OWN, methods=["base", "base+ts", "dpo"], launch={"processes": 2}))
+    launch.check(recipe)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -162,11 +162,12 @@ def test_the_probe_reads_the_state_that_predicts_the_label(
     graph = Graph(recipe)
     (cell,) = [cell for cell in graph.cells() if cell.place.method == "dpo"]
     inputs = script.read_inputs(root, graph, cell)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(inputs.model), AutoTokenizer.from_pretrained(inputs.model)
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
     for row in inputs.predictions:
         context = script.label_context(tokenizer, inputs, row, reasoning=True)
         state = torch.tensor(script.hidden_states(model.model.eval(), [context])[0])
         with torch.inference_mode():
-            probability = model.lm_head(state).softmax(-1).max()
-        stored = max(row.label_logprobs.values())
-        assert probability.item() == pytest.approx(torch.tensor(stored).exp().item(), rel=1e-3)
+            logprobs = model.lm_head(state).log_softmax(-1)
+        for label, path in script.find_place(tokenizer, inputs, row).paths.items():
+            assert logprobs[path[0]].item() == pytest.approx(row.label_logprobs[label], abs=1e-3)

@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from trl import DPOConfig, DPOTrainer, __version__
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, hash_module
 
 from steps import made, step
 from tiny import tiny_model
@@ -154,3 +154,15 @@ def test_base_model_and_output_embeddings_reach_the_head() -> None:
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     logits = hidden @ model.get_output_embeddings().weight.T
     torch.testing.assert_close(logits, model(input_ids=ids).logits)
+
+
+def test_losses_and_references_are_attributes_that_may_be_replaced_for_a_step() -> None:
+    trainer = made(DPOTrainer, DPOConfig, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.3])
+    assert list(trainer.loss_types) == ["sigmoid", "sft"]
+    assert list(trainer.loss_weights) == [0.8, 0.3]
+    assert trainer.precompute_ref_logps is False
+
+
+def test_a_hash_of_a_model_follows_from_its_weights() -> None:
+    assert hash_module(tiny_model()) == hash_module(tiny_model())
+    assert hash_module(tiny_model()) != hash_module(tiny_model(seed=1))

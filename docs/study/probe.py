@@ -33,7 +33,7 @@ from catto.engines import ScoredGeneration
 from catto.experiment.graph import Graph
 from catto.experiment.stages import CellPlan, Stage, chosen, place
 from catto.files import read_json, read_records, write_records
-from catto.labels import locate
+from catto.labels import Place, locate
 from catto.methods import METHODS
 from catto.predict.label_reader import closed_ids
 from catto.prompts import messages, prompt_ids
@@ -166,7 +166,13 @@ def fit_classifier(states: NDArray[np.float32], gold: NDArray[np.int64]) -> Any:
 
 
 def label_context(tokenizer: Any, inputs: Inputs, row: Prediction, *, reasoning: bool) -> list[int]:
-    """Return the tokens before the label of a test answer, as the evaluation read them.
+    """Return the tokens before the label of a test answer, those of the prompt included."""
+    prompt = prompt_ids(tokenizer, messages(inputs.questions[row.question], reasoning=reasoning))
+    return [*prompt, *find_place(tokenizer, inputs, row).ids]
+
+
+def find_place(tokenizer: Any, inputs: Inputs, row: Prediction) -> Place:
+    """Find where a test answer has its label, as the evaluation does.
 
     An answer that had to be forced is closed as in the evaluation, so that a label comes next.
     """
@@ -178,8 +184,9 @@ def label_context(tokenizer: Any, inputs: Inputs, row: Prediction, *, reasoning:
         found = locate(tokenizer, ids, question.labels, texts, cut=generation.finish_reason == "length")
     if found is None:
         found = closed_ids(tokenizer, ids, question.labels)
-    response = () if found is None else found.ids
-    return [*prompt_ids(tokenizer, messages(question, reasoning=reasoning)), *response]
+    if found is None:
+        raise ValueError(f"{row.name}: no room for an answer")
+    return found
 
 
 def hidden_states(model: Any, contexts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
