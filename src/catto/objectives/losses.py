@@ -136,8 +136,8 @@ def outcome_loss(
 
     >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]), score="brier")
     tensor([0.0800])
-    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([[0.8, 0.2]]), score="brier")
-    tensor([0.])
+    >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([[0.5, 0.5]]), score="brier")
+    tensor([0.1800])
     """
     is_distribution = gold.dim() == 2
     if score == "log" and is_distribution:
