@@ -42,10 +42,12 @@ def test_the_value_is_the_metric_of_all_rows() -> None:
 
 
 def test_a_table_equals_its_single_bootstraps() -> None:
+    """Also with ties, and on questions of several rows: metrics share sums, and none reads those of other rows."""
     c, z = data()
-    table = bootstrap_table({"ece": ece, "brier": brier}, [Answers(None, c, z)], resamples=50, seed=4)
-    assert table["ece"] == bootstrap(ece, c, z, resamples=50, seed=4)
-    assert table["brier"] == bootstrap(brier, c, z, resamples=50, seed=4)
+    for confidence, ids in ((c, None), (np.round(c, 1), [f"q{row // 2}" for row in range(len(c))])):
+        table = bootstrap_table(METRICS, [Answers(ids, confidence, z)], resamples=30, seed=4)
+        for name, metric in METRICS.items():
+            assert table[name] == bootstrap(metric, confidence, z, questions=ids, resamples=30, seed=4), name
 
 
 def test_the_seed_decides_the_interval() -> None:

@@ -346,9 +346,15 @@ def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
     return Reliability(
         edges,
         count=sum_runs(groups.count),
-        confidence_sum=sum_runs(groups.count * groups.value),
+        confidence_sum=sum_runs(confidence_sums(groups.count, groups.value)),
         correct_sum=sum_runs(groups.right),
     )
+
+
+@keep_last
+def confidence_sums(count: Floats, value: Floats) -> Floats:
+    """Return the sum of the confidences of each group. (..., G), (G,) -> (..., G)."""
+    return count * value
 
 
 # ---- groups of equal confidence

@@ -26,11 +26,13 @@ from catto.metrics.binning import (
     bin_index,
     checked,
     checked_weight,
+    confidence_sums,
     group_rows,
     mean_score,
     reliability,
     run_starts,
     to_score,
+    total_weight,
 )
 from catto.metrics.sharing import keep_last
 
@@ -138,8 +140,14 @@ def brier(
     0.25
     """
     c, z = checked(confidence, correct)
-    distance = _residuals(c, z)
-    return mean_score(distance * distance, weight)
+    return mean_score(_squared_residuals(c, z), weight)
+
+
+@keep_last
+def _squared_residuals(confidence: Floats, correct: Bools) -> Floats:
+    distance = confidence - correct
+    distance *= distance
+    return distance
 
 
 def nll(
@@ -469,8 +477,8 @@ def smooth_ece(
     0.2
     """
     groups = group_rows(confidence, correct, weight)
-    residuals = np.atleast_2d(groups.right - groups.count * groups.value)
-    totals = np.atleast_1d(groups.count.sum(axis=-1))
+    residuals = np.atleast_2d(groups.right - confidence_sums(groups.count, groups.value))
+    totals = np.atleast_1d(total_weight(groups.count))
     bandwidths = np.zeros(len(totals))
     for row, (residual, total) in enumerate(zip(residuals, totals, strict=True)):
         if not residual.any():
