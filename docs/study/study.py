@@ -52,13 +52,16 @@ OPTIONS |= {
     "detached": "surrogate detached",
     "epochs": "{} epochs",
     "sft_loss": "with sft loss",
+    "target": "target {}",
+    "probe": "linear probe",
 }
 # Options of a term -> their part of the name; of the stream and the budget there are more.
 NAMES = {"calibration_weight": "weight", "outcome_score": "score", "calibrate_tokens": "tokens", "reduce": "reduce"}
-NAMES |= {"detach_surrogate": "detached"}
-# The studies, and how many rows of the stream their recipes have for a pair: SmolLM2 without and with reasoning, and
-# the embedded world.
-STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2}
+NAMES |= {"detach_surrogate": "detached", "outcome_target": "target"}
+# The studies, and how many rows of the stream their recipes have for a pair: SmolLM2 without and with reasoning, the
+# embedded world, and the comparison of objectives in that world with 1,000 test questions.
+OBJECTIVES = "objectives"
+STUDIES = {"answer_first": 1, "reasoning": 1, "world": 2, OBJECTIVES: 2}
 # Variants of `outcome` that are held against the goals where responses have reasoning, and those with controls.
 LOG, PAIRS = "dpo+outcome-score-log-weight-1", "dpo+outcome-pairs-score-log-weight-1"
 WHOLE = "dpo+outcome-score-log-sft_loss-weight-1"  # the score on labels, supervision on whole responses
@@ -92,18 +95,33 @@ def collect(run: Path) -> Results:
             budget = None if cell.budget is None else "matched"  # one table: the paper's budget is a variant
             named = cell.model_copy(update={"method": method, "budget": budget})
             known[_name(named)] = _copied(named, run, folder)
+        for probed in _probed(newest, run):
+            known[_name(probed)] = _copied(probed, run, folder)
         cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
         # The rest of a recipe holds paths of the machine that it ran on.
         update: dict[str, Any] = {"recipe": {"evaluation": newest.recipe["evaluation"]}, "cells": tuple(cells)}
-        update["questions"] = _posteriors(newest, run, folder) if study == "world" else {}
+        update["questions"] = _posteriors(newest, run, folder) if study in ("world", OBJECTIVES) else {}
         newest = newest.model_copy(update=update)
         with replacing(folder / "results.json") as file:
             file.write(newest.model_dump_json(indent=1) + "\n")
     return newest
 
 
+def _probed(results: Results, run: Path) -> Iterator[Cell]:
+    """The cells of DPO with the confidence of a linear probe, where docs/study/probe.py has written one."""
+    for cell in results.cells:
+        if cell.method != "dpo":
+            continue
+        for path in run.glob(f"probe/dpo-*{cell.task}-seed-{cell.seed}/predictions.jsonl"):
+            update = {"method": "dpo-probe", "predictions": str(path.relative_to(run)), "candidates": None}
+            budget = None if cell.budget is None else "matched"
+            yield cell.model_copy(update={**update, "preference": None, "budget": budget, "training": None})
+
+
 def _study(recipe: Mapping[str, Any]) -> str:
     """The study that a recipe belongs to, one of STUDIES."""
+    if recipe["name"] == OBJECTIVES:
+        return OBJECTIVES
     if "witnesses" in recipe["tasks"]:
         return "world"
     return "reasoning" if recipe["teacher"]["reasoning"] else "answer_first"
@@ -136,6 +154,8 @@ def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None)
     """The method with the options that a recipe sets: `dpo+catto-weight-10`. Brier's score has no name of its own."""
     calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
     settings = {"outcome_score": outcome["score"]} | recipe["preference"]["trl"]
+    if outcome.get("target", "gold") != "gold":
+        settings["outcome_target"] = outcome["target"]
     options = []
     for knob, value in settings.items():
         if knob in NAMES and calibration in KNOBS[knob] and value not in (None, False, "brier"):
@@ -235,6 +255,9 @@ def write() -> None:
         "world parts": control_list(controls(*world, WORLD_PARTS, ("",))),
         "world costs": costs(_summary("world")),
     }
+    objective_numbers, _ = _measured(OBJECTIVES, MAIN)
+    blocks["objectives"] = objectives(objective_numbers)
+    blocks["objective seeds"] = objective_seeds(objective_numbers)
     texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
     for name, lines in blocks.items():
         [page] = [page for page, text in texts.items() if f"<!-- begin {name} -->\n" in text] or [PAGES[1]]
@@ -458,6 +481,78 @@ def margins(results: Results) -> Iterator[str]:
     yield from _table(
         ["method", "step", "reward margin", "confidence", "accuracy", "ECE", "NLL of the gold label"], rows
     )
+
+
+def objectives(numbers: Numbers) -> Iterator[str]:
+    """Every objective in the embedded world: calibration, and how much of DPO's held-out preference is kept."""
+    heads = [
+        "method",
+        "accuracy",
+        "ECE",
+        "by chance",
+        "Brier",
+        "AUROC",
+        "true error",
+        "held-out pairs",
+        "kept",
+        "forced, %",
+    ]
+    for _, groups in _groups(numbers, variants=None):
+        [dpo] = [group for group in groups if group.method == "dpo"]
+        rows = []
+        for group in groups:
+            name = _short(group.method)
+            if group.seeds != dpo.seeds:
+                name += f" ({_listed(group.seeds)} alone)"
+            rows.append([name, *_objective_row(group, dpo)])
+        yield from _table(heads, rows)
+
+
+def _objective_row(group: GroupNumbers, dpo: GroupNumbers) -> list[str]:
+    means = {name: spread.mean for name, spread in {**group.metrics, **group.others}.items()}
+    preference = group.number("preference_accuracy")
+    of_dpo = dpo.number("preference_accuracy")
+    ordered = "-"
+    kept = "-"
+    if preference is not None and of_dpo is not None:
+        interval = group.intervals["preference_accuracy"]
+        ordered = f"{100 * preference.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+        if of_dpo.mean > 0.5:
+            kept = f"{(preference.mean - 0.5) / (of_dpo.mean - 0.5):.2f}"
+    return [
+        f"{100 * means['accuracy']:.1f}",
+        f"{100 * means['ece']:.1f}",
+        f"{100 * group.null.low:.1f} to {100 * group.null.high:.1f}",
+        f"{means['brier']:.3f}",
+        f"{100 * means['auroc']:.1f}",
+        f"{100 * means['true_error']:.1f}",
+        ordered,
+        kept,
+        f"{100 * means['fallback_rate']:.1f}",
+    ]
+
+
+def objective_seeds(numbers: Numbers) -> Iterator[str]:
+    """ECE, true error and held-out preference accuracy of every seed."""
+    for _, groups in _groups(numbers, variants=None):
+        columns = sorted({seed for group in groups for seed in group.seeds})
+        rows = []
+        for group in groups:
+            cells = {cell.seed: cell for cell in numbers.cells if group.holds(cell)}
+            texts = []
+            for seed in columns:
+                cell = cells.get(seed)
+                texts.append("-" if cell is None else _seed_text(cell))
+            rows.append([_short(group.method), *texts])
+        heads = [f"seed {seed}" for seed in columns]
+        yield from _table(["ECE / true error / held-out pairs", *heads], rows)
+
+
+def _seed_text(cell: Any) -> str:
+    values = [cell.metrics["ece"].value, cell.others["true_error"]]
+    if "preference_accuracy" in cell.metrics:
+        values.append(cell.metrics["preference_accuracy"].value)
+    return " / ".join(f"{100 * value:.1f}" for value in values)
 
 
 def seeds(numbers: Numbers, variants: bool | None = False) -> Iterator[str]:
