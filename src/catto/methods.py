@@ -123,6 +123,10 @@ METHODS: dict[str, Method] = {
     "dpo+decoupled": _DECOUPLED,
     "dpo+decoupled+sft": replace(_DECOUPLED, title="DPO + outcome, decoupled, + SFT", loss_type=("sigmoid", "sft")),
     "dpo+reasoning": replace(_PREFERENCE, title="DPO on the reasoning", preference_tokens="reasoning"),
+    # First the score, then the preferences: the reference of the preference loss is then a calibrated model. The score
+    # goes on in the first of the two and stops in its control.
+    "outcome+decoupled": replace(_DECOUPLED, title="Outcome, then decoupled DPO", start="sft+outcome", only_from="sft"),
+    "outcome+dpo": replace(_PREFERENCE, title="Outcome, then DPO", start="sft+outcome", only_from="sft"),
     # Controls of `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are the wrong way.
     "ipo": replace(_PREFERENCE, title="IPO", loss_type=("ipo",)),
     "dpo+robust": replace(_PREFERENCE, title="Robust DPO", loss_type=("robust",), label_smoothing=0.1),

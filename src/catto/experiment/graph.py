@@ -361,16 +361,16 @@ class Graph:
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def preference_accuracy(self, model: Choice) -> Stage | None:
-        """How often a model prefers the chosen response of held-out pairs, against the model that training began with.
+        """How often a model prefers the chosen response of held-out pairs, against the reference of its training.
 
-        None where the recipe asks for no such pairs, and for SFT, which is that model.
+        None where the recipe asks for no such pairs, and for models that were not trained on preferences.
         """
         place = model.settings
         pairs = self.held_out_pairs(place.task, place.seed)
-        start = _first_start(model)
-        if pairs is None or start is model:
+        reference = _reward_reference(model)
+        if pairs is None or reference is None:
             return None
-        needs = {"policy": self._pair_logprobs(model, pairs), "start": self._pair_logprobs(start, pairs)}
+        needs = {"policy": self._pair_logprobs(model, pairs), "start": self._pair_logprobs(reference, pairs)}
         return Stage("preference_accuracy", f"preference accuracy {place.name}", stages.StageSettings(), needs)
 
     def _pair_logprobs(self, model: Choice, pairs: Stage) -> Stage[stages.PairSettings]:
@@ -429,14 +429,18 @@ class Graph:
         return Stage("report", "report", stages.ReportSettings(VERSION, self.recipe, cells), needs)
 
 
-def _first_start(model: Choice) -> Choice:
-    """Return the model at which training of this one began: of RCFT not DPO, but the SFT model that DPO starts from.
+def _reward_reference(model: Choice) -> Choice | None:
+    """Return the model against which rewards are measured: the start of the last training on preferences.
 
-    So the rewards of all methods are measured against the same model.
+    Of RCFT it is not DPO, but the SFT model that DPO starts from. None where no preferences were trained on.
     """
     trained = model.needs[f"model 0 seed {model.settings.seed}"]  # all learning rates start from the same model
-    start = trained.needs.get("start")
-    return model if start is None else _first_start(start)
+    start: Choice | None = trained.needs.get("start")
+    if start is None:
+        return None
+    if METHODS[trained.settings.name].stage == "preference":
+        return start
+    return _reward_reference(start)
 
 
 def _titled(name: str, budget: Budget) -> str:
