@@ -40,7 +40,7 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 
 HERE = Path(__file__).parent
 DOCS, SUMMARY = HERE.parent, HERE / "summary"
-PAGES = ("results.md", "results-in-full.md")
+PAGES = ("results.md", "results-in-full.md", "method.md")
 SCALINGS = ("+ts", AMONG_LABELS)  # those that the tables show
 TUNED = "-held_out-score-log-weight-5"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
@@ -72,6 +72,44 @@ WORLD_PARTS = ((LOG, "sft+outcome-score-log-weight-1"), (LOG, PAIRS))  # without
 REASONED = (CONTROLS[0], (LOG, PAIRS), (WHOLE, "dpo-sft_loss"), (WHOLE, LOG))
 BRIEFLY = ("sft", "sft+outcome-score-log-weight-1", "dpo", LOG, PAIRS, ROWS, REPLAY)
 MAIN = (0, 1, 2)  # seeds of the comparison; others have the remaining methods and most of the ablation
+# Of each objective: what it optimises, and where its label probability is best. docs/method.md shows both.
+OPTIMA = {
+    "dpo": ("the reward margin of whole responses", "certainty: the margin has no finite optimum"),
+    "dpo+catto": (
+        "DPO, and an affine function of each token's confidence",
+        "certainty: an affine function is least at an end",
+    ),
+    "ipo": ("the squared distance of the margin to 1 / (2 beta)", "wherever the margin has that value"),
+    "dpo+robust": (
+        "DPO, for preferences of which a tenth is wrong",
+        "certainty: it falls without bound as the margin grows",
+    ),
+    "dpo+sft": ("DPO, and the likelihood of the chosen responses", "certainty of the chosen label"),
+    "dpo+reasoning": ("the margin of the reasoning", "nothing acts on the label"),
+    "dpo+outcome": (
+        "the margin of whole responses, and a proper score of the label",
+        "between certainty and the true probability",
+    ),
+    "dpo+decoupled": (
+        "the margin of the reasoning, and a proper score of the label",
+        "the true probability given the reasoning",
+    ),
+    "dpo+decoupled+sft": (
+        "the same, and the likelihood of the chosen responses",
+        "between certainty and the true probability",
+    ),
+    "dpo+decoupled-target-mix": (
+        "the same as decoupled, with soft targets",
+        "the mean of the truth and the start model's votes",
+    ),
+    "dpo+decoupled-target-votes": ("the same as decoupled, with soft targets", "the start model's votes"),
+    "sft+outcome": ("a proper score of the label", "the true probability given the reasoning"),
+    "outcome+decoupled": (
+        "first the score, then decoupled with a calibrated reference",
+        "the true probability given the reasoning",
+    ),
+    "outcome+dpo": ("first the score, then DPO", "certainty: the margin has no finite optimum"),
+}
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -120,7 +158,7 @@ def _probed(results: Results, run: Path) -> Iterator[Cell]:
 
 def _study(recipe: Mapping[str, Any]) -> str:
     """The study that a recipe belongs to, one of STUDIES."""
-    if recipe["name"] == OBJECTIVES:
+    if recipe.get("name") == OBJECTIVES:
         return OBJECTIVES
     if "witnesses" in recipe["tasks"]:
         return "world"
@@ -258,6 +296,7 @@ def write() -> None:
     objective_numbers, _ = _measured(OBJECTIVES, MAIN)
     blocks["objectives"] = objectives(objective_numbers)
     blocks["objective seeds"] = objective_seeds(objective_numbers)
+    blocks["optima"] = optima(objective_numbers)
     texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
     for name, lines in blocks.items():
         [page] = [page for page, text in texts.items() if f"<!-- begin {name} -->\n" in text] or [PAGES[1]]
@@ -530,6 +569,31 @@ def _objective_row(group: GroupNumbers, dpo: GroupNumbers) -> list[str]:
         kept,
         f"{100 * means['fallback_rate']:.1f}",
     ]
+
+
+def optima(numbers: Numbers) -> Iterator[str]:
+    """What each objective optimises, where its optimum is, and what was measured."""
+    heads = [
+        "objective",
+        "optimises",
+        "best label probability",
+        "true error",
+        "held-out pairs, %",
+        "by their reasoning, %",
+    ]
+    for _, groups in _groups(numbers, variants=None):
+        known = {group.method.replace("-score-log", ""): group for group in groups}
+        rows = []
+        for name, (optimised, optimum) in OPTIMA.items():
+            group = known.get(name)
+            if group is None:
+                continue
+            texts = [f"{100 * group.others['true_error'].mean:.1f}"]
+            for part in PREFERENCE:
+                preference = group.number(part)
+                texts.append("-" if preference is None else f"{100 * preference.mean:.1f}")
+            rows.append([_short(group.method), optimised, optimum, *texts])
+        yield from _table(heads, rows)
 
 
 def objective_seeds(numbers: Numbers) -> Iterator[str]:
