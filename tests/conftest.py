@@ -67,7 +67,6 @@ FIRST = (
     "test_tasks_real",
     "test_training_processes",
     "test_notebook",
-    "test_gate",
     "test_drop_in",
     "test_confidence",
     "test_integrity",
