@@ -170,7 +170,7 @@ def run(
         headline = page.headline(numbers)
         for line in (headline.answer, *headline.warnings):
             console.say(line)
-        console.print_table(render.terminal(tables.summary(numbers)))
+        console.print_table(render.terminal(tables.build_summary(numbers)))
     # The one-file page is copied to where it is found first.
     write_text(first, _page_for_folder(report))
     console.say(f"Report: {first}")

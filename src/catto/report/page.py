@@ -24,7 +24,7 @@ from catto.recipe import FEW_QUESTIONS
 from catto.records import Prediction, Question
 from catto.report import tables as names
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
-from catto.report.figures import Picture, looks
+from catto.report.figures import Picture, choose_looks
 from catto.report.measuring import BASELINE, COMPARED, PREFERENCE
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results, Verdict, supported_decimals
 from catto.report.render import TEMPLATES, Table
@@ -95,7 +95,7 @@ def page(results: Results, numbers: Numbers, tables: Sequence[Table], drawn: Dra
         names=names,
         inline_svg=inline_svg,
         place_of={group.input: index for index, group in enumerate(numbers.groups)},
-        colours={name: THEMED.get(colour, colour) for name, (colour, _) in looks(methods).items()},
+        colours={name: THEMED.get(colour, colour) for name, (colour, _) in choose_looks(methods).items()},
     )
 
 
@@ -288,10 +288,10 @@ def _calibration(groups: Sequence[GroupNumbers], of_budget: str) -> str:
     digits = supported_decimals(min(sizes))
     how = "measurably miscalibrated" if judged[1:] else "too sure of some answers and not sure enough of others"
     if {(gap > 0) - (gap < 0) for gap in shown} in ({1}, {-1}):  # nan is neither
-        points = names.span(map(abs, shown), digits)
+        points = names.format_range(map(abs, shown), digits)
         how = f"{'over' if shown[0] > 0 else 'under'}-confident by {points} point{'s' * (points != '1')}"
     if clear:
-        asked = f"{names.span(sizes)} question{'s' * (max(sizes) > 1)}"
+        asked = f"{names.format_range(sizes)} question{'s' * (max(sizes) > 1)}"
         each = " of each task" if len({group.task for group in judged}) > 1 else ""
         clauses = [f"No miscalibration of {_join(clear, len(clear))} shows in {asked}{each}"]
     for found, what in ((mixed, "miscalibrated on some tasks"), (off, how)):
