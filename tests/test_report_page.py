@@ -24,11 +24,12 @@ from catto.measure import Sources
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
+from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser
 from catto.report.build import build
 from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, HistogramContent, Picture, choose_looks, split_by_task
 from catto.report.numbers import Cell
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inline_svg, page, script_json
+from catto.report.page import inline_svg, render_page, script_json
 from catto.report.render import TEMPLATES
 from catto.report.tables import build_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
@@ -75,7 +76,7 @@ def built_once() -> Path:
 def plain() -> str:
     world = measured(SMALL)
     tables = build_tables(world.numbers, world.results)
-    return page(world.results, world.numbers, tables, [], world.browser)
+    return render_page(world.results, world.numbers, tables, [], world.browser)
 
 
 def test_build_writes_page_tables_figures_and_numbers(built: Path) -> None:
@@ -100,7 +101,7 @@ def test_seeds_are_compared_where_there_are_several(built: Path, plain: str) -> 
 
 def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
     world = measured(replace(TINY, methods=("sft",)))
-    alone = page(world.results, world.numbers, build_tables(world.numbers, world.results), [], world.browser)
+    alone = render_page(world.results, world.numbers, build_tables(world.numbers, world.results), [], world.browser)
     assert "Learning rates" in plain
     assert "Learning rates" not in alone
     assert "All metrics as tables" in alone
@@ -109,7 +110,7 @@ def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
 def test_a_page_of_one_method_says_nothing_of_others(plain: str) -> None:
     world = measured(replace(TINY, methods=("sft",), tasks=("witnesses",)))
     results = world.results.model_copy(update={"recipe_hash": ""})
-    text = page(results, world.numbers, build_tables(world.numbers, results), [], world.browser)
+    text = render_page(results, world.numbers, build_tables(world.numbers, results), [], world.browser)
     (answer,) = re.findall(r"<h1>(.*?)</h1>", text)
     assert text.count(answer) == 1
     bodies = (one.partition("<body>")[2].partition('<section id="definitions">')[0] for one in (text, plain))
@@ -281,7 +282,7 @@ def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> No
     names = ("two words", HOSTILE, "a'b\"c")
     picture = Picture("risk", "", "tag", "Subject", [("", {})], None, names, names)
     svg = render_figure(partial(picture.draw, {}), ".svg").decode()
-    text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
+    text = render_page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)
     listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]
     assert listed == [list(names)] * 2
@@ -307,7 +308,7 @@ def test_hostile_names_in_the_results_are_escaped() -> None:
             "recipe": {"model": {"path": HOSTILE}},
         }
     )
-    text = page(results, world.numbers, [], [], world.browser)
+    text = render_page(results, world.numbers, [], [], world.browser)
     assert "<script>alert" not in text
     found = Reader(text)
     assert len(found.scripts) == 2
@@ -345,7 +346,7 @@ def test_forced_answers_are_named_above_all_numbers_and_above_their_own() -> Non
         for g in world.numbers.groups
     ]
     numbers = world.numbers.model_copy(update={"groups": tuple(groups)})
-    text = page(world.results, numbers, build_tables(numbers, world.results), [], world.browser)
+    text = render_page(world.results, numbers, build_tables(numbers, world.results), [], world.browser)
     warning = "RCFT on SNLI, paper&#39;s budget: 51 of 60 answers had to be forced: its numbers describe the fallback"
     assert text.index("<h1>") < text.index(warning) < text.index("<table")
     assert '<tr data-method="rcft" class="unread">' in text[: text.index('<section id="in">')]
@@ -368,7 +369,7 @@ def browser_rows(quota: int) -> tuple[Browser, list[Prediction]]:
 def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
     browser, predictions = browser_rows(7)
     surprise = sorted((abs(one.confidence - (one.label == one.gold)) for one in predictions), reverse=True)
-    kept = [abs(row[3] - bool(row[4] & RIGHT)) for row in browser.rows]
+    kept = [abs(row.confidence - bool(row.flags & RIGHT)) for row in browser.rows]
     assert kept == pytest.approx(surprise[:7], abs=1e-5)
     assert browser.total == len(predictions) == 30
 
@@ -381,7 +382,7 @@ def test_forced_answers_are_shown_as_they_count() -> None:
     for unparsed, right in (("fallback", RIGHT), ("wrong", 0)):
         browser = Browser(world.browser.questions, unparsed=unparsed)  # type: ignore[arg-type]
         browser.add(cell, [forced])
-        assert browser.rows[0][4] & (RIGHT | FALLBACK) == right | FALLBACK
+        assert browser.rows[0].flags & (RIGHT | FALLBACK) == right | FALLBACK
 
 
 def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
@@ -392,7 +393,7 @@ def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
     kept = []
     for number in range(4):
         browser.add(world.results.cells[number], predictions)
-        kept.append(Counter(row[0] for row in browser.rows))
+        kept.append(Counter(row.cell for row in browser.rows))
     assert kept == [{0: 30}, {0: 30, 1: 30}, dict.fromkeys(range(3), 17), dict.fromkeys(range(4), 17)]
     assert browser.total == 120
     data = browser.data()
@@ -402,7 +403,7 @@ def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
 def test_the_page_says_that_it_holds_a_part_only() -> None:
     browser, _ = browser_rows(7)
     world = measured(SMALL)
-    text = " ".join(page(world.results, world.numbers, [], [], browser).split())
+    text = " ".join(render_page(world.results, world.numbers, [], [], browser).split())
     assert "Of 30 predictions the page holds 7" in text
 
 
@@ -414,10 +415,10 @@ def test_flags_tell_right_fallback_and_cut() -> None:
     browser = Browser({}, 5)
     browser.add(cell, [long])
     browser.add(cell, [one.model_copy(update={"label": one.gold, "source": "plain"})])
-    assert browser.rows[1][4] == RIGHT | PLAIN
+    assert browser.rows[1].flags == RIGHT | PLAIN
     row = browser.rows[0]
-    assert row[4] == RIGHT | FALLBACK | CUT
-    assert row[5] == "x" * LONGEST
+    assert row.flags == RIGHT | FALLBACK | CUT
+    assert row.response == "x" * LONGEST
     assert browser.data()["questions"] == [{"id": one.question, "gold": one.gold}]
 
 

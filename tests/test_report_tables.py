@@ -22,9 +22,9 @@ from catto.metrics.selection import Candidates, measure_rules
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
 from catto.report import render
 from catto.report.figures import choose_looks
+from catto.report.headline import write_headline
 from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
-from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
     build_group_tables,
@@ -320,14 +320,14 @@ OVER = {"null": NullBand(0.0, 0.0, 0.0, 0.95), "gap": Interval(0.9, 0.8, 1.0, 0.
 
 def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> None:
     places = [(name, task) for name in SMALL.methods for task in SMALL.tasks]
-    none = headline(regrouped(*((*place, OUTSIDE) for place in places)))
+    none = write_headline(regrouped(*((*place, OUTSIDE) for place in places)))
     assert none.lead == "SFT and 4 others are measurably miscalibrated at the matched budget."
-    sure = headline(regrouped(*((*place, OVER) for place in places)))
+    sure = write_headline(regrouped(*((*place, OVER) for place in places)))
     assert sure.lead == "SFT and 4 others are over-confident by 90 points at the matched budget."
     one = [(*place, INSIDE if place[0] == "rcft" else OUTSIDE) for place in places]
     told = "No miscalibration of RCFT shows in 30 questions of each task at the matched budget"
-    assert headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
-    some = headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
+    assert write_headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
+    some = write_headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
     rest = "SFT and DPO are miscalibrated on some tasks; SFT + temperature scaling and DPO + CATTO are"
     assert some == f"{told}; {rest} measurably miscalibrated."
 
@@ -381,7 +381,7 @@ ALONE = {
 @pytest.mark.parametrize("sentence", ALONE)
 def test_one_method_is_told_by_what_it_states_and_how_often_it_is_right(sentence: str) -> None:
     n = ALONE[sentence][0]
-    told = headline(alone(*ALONE[sentence]))
+    told = write_headline(alone(*ALONE[sentence]))
     assert told.lead == told.answer == sentence
     only = f"SNLI: only {n} question{'s' * (n > 1)}; below 30"
     few = (f"{only} intervals are too narrow and little miscalibration shows.",)
@@ -397,7 +397,7 @@ def test_answers_that_are_all_right_or_all_wrong_are_told_first(right: float, sa
         metrics = group.metrics | {"accuracy": SeedSummary(right, None, 1), "ece": SeedSummary(abs(gap), None, 1)}
         update = {"gap": Interval(gap, gap, gap, 0.95), "null": NullBand(0.02, 0.0, 0.05, 0.95), "metrics": metrics}
         groups.append(group.model_copy(update=update))
-    told = headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
+    told = write_headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
     side = "under" if right else "over"
     assert told.answer == f"{said}SFT and DPO are {side}-confident by 20 to 26 points at the matched budget."
 
@@ -417,7 +417,7 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
             else g
             for g in numbers.groups
         ]
-        return headline(numbers.model_copy(update={"groups": tuple(groups)})).points
+        return write_headline(numbers.model_copy(update={"groups": tuple(groups)})).points
 
     told, same = "against DPO on the same questions", "no significant difference in accuracy"
     lower, nothing = (
@@ -431,7 +431,7 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     assert points() == ()
     near = versus(-0.1, -0.2, -0.01, 0.9)
     one = numbers.model_copy(update={"groups": tuple(g.model_copy(update={"budget": None}) for g in numbers.groups)})
-    assert headline(one).points[0].startswith("Against DPO on the same questions: ")
+    assert write_headline(one).points[0].startswith("Against DPO on the same questions: ")
 
 
 def test_the_ks_of_a_table_are_the_papers_and_the_largest() -> None:
@@ -475,13 +475,13 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
     base = [(name, task, OUTSIDE) for name in methods for task in tasks] + [("rcft", task, INSIDE) for task in tasks]
-    assert headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
-    told = headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
+    assert write_headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
+    told = write_headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
     assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
     assert "RCFT" not in told.lead
     everything = [(name, task, MOSTLY_FORCED) for name in (*methods, "rcft") for task in tasks]
-    assert headline(regrouped(*everything)).lead.startswith("No verdict on calibration")
-    assert headline(measured(SMALL).numbers).warnings == ()
+    assert write_headline(regrouped(*everything)).lead.startswith("No verdict on calibration")
+    assert write_headline(measured(SMALL).numbers).warnings == ()
 
 
 def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
@@ -659,7 +659,7 @@ ANSWERS = {
 @pytest.mark.parametrize("sentence", ANSWERS)
 def test_the_page_is_answered_in_one_sentence_without_breaking_ties(sentence: str) -> None:
     numbers = measured(SMALL).numbers.model_copy(update={"verdict": ANSWERS[sentence]})
-    told = headline(numbers)
+    told = write_headline(numbers)
     assert told.answer == sentence
     assert told.question == (
         "Which method's confidence is closest to the truth?"

@@ -26,11 +26,12 @@ from catto.problems import DataError, locating, shortened
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
+from catto.report.browser import Browser
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import choose_looks, make_pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Cell, Numbers, Results
-from catto.report.page import Browser, page
+from catto.report.page import render_page
 from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
 from catto.report.tables import build_tables
 from catto.tasks import TASKS
@@ -74,7 +75,7 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     write_text(note, json.dumps({"inputs": key}) + "\n")
     for name, card in experiment_cards(numbers):
         write_text(out / "cards" / f"{name}.md", card)
-    write_text(out / "report.html", page(results, numbers, tables, drawn, browser))
+    write_text(out / "report.html", render_page(results, numbers, tables, drawn, browser))
     return out / "report.html"
 
 

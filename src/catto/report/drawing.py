@@ -136,7 +136,8 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     >>> [axes.get_ylabel() for axes in drawn.axes]
     ['Accuracy', 'Share of answers']
     """
-    figure = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2))
+    width = 0.5 + 3.1 * len(panels)
+    figure = Figure(figsize=(width, 5.2))
     axes = figure.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
     for column, panel in enumerate(panels):
         _draw_diagram(axes[0, column], panel)
@@ -147,8 +148,9 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     first_diagram.set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
     first_histogram.set(ylim=(0, highest_share), ylabel="Share of answers")
     first_histogram.yaxis.set_major_locator(MaxNLocator(3))
-    for axis in (first_diagram.xaxis, first_diagram.yaxis, first_histogram.yaxis):
-        axis.set_major_formatter(percent)
+    first_histogram.yaxis.set_major_formatter(percent)
+    first_diagram.xaxis.set_major_formatter(percent)
+    first_diagram.yaxis.set_major_formatter(percent)
     return figure
 
 

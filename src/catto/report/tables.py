@@ -297,6 +297,11 @@ def _name_mean(spec: TableSpec, *, tasks: int, seeds: int) -> TableSpec:
     return replace(spec, caption=f"{spec.caption} Mean over {' and '.join(averaged)}.")
 
 
+def _count_seeds(groups: Iterable[GroupNumbers]) -> int:
+    """Return the number of seeds of the group that has most of them."""
+    return max(len(group.seeds) for group in groups)
+
+
 # ---- the summary
 
 
@@ -314,15 +319,22 @@ def build_summary(numbers: Numbers) -> Table:
         return _make_summary_entry(spec, column, groups=of_method, verdict=numbers.verdict)
 
     tasks = list_tasks(groups)
-    facts = [task_title(task) for task in tasks]
-    facts.append(f"N = {min(group.n for group in groups):,}")
+    titled = replace(spec, title=_write_summary_title(groups))
+    titled = _name_mean(titled, tasks=len(tasks), seeds=_count_seeds(groups))
+    columns = _choose_summary_columns(spec, groups)
+    rows = [TableRow(group.method) for group in groups]
+    return _fill_table(titled, columns, rows, make_entry)
+
+
+def _write_summary_title(groups: Sequence[GroupNumbers]) -> str:
+    """Name the tasks, the number of questions, and the budget if there is one."""
+    facts = [task_title(task) for task in list_tasks(groups)]
+    fewest_questions = min(group.n for group in groups)
+    facts.append(f"N = {fewest_questions:,}")
     budget = groups[0].budget
     if budget:
         facts.append(BUDGET_TITLES[budget].lower())
-    titled = replace(spec, title=", ".join(facts))
-    titled = _name_mean(titled, tasks=len(tasks), seeds=max(len(group.seeds) for group in groups))
-    rows = [TableRow(group.method) for group in groups]
-    return _fill_table(titled, _choose_summary_columns(spec, groups), rows, make_entry)
+    return ", ".join(facts)
 
 
 def _choose_summary_columns(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[Column]:
@@ -449,9 +461,10 @@ def _build_group_table(
         stem += f"-{budget}"
         title += f", {BUDGET_TITLES[budget].lower()}"
     named = replace(spec, stem=stem, title=title)
-    named = _name_mean(named, tasks=1, seeds=max(len(group.seeds) for group in groups))
+    named = _name_mean(named, tasks=1, seeds=_count_seeds(groups))
+    columns = _fill_columns(spec, groups, sizes)
     rows = [TableRow(group.method) for group in groups]
-    table = _fill_table(named, _fill_columns(spec, groups, sizes), rows, make_entry)
+    table = _fill_table(named, columns, rows, make_entry)
     return replace(table, budget=budget)
 
 
@@ -670,11 +683,14 @@ def _build_effort_table(results: Results, trained: Sequence[TrainedCell], tasks:
 
     columns = []
     for task in tasks:
-        columns += [column.fill(top=task_title(task), task=task) for column in spec.columns]
+        top = task_title(task)
+        for column in spec.columns:
+            columns.append(column.fill(top=top, task=task))
     rows = [TableRow(cell.method, cell.budget) for cell, _ in trained]
+    seeds = {cell.seed for cell, _ in trained}
     kept_by = results.recipe.get("keep", "as trained")
     named = replace(spec, caption=spec.caption.format(keep=kept_by))
-    named = _name_mean(named, tasks=1, seeds=len({cell.seed for cell, _ in trained}))
+    named = _name_mean(named, tasks=1, seeds=len(seeds))
     return _fill_table(named, columns, rows, make_entry)
 
 
