@@ -15,10 +15,10 @@ from catto.files import write_records
 from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question
+from catto.report.browser import Browser
 from catto.report.build import build, read
 from catto.report.measuring import Answered, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
-from catto.report.page import Browser
 from catto.tasks.witnesses import generate
 
 HOSTILE = "<script>alert(1)</script> and </script> & <b>bold</b> \u2028 {{ 7 * 7 }} | $x_1$ 50% \\end{tabular}"

@@ -17,7 +17,7 @@ from catto.files import write_records
 from catto.metrics.errors import brier
 from catto.records import Prediction
 from catto.report.build import experiment_cards, write_cards
-from catto.report.figures import pictures
+from catto.report.figures import make_pictures
 from pages import ROOT, blocks
 from report_world import World, measured
 
@@ -177,7 +177,7 @@ def test_an_experiment_has_a_card_for_each_model_and_task_of_its_first_seed() ->
         {name: cell.metrics[name].value for name in ("accuracy", "ece", "brier")}
     )
     assert {one.dataset_args["answers"] for one in results} == {20}
-    drawn = {f"../figures/{picture.name}.svg" for picture in pictures(world.results, world.numbers, world.cells)}
+    drawn = {f"../figures/{picture.name}.svg" for picture in make_pictures(world.results, world.numbers, world.cells)}
     assert {picture for card in cards.values() for picture in re.findall(r"!\[.*\]\((.*)\)", card.text)} <= drawn
     assert all("![Reliability diagram" in card.text for card in cards.values())
 

@@ -21,7 +21,7 @@ from catto import files, parquet_rows
 from catto.files import read_rows
 from catto.metrics.ranking import threshold_for_risk
 from catto.problems import DataError
-from catto.report.tables import all_tables
+from catto.report.tables import build_tables
 from command import run, write_lines
 from report_world import SMALL, measured
 
@@ -388,7 +388,7 @@ def test_an_answer_exactly_at_the_threshold_is_answered() -> None:
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)], ids=len)
 def test_a_caption_names_a_mean_only_where_there_are_several(seeds: tuple[int, ...]) -> None:
     world = measured(replace(SMALL, seeds=seeds))
-    tables = {table.kind: table for table in all_tables(world.numbers, world.results)}
+    tables = {table.kind: table for table in build_tables(world.numbers, world.results)}
     several = "Mean over tasks and seeds." if len(seeds) > 1 else "Mean over tasks."
     assert several in tables.pop("summary").caption
     for table in tables.values():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from catto.report.page import page as render
-from catto.report.tables import all_tables
+from catto.report.page import render_page
+from catto.report.tables import build_tables
 from chromium import Page, chromium
 from needs import needs
 from report_world import HOSTILE, TINY, World, built, measured
@@ -33,7 +33,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world = measured(LARGE)
     path = tmp_path_factory.mktemp("large") / "report.html"
-    text = render(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    text = render_page(world.results, world.numbers, build_tables(world.numbers, world.results), [], world.browser)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -168,7 +168,7 @@ def test_a_filter_of_one_value_is_hidden(tab: Page, page: Page, tmp_path: Path) 
     assert page.run("document.querySelector('.filters').checkVisibility()") is True
     world = measured(replace(TINY, methods=("sft",)))
     path = tmp_path / "report.html"
-    text = render(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    text = render_page(world.results, world.numbers, build_tables(world.numbers, world.results), [], world.browser)
     path.write_text(text, encoding="utf-8")
     tab.open(path)
     assert tab.complaints == []

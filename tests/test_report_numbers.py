@@ -29,7 +29,7 @@ from catto.report.measuring import (
     selection_of,
 )
 from catto.report.numbers import Cell
-from catto.report.tables import group_tables
+from catto.report.tables import build_group_tables
 from report_world import SMALL, TINY, Measured, measured, write_world
 
 
@@ -146,7 +146,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
     assert others == pytest.approx([0.6, 0.4, 1.0], abs=1e-12)
     assert found.budgets == (None,)
     assert found.groups[0].versus == {}
-    assert group_tables(found, "in")
+    assert build_group_tables(found, "in")
 
 
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from catto.measure import Sources
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
+from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser
 from catto.report.build import build
 from catto.report.drawing import render_figure
-from catto.report.figures import KINDS, Picture, by_task, looks
+from catto.report.figures import KINDS, HistogramContent, Picture, choose_looks, split_by_task
 from catto.report.numbers import Cell
-from catto.report.page import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser, inline_svg, page, script_json
+from catto.report.page import inline_svg, render_page, script_json
 from catto.report.render import TEMPLATES
-from catto.report.tables import all_tables
+from catto.report.tables import build_tables
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
 
@@ -74,8 +75,8 @@ def built_once() -> Path:
 @pytest.fixture(scope="module")
 def plain() -> str:
     world = measured(SMALL)
-    tables = all_tables(world.numbers, world.results)
-    return page(world.results, world.numbers, tables, [], world.browser)
+    tables = build_tables(world.numbers, world.results)
+    return render_page(world.results, world.numbers, tables, [], world.browser)
 
 
 def test_build_writes_page_tables_figures_and_numbers(built: Path) -> None:
@@ -100,7 +101,7 @@ def test_seeds_are_compared_where_there_are_several(built: Path, plain: str) -> 
 
 def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
     world = measured(replace(TINY, methods=("sft",)))
-    alone = page(world.results, world.numbers, all_tables(world.numbers, world.results), [], world.browser)
+    alone = render_page(world.results, world.numbers, build_tables(world.numbers, world.results), [], world.browser)
     assert "Learning rates" in plain
     assert "Learning rates" not in alone
     assert "All metrics as tables" in alone
@@ -109,7 +110,7 @@ def test_a_fold_with_nothing_in_it_is_left_out(plain: str) -> None:
 def test_a_page_of_one_method_says_nothing_of_others(plain: str) -> None:
     world = measured(replace(TINY, methods=("sft",), tasks=("witnesses",)))
     results = world.results.model_copy(update={"recipe_hash": ""})
-    text = page(results, world.numbers, all_tables(world.numbers, results), [], world.browser)
+    text = render_page(results, world.numbers, build_tables(world.numbers, results), [], world.browser)
     (answer,) = re.findall(r"<h1>(.*?)</h1>", text)
     assert text.count(answer) == 1
     bodies = (one.partition("<body>")[2].partition('<section id="definitions">')[0] for one in (text, plain))
@@ -217,11 +218,11 @@ def test_every_kind_of_figure_has_a_title_and_a_caption() -> None:
 def test_every_method_has_its_own_look() -> None:
     names = [*METHODS, *(name + suffix for name in METHODS for suffix in SCALINGS)]
     names += [f"mine-{number}" for number in range(30)]
-    assert len({colour for colour, _ in looks(names).values()}) == len(names)  # dots in tables have no marker
+    assert len({colour for colour, _ in choose_looks(names).values()}) == len(names)  # dots in tables have no marker
 
 
 def test_methods_of_your_own_differ_by_marker_as_well() -> None:
-    assert len({marker for _, marker in looks([f"mine-{number}" for number in range(10)]).values()}) == 10
+    assert len({marker for _, marker in choose_looks([f"mine-{number}" for number in range(10)]).values()}) == 10
 
 
 def test_forced_answers_are_named_and_set_no_axes() -> None:
@@ -232,8 +233,8 @@ def test_forced_answers_are_named_and_set_no_axes() -> None:
     for kind in ("ece", "scatter"):
         limits = []
         for other in (group, forced):
-            rows = {("sft", None): [group], ("mine", None): [other]}
-            (axes,) = Picture(kind, "", "tag", "Subject", [("A", rows)]).draw(looks(["sft", "mine"])).axes
+            rows = {"sft": [group], "mine": [other]}
+            (axes,) = Picture(kind, "", "tag", "Subject", [("A", rows)]).draw(choose_looks(["sft", "mine"])).axes
             limits.append((axes.get_xlim(), axes.get_ylim()))
         assert limits[0] == limits[1], kind
         assert [text.get_text() for text in axes.texts] == (["100 % forced"] if kind == "ece" else [])
@@ -243,8 +244,8 @@ def test_a_long_legend_leaves_the_panels_their_height() -> None:
     group, heights = measured(TINY).numbers.groups[0], []
     for count in (3, 30):
         names = [f"mine-{number}" for number in range(count)]
-        rows = {(name, None): [group] for name in names}
-        figure = Picture("scatter", "", "tag", "Subject", [("A", rows)]).draw(looks(names))
+        rows = {name: [group] for name in names}
+        figure = Picture("scatter", "", "tag", "Subject", [("A", rows)]).draw(choose_looks(names))
         figure.set_layout_engine("constrained")
         figure.draw_without_rendering()
         heights.append(figure.axes[0].get_position().height * figure.get_figheight())
@@ -264,14 +265,16 @@ def test_panels_share_one_legend_and_axes_in_per_cent_end_at_100() -> None:
 
 def test_a_histogram_ends_at_100_per_cent() -> None:
     answers = replace(measured(TINY).cells[0], confidence=np.full(20, 0.97), correct=np.full(20, True))
-    (axes,) = Picture("histogram", "", "tag", "Subject", [("A", (answers, 20))]).draw({}).axes
+    (axes,) = Picture("histogram", "", "tag", "Subject", [("A", HistogramContent(answers, 20))]).draw({}).axes
     assert (*axes.get_xlim(), *axes.get_ylim()) == (0, 1, 0, 1)
 
 
 def test_two_tasks_with_one_title_have_a_panel_each() -> None:
-    (_, first), (_, second) = panels = by_task([("snli", ("dpo", None), 1), ("SNLI", ("dpo", None), 2)])
-    assert [title for title, _ in panels] == ["SNLI", "SNLI"]
-    assert (first, second) == ({("dpo", None): [1]}, {("dpo", None): [2]})
+    group = measured(TINY).numbers.groups[0]
+    lower, upper = (group.model_copy(update={"method": "dpo", "task": task}) for task in ("snli", "SNLI"))
+    first, second = split_by_task([lower, upper])
+    assert [first.title, second.title] == ["SNLI", "SNLI"]
+    assert (first.content, second.content) == ({"dpo": [lower]}, {"dpo": [upper]})
 
 
 def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> None:
@@ -279,7 +282,7 @@ def test_figures_list_their_tasks_and_methods_whatever_signs_are_in_them() -> No
     names = ("two words", HOSTILE, "a'b\"c")
     picture = Picture("risk", "", "tag", "Subject", [("", {})], None, names, names)
     svg = render_figure(partial(picture.draw, {}), ".svg").decode()
-    text = page(world.results, world.numbers, [], [(picture, svg)], world.browser)
+    text = render_page(world.results, world.numbers, [], [(picture, svg)], world.browser)
     (tag,) = re.findall(r"<figure [^>]*>", text)
     listed = [json.loads(html.unescape(value)) for value in re.findall(r"data-(?:tasks|methods)='([^']*)'", tag)]
     assert listed == [list(names)] * 2
@@ -305,7 +308,7 @@ def test_hostile_names_in_the_results_are_escaped() -> None:
             "recipe": {"model": {"path": HOSTILE}},
         }
     )
-    text = page(results, world.numbers, [], [], world.browser)
+    text = render_page(results, world.numbers, [], [], world.browser)
     assert "<script>alert" not in text
     found = Reader(text)
     assert len(found.scripts) == 2
@@ -343,7 +346,7 @@ def test_forced_answers_are_named_above_all_numbers_and_above_their_own() -> Non
         for g in world.numbers.groups
     ]
     numbers = world.numbers.model_copy(update={"groups": tuple(groups)})
-    text = page(world.results, numbers, all_tables(numbers, world.results), [], world.browser)
+    text = render_page(world.results, numbers, build_tables(numbers, world.results), [], world.browser)
     warning = "RCFT on SNLI, paper&#39;s budget: 51 of 60 answers had to be forced: its numbers describe the fallback"
     assert text.index("<h1>") < text.index(warning) < text.index("<table")
     assert '<tr data-method="rcft" class="unread">' in text[: text.index('<section id="in">')]
@@ -366,7 +369,7 @@ def browser_rows(quota: int) -> tuple[Browser, list[Prediction]]:
 def test_too_many_rows_are_cut_to_those_furthest_from_what_happened() -> None:
     browser, predictions = browser_rows(7)
     surprise = sorted((abs(one.confidence - (one.label == one.gold)) for one in predictions), reverse=True)
-    kept = [abs(row[3] - bool(row[4] & RIGHT)) for row in browser.rows]
+    kept = [abs(row.confidence - bool(row.flags & RIGHT)) for row in browser.rows]
     assert kept == pytest.approx(surprise[:7], abs=1e-5)
     assert browser.total == len(predictions) == 30
 
@@ -379,7 +382,7 @@ def test_forced_answers_are_shown_as_they_count() -> None:
     for unparsed, right in (("fallback", RIGHT), ("wrong", 0)):
         browser = Browser(world.browser.questions, unparsed=unparsed)  # type: ignore[arg-type]
         browser.add(cell, [forced])
-        assert browser.rows[0][4] & (RIGHT | FALLBACK) == right | FALLBACK
+        assert browser.rows[0].flags & (RIGHT | FALLBACK) == right | FALLBACK
 
 
 def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
@@ -390,7 +393,7 @@ def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
     kept = []
     for number in range(4):
         browser.add(world.results.cells[number], predictions)
-        kept.append(Counter(row[0] for row in browser.rows))
+        kept.append(Counter(row.cell for row in browser.rows))
     assert kept == [{0: 30}, {0: 30, 1: 30}, dict.fromkeys(range(3), 17), dict.fromkeys(range(4), 17)]
     assert browser.total == 120
     data = browser.data()
@@ -400,7 +403,7 @@ def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
 def test_the_page_says_that_it_holds_a_part_only() -> None:
     browser, _ = browser_rows(7)
     world = measured(SMALL)
-    text = " ".join(page(world.results, world.numbers, [], [], browser).split())
+    text = " ".join(render_page(world.results, world.numbers, [], [], browser).split())
     assert "Of 30 predictions the page holds 7" in text
 
 
@@ -412,10 +415,10 @@ def test_flags_tell_right_fallback_and_cut() -> None:
     browser = Browser({}, 5)
     browser.add(cell, [long])
     browser.add(cell, [one.model_copy(update={"label": one.gold, "source": "plain"})])
-    assert browser.rows[1][4] == RIGHT | PLAIN
+    assert browser.rows[1].flags == RIGHT | PLAIN
     row = browser.rows[0]
-    assert row[4] == RIGHT | FALLBACK | CUT
-    assert row[5] == "x" * LONGEST
+    assert row.flags == RIGHT | FALLBACK | CUT
+    assert row.response == "x" * LONGEST
     assert browser.data()["questions"] == [{"id": one.question, "gold": one.gold}]
 
 

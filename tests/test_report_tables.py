@@ -21,22 +21,22 @@ from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.selection import Candidates, measure_rules
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
 from catto.report import render
-from catto.report.figures import looks
+from catto.report.figures import choose_looks
+from catto.report.headline import write_headline
 from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
-from catto.report.page import headline
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
-    _sizes,
-    all_tables,
-    budget_note,
-    group_tables,
+    build_group_tables,
+    build_summary,
+    build_tables,
+    build_training_tables,
+    describe_budget,
+    list_sizes,
     method_order,
     method_title,
-    papers_numbers,
-    specs,
-    summary,
-    training_tables,
+    read_papers_numbers,
+    read_specs,
 )
 from report_world import HOSTILE, SMALL, TINY, measured
 
@@ -45,13 +45,13 @@ Tables = dict[str, Table]
 
 def printed(*place: str) -> str:
     """The paper's number at table, method, quantity and task; empty where it prints none."""
-    return papers_numbers().get(place, "")
+    return read_papers_numbers().get(place, "")
 
 
 @pytest.fixture(scope="module")
 def tables() -> Tables:
     world = measured(SMALL)
-    return {table.name: table for table in all_tables(world.numbers, world.results)}
+    return {table.name: table for table in build_tables(world.numbers, world.results)}
 
 
 def test_the_papers_numbers_as_typed_by_hand() -> None:
@@ -94,7 +94,7 @@ def test_every_row_of_the_paper_is_complete() -> None:
 
 
 def test_the_texts_of_the_tables_state_what_is_computed() -> None:
-    by_kind = {spec.kind: spec for spec in specs().values()}
+    by_kind = {spec.kind: spec for spec in read_specs().values()}
     assert f"p < {ALPHA} in a swap test" in by_kind["in"].notes["mark"]
     assert (
         f"error rate is at most {100 * RISK:g} % with a confidence of {100 * (1 - DELTA):g} %"
@@ -185,9 +185,9 @@ def test_bold_is_only_where_the_best_was_tested(tables: Tables) -> None:
 
 @pytest.mark.parametrize("methods", [("sft",), SMALL.methods], ids=len)
 def test_a_caption_explains_what_its_table_has_and_nothing_else(methods: tuple[str, ...]) -> None:
-    world, by_kind = measured(replace(SMALL, methods=methods)), {spec.kind: spec for spec in specs().values()}
+    world, by_kind = measured(replace(SMALL, methods=methods)), {spec.kind: spec for spec in read_specs().values()}
     explained = Counter()
-    for table in all_tables(world.numbers, world.results):
+    for table in build_tables(world.numbers, world.results):
         for name, note in by_kind[table.kind].notes.items():
             there = any(getattr(entry, name) for line in table.lines for entry in line.entries)
             assert (note in table.caption) == there, (table.name, name)
@@ -201,7 +201,7 @@ def test_a_caption_explains_what_its_table_has_and_nothing_else(methods: tuple[s
 
 def test_a_table_of_runs_without_a_budget_names_none() -> None:
     world = measured(replace(TINY, methods=("sft",)))
-    titles = [table.title for table in all_tables(world.numbers, world.results)]
+    titles = [table.title for table in build_tables(world.numbers, world.results)]
     assert "In distribution" in titles
     assert not [title for title in titles if "budget" in title]
 
@@ -223,8 +223,8 @@ def test_the_kept_step_stands_beside_all_steps(tables: Tables) -> None:
 def test_a_budget_is_told_as_it_was_trained() -> None:
     results = measured(SMALL).results
     kept = "500 pairs, epochs: 2, kept after 1"
-    assert budget_note(results, "paper") == f"DPO: 1,400 pairs, epochs: 6; DPO + CATTO: {kept}"
-    assert budget_note(results, "matched") == f"DPO: 500 pairs, epochs: 2; DPO + CATTO: {kept}"
+    assert describe_budget(results, "paper") == f"DPO: 1,400 pairs, epochs: 6; DPO + CATTO: {kept}"
+    assert describe_budget(results, "matched") == f"DPO: 500 pairs, epochs: 2; DPO + CATTO: {kept}"
 
 
 def test_markdown_has_one_width_and_no_raw_markup(tables: Tables) -> None:
@@ -320,14 +320,14 @@ OVER = {"null": NullBand(0.0, 0.0, 0.0, 0.95), "gap": Interval(0.9, 0.8, 1.0, 0.
 
 def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> None:
     places = [(name, task) for name in SMALL.methods for task in SMALL.tasks]
-    none = headline(regrouped(*((*place, OUTSIDE) for place in places)))
+    none = write_headline(regrouped(*((*place, OUTSIDE) for place in places)))
     assert none.lead == "SFT and 4 others are measurably miscalibrated at the matched budget."
-    sure = headline(regrouped(*((*place, OVER) for place in places)))
+    sure = write_headline(regrouped(*((*place, OVER) for place in places)))
     assert sure.lead == "SFT and 4 others are over-confident by 90 points at the matched budget."
     one = [(*place, INSIDE if place[0] == "rcft" else OUTSIDE) for place in places]
     told = "No miscalibration of RCFT shows in 30 questions of each task at the matched budget"
-    assert headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
-    some = headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
+    assert write_headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
+    some = write_headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
     rest = "SFT and DPO are miscalibrated on some tasks; SFT + temperature scaling and DPO + CATTO are"
     assert some == f"{told}; {rest} measurably miscalibrated."
 
@@ -381,7 +381,7 @@ ALONE = {
 @pytest.mark.parametrize("sentence", ALONE)
 def test_one_method_is_told_by_what_it_states_and_how_often_it_is_right(sentence: str) -> None:
     n = ALONE[sentence][0]
-    told = headline(alone(*ALONE[sentence]))
+    told = write_headline(alone(*ALONE[sentence]))
     assert told.lead == told.answer == sentence
     only = f"SNLI: only {n} question{'s' * (n > 1)}; below 30"
     few = (f"{only} intervals are too narrow and little miscalibration shows.",)
@@ -397,7 +397,7 @@ def test_answers_that_are_all_right_or_all_wrong_are_told_first(right: float, sa
         metrics = group.metrics | {"accuracy": SeedSummary(right, None, 1), "ece": SeedSummary(abs(gap), None, 1)}
         update = {"gap": Interval(gap, gap, gap, 0.95), "null": NullBand(0.02, 0.0, 0.05, 0.95), "metrics": metrics}
         groups.append(group.model_copy(update=update))
-    told = headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
+    told = write_headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
     side = "under" if right else "over"
     assert told.answer == f"{said}SFT and DPO are {side}-confident by 20 to 26 points at the matched budget."
 
@@ -417,7 +417,7 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
             else g
             for g in numbers.groups
         ]
-        return headline(numbers.model_copy(update={"groups": tuple(groups)})).points
+        return write_headline(numbers.model_copy(update={"groups": tuple(groups)})).points
 
     told, same = "against DPO on the same questions", "no significant difference in accuracy"
     lower, nothing = (
@@ -431,13 +431,13 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     assert points() == ()
     near = versus(-0.1, -0.2, -0.01, 0.9)
     one = numbers.model_copy(update={"groups": tuple(g.model_copy(update={"budget": None}) for g in numbers.groups)})
-    assert headline(one).points[0].startswith("Against DPO on the same questions: ")
+    assert write_headline(one).points[0].startswith("Against DPO on the same questions: ")
 
 
 def test_the_ks_of_a_table_are_the_papers_and_the_largest() -> None:
     (group, *_) = measured(SMALL).numbers.groups
     for measured_at, shown in (((1, 2, 3), [3]), ((1, 2, 4, 8), [4, 8]), ((1, 2, 4, 8, 16), [4, 8, 16]), ((), [])):
-        assert _sizes([group.model_copy(update={"selection": {k: {} for k in measured_at}})]) == shown
+        assert list_sizes([group.model_copy(update={"selection": {k: {} for k in measured_at}})]) == shown
 
 
 def regrouped(*changes: tuple[str, str, dict[str, Any]]) -> Numbers:
@@ -461,7 +461,7 @@ def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
     sure = versus(-0.2, -0.3, -0.1, 0.001)
     best = {"metrics": measured(SMALL).numbers.groups[0].metrics | {"ece": SeedSummary(0.0001, 0.0, 2)}}
     changed = regrouped(("rcft", "snli", MOSTLY_FORCED | best | {"versus": {"ece": sure, "accuracy": sure}}))
-    table = group_tables(changed, "in")[0]
+    table = build_group_tables(changed, "in")[0]
     entry = entry_of(table, "rcft", "snli", "ece")
     assert (entry.forced, entry.mark, entry.best) == ("85 % forced", "", False)
     assert entry_of(table, "rcft", "witnesses", "ece").forced == ""
@@ -475,13 +475,13 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
     base = [(name, task, OUTSIDE) for name in methods for task in tasks] + [("rcft", task, INSIDE) for task in tasks]
-    assert headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
-    told = headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
+    assert write_headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
+    told = write_headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
     assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
     assert "RCFT" not in told.lead
     everything = [(name, task, MOSTLY_FORCED) for name in (*methods, "rcft") for task in tasks]
-    assert headline(regrouped(*everything)).lead.startswith("No verdict on calibration")
-    assert headline(measured(SMALL).numbers).warnings == ()
+    assert write_headline(regrouped(*everything)).lead.startswith("No verdict on calibration")
+    assert write_headline(measured(SMALL).numbers).warnings == ()
 
 
 def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
@@ -494,7 +494,7 @@ def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
         },
         "gap": Interval(0.012, -0.034, 0.056, 0.95),
     }
-    table = group_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
+    table = build_group_tables(regrouped(("dpo", "snli", withheld)), "in")[0]
     entry = entry_of(table, "dpo", "snli", "ece")
     assert entry.interval is None
     assert entry.null is not None
@@ -565,7 +565,7 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
     changed = regrouped(
         ("dpo", "snli", {"others": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
     )
-    entries = [entry_of(group_tables(changed, "risk")[0], "dpo", "snli", name) for name in list(shares)[1:]]
+    entries = [entry_of(build_group_tables(changed, "risk")[0], "dpo", "snli", name) for name in list(shares)[1:]]
     assert [entry.text for entry in entries] == ["0.7200", "40.00", "1.00"]
     assert entries[0].notes == ("in 1 of 2 seeds",)
 
@@ -573,8 +573,8 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
 def test_the_papers_out_of_distribution_numbers_stand_beside_training_on_mmlu_only() -> None:
     for trained_on, wanted in (("mmlu", "17.67"), ("anli", "")):
         numbers = regrouped(("dpo", "snli", {"trained_on": trained_on}))
-        assert entry_of(group_tables(numbers, "out")[0], "dpo", "snli", "ece").paper == wanted
-        deviation = group_tables(numbers, "std-out")[0]
+        assert entry_of(build_group_tables(numbers, "out")[0], "dpo", "snli", "ece").paper == wanted
+        deviation = build_group_tables(numbers, "std-out")[0]
         assert entry_of(deviation, "dpo", "snli", "ece").paper == ("10.82" if wanted else "")
 
 
@@ -599,7 +599,7 @@ def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -
         for cell in results.cells
     ]
     changed = results.model_copy(update={"cells": tuple(short)})
-    rates, *_, time = training_tables(changed)
+    rates, *_, time = build_training_tables(changed)
     assert (rates.kind, time.kind) == ("rates", "training")
     assert not any(entry.paper for line in rates.lines if line.method == "dpo" for entry in line.entries)
     assert any(entry.paper for line in rates.lines if line.method == "dpo+catto" for entry in line.entries)
@@ -612,15 +612,15 @@ def test_a_suffix_scales_any_trained_method() -> None:
     name = "dpo+outcome+ts"
     assert method_title(name) == "DPO + outcome + temperature scaling"
     assert sorted(["unknown", name, "dpo+outcome", "sft"], key=method_order) == ["sft", "dpo+outcome", name, "unknown"]
-    assert len({*looks([name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown"]).values()}) == 5
+    assert len({*choose_looks([name, "dpo+outcome", "dpo+catto+ts", "dpo+ts", "unknown"]).values()}) == 5
     world = measured(replace(TINY, methods=("dpo", "dpo+outcome", name)))
-    tables = all_tables(world.numbers, world.results)
+    tables = build_tables(world.numbers, world.results)
     assert [(line.method, line.block) for line in tables[0].lines] == [
         ("dpo", "DPO"),
         ("dpo+outcome", "DPO"),
         (name, "DPO"),
     ]
-    rates = [table for table in training_tables(world.results) if table.kind == "rates"]
+    rates = [table for table in build_training_tables(world.results) if table.kind == "rates"]
     assert rates
     assert not [line for table in rates for line in table.lines if line.method == name]
 
@@ -659,7 +659,7 @@ ANSWERS = {
 @pytest.mark.parametrize("sentence", ANSWERS)
 def test_the_page_is_answered_in_one_sentence_without_breaking_ties(sentence: str) -> None:
     numbers = measured(SMALL).numbers.model_copy(update={"verdict": ANSWERS[sentence]})
-    told = headline(numbers)
+    told = write_headline(numbers)
     assert told.answer == sentence
     assert told.question == (
         "Which method's confidence is closest to the truth?"
@@ -672,7 +672,7 @@ def test_the_first_table_prints_what_n_supports_and_marks_all_that_may_be_best()
     """30 questions: whole per cents. Two tasks, of which one has no posterior: means, decided by the Brier score."""
     numbers = measured(SMALL).numbers
     numbers = numbers.model_copy(update={"verdict": verdict("brier", 30, rcft=0.18, sft=0.2, dpo=0.3)})
-    table = summary(numbers)
+    table = build_summary(numbers)
     assert table.title == "SNLI, Witnesses, N = 30, matched budget"
     assert [column.name for column in table.columns] == [
         "Acc. ↑",
@@ -701,7 +701,7 @@ def test_the_first_table_fits_sixty_columns(
     numbers = measured(replace(TINY, tasks=("witnesses",), methods=("dpo", "dpo+outcome", "dpo+outcome+ts"))).numbers
     forced = [changed(group, MOSTLY_FORCED) for group in numbers.groups]
     for one in (numbers, numbers.model_copy(update={"groups": tuple(forced)})):
-        table = summary(one)
+        table = build_summary(one)
         print_table(terminal(table))
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 60
@@ -711,7 +711,7 @@ def test_the_first_table_fits_sixty_columns(
 
 def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_known_world() -> None:
     numbers = measured(replace(SMALL, tasks=("witnesses",), seeds=(0,))).numbers
-    table = summary(numbers)
+    table = build_summary(numbers)
     assert table.columns[0].metric == numbers.verdict.metric == "true_error"
     for line in table.lines:
         group = line.entries[0].group
@@ -721,4 +721,4 @@ def test_the_first_table_shows_the_true_error_and_the_band_of_chance_of_one_know
     leaders = numbers.verdict.leaders
     assert told == (set() if len(leaders) == len(numbers.verdict.losses) else set(leaders))
     tied = numbers.model_copy(update={"verdict": verdict("true_error", rcft=0.18, sft=0.2)})
-    assert not [entry for line in summary(tied).lines for entry in line.entries if entry.best]
+    assert not [entry for line in build_summary(tied).lines for entry in line.entries if entry.best]

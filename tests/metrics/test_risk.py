@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from scipy.stats import binom
 
 from catto.metrics.ranking import THRESHOLDS, risk_coverage, threshold_for_risk, upper_bound
-from catto.report.figures import draw_risk, looks
+from catto.report.figures import choose_looks, draw_risk
 
 # world -> (confidence of a uniform number, chance of being right at that confidence)
 WORLDS = {
@@ -84,7 +84,7 @@ def test_the_figure_draws_the_curve() -> None:
     c = 1 - 0.3 * rng.random(500)
     curve = risk_coverage(c, rng.random(500) < c + 0.1)
     axes = Figure().subplots()
-    draw_risk(axes, {"sft": curve}, looks(["sft"]))
+    draw_risk(axes, {"sft": curve}, choose_looks(["sft"]))
     (line,) = axes.lines
     assert line.get_xdata() == pytest.approx(curve.coverage)
     assert axes.get_legend_handles_labels()[1] == ["SFT"]

@@ -153,7 +153,8 @@ def run(
     """
     from catto.experiment.graph import Graph
     from catto.report import numbers as store
-    from catto.report import page, render, tables
+    from catto.report import render, tables
+    from catto.report.headline import write_headline
 
     read, execute = read_recipe(recipe, sets, seeds), None
     if address is not None and on != "ray":
@@ -167,10 +168,10 @@ def run(
     go(recipe, read, root, [goal], retry_refused, repair, execute)
     report, first = place(root, goal), root / "report.html"
     if (numbers := store.read(report / "numbers.json")) is not None:  # None: of another version
-        headline = page.headline(numbers)
+        headline = write_headline(numbers)
         for line in (headline.answer, *headline.warnings):
             console.say(line)
-        console.print_table(render.terminal(tables.summary(numbers)))
+        console.print_table(render.terminal(tables.build_summary(numbers)))
     # The one-file page is copied to where it is found first.
     write_text(first, _page_for_folder(report))
     console.say(f"Report: {first}")
@@ -178,10 +179,10 @@ def run(
 
 def _page_for_folder(report: Path) -> str:
     """Return the page of a report's stage as it is put into the experiment's folder."""
-    from catto.report.page import page_seen_from
+    from catto.report.page import relocate_page
 
     text = (report / "report.html").read_text(encoding="utf-8")
-    return page_seen_from(text, f"stages/{report.name}")
+    return relocate_page(text, f"stages/{report.name}")
 
 
 # ---- one stage ------------------------------------------------------------------------------------------------------

@@ -26,13 +26,14 @@ from catto.problems import DataError, locating, shortened
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
 from catto.report import numbers as store
+from catto.report.browser import Browser
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
-from catto.report.figures import looks, pictures
+from catto.report.figures import choose_looks, make_pictures
 from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
 from catto.report.numbers import Cell, Numbers, Results
-from catto.report.page import Browser, page
+from catto.report.page import render_page
 from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
-from catto.report.tables import all_tables
+from catto.report.tables import build_tables
 from catto.tasks import TASKS
 
 __all__ = ["build", "read", "results_of_files", "write_cards"]
@@ -55,7 +56,7 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     answers, browser = read(results, folder)
     numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), progress)
     write_text(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
-    tables = all_tables(numbers, results)
+    tables = build_tables(numbers, results)
     for table in tables:
         write_text(out / "tables" / f"{table.name}.md", markdown(table))
         write_text(out / "tables" / f"{table.name}.csv", csv_text(table))
@@ -65,8 +66,8 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
     key, note = content_hash(inputs), out / "figures" / "inputs.json"
     known = note.exists() and key in note.read_text(encoding="utf-8", errors="replace")
-    drawn, known_looks = [], looks(cell.method for cell in results.cells)
-    for picture in pictures(results, numbers, answers):
+    drawn, known_looks = [], choose_looks(cell.method for cell in results.cells)
+    for picture in make_pictures(results, numbers, answers):
         path = out / "figures" / f"{picture.name}.svg"
         if not (known and path.exists()):
             write_text(path, render_figure(partial(picture.draw, known_looks), ".svg").decode())
@@ -74,7 +75,7 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     write_text(note, json.dumps({"inputs": key}) + "\n")
     for name, card in experiment_cards(numbers):
         write_text(out / "cards" / f"{name}.md", card)
-    write_text(out / "report.html", page(results, numbers, tables, drawn, browser))
+    write_text(out / "report.html", render_page(results, numbers, tables, drawn, browser))
     return out / "report.html"
 
 

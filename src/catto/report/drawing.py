@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
@@ -22,15 +23,28 @@ from catto.metrics.statistics import NullBand
 from catto.report.numbers import supported_decimals
 
 # Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.
-BLUE, RED, PALE, INK, GREY = "#5B9BD5", "#C8321E", "#F7D6CF", "#1F2933", "#9AA5B1"
+BLUE = "#5B9BD5"
+RED = "#C8321E"
+PALE = "#F7D6CF"
+INK = "#1F2933"
+GREY = "#9AA5B1"
 STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
+# Format -> metadata without dates, so that equal figures are equal files.
 UNDATED: dict[str, Any] = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}, ".png": {}}
-FEW = 10  # a bin with fewer answers is drawn pale: a single answer moves its accuracy by more than 10 points
-TITLE_WIDTH = 30  # characters of a panel's title before it is broken
+FEW_ANSWERS = 10  # a bin with fewer is drawn pale: a single answer moves its accuracy by more than 10 points
+TITLE_WIDTH = 30  # characters of a panel's title before it is broken into lines
+BAR_STYLE: dict[str, Any] = {"align": "edge", "color": BLUE, "edgecolor": INK, "linewidth": 0.6}
+GAP_STYLE: dict[str, Any] = {
+    "align": "edge",
+    "facecolor": PALE,
+    "edgecolor": RED,
+    "linewidth": 0.8,
+    "hatch": "////",
+}
 
 
 def percent(share: float, _: float = 0.0) -> str:
-    """A share as the label of a tick.
+    """Format a share as the label of a tick.
 
     >>> percent(0.25)
     '25 %'
@@ -39,18 +53,32 @@ def percent(share: float, _: float = 0.0) -> str:
 
 
 def render_figure(draw: Callable[[], Figure], suffix: str) -> bytes:
-    """Draw a figure in the common style as a .svg, .png or .pdf file; equal figures give equal bytes."""
+    """Draw a figure in the common style; equal figures give equal bytes.
+
+    Args:
+        draw: makes the figure; it is called within the style.
+        suffix: the format, ".svg", ".png" or ".pdf".
+
+    Returns:
+        The content of the file.
+    """
     out = io.BytesIO()
     with matplotlib.rc_context({"figure.dpi": 200}, STYLE):
         figure = draw()
-        # Once and here: with `layout="constrained"`, savefig draws everything an extra time.
-        ConstrainedLayoutEngine(w_pad=0.1).execute(figure)  # keeps the last tick of a panel off the next panel's first
+        # Laid out once and here: with `layout="constrained"`, savefig draws everything an extra time. The padding keeps
+        # the last tick of a panel apart from the first tick of the next panel.
+        ConstrainedLayoutEngine(w_pad=0.1).execute(figure)
         figure.savefig(out, format=suffix.removeprefix("."), metadata=UNDATED[suffix])
     return out.getvalue()
 
 
 def write_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Write a figure, whole or not at all; the suffix of the path says in which format."""
+    """Write a figure, whole or not at all.
+
+    Args:
+        draw: makes the figure; it is called within the common style.
+        path: the file; its suffix, .svg, .png or .pdf, is the format.
+    """
     suffix = path.suffix.lower()
     if suffix not in UNDATED:
         raise ValueError(f"figure {path} must end in {', '.join(UNDATED)}")
@@ -61,7 +89,14 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: its title, its bins, the ECE of a perfectly calibrated model by chance, how answers were read."""
+    """One reliability diagram.
+
+    Attributes:
+        title: printed above the diagram.
+        bins: the answers by confidence.
+        null: the ECE of a perfectly calibrated model by chance; None if it is not known.
+        sources: how the answers were read; None if it is not known.
+    """
 
     title: str
     bins: Reliability
@@ -69,14 +104,19 @@ class Panel:
     sources: Sources | None = None
 
     def note(self) -> str:
-        """The lines under the title: the share of forced answers if too high, ECE, its null band, N and the bins."""
-        digits, ece = supported_decimals(self.bins.rows), float(self.bins.share @ np.abs(self.bins.gap))
-        lines = [f"ECE {100 * ece:.{digits}f}"]
+        """Return the lines under the title: share of forced answers if too high, ECE, its null band, N and bins."""
+        digits = supported_decimals(self.bins.rows)
+        ece = float(self.bins.share @ np.abs(self.bins.gap))
+        lines = []
         if self.sources is not None and self.sources.forced:
-            lines.insert(0, f"{100 * self.sources.share('fallback'):.0f} % forced")
+            lines.append(f"{100 * self.sources.share('fallback'):.0f} % forced")
+        lines.append(f"ECE {100 * ece:.{digits}f}")
         if self.null is not None:
-            lines.append(f"by chance {100 * self.null.low:.{digits}f} to {100 * self.null.high:.{digits}f}")
-        return "\n".join([*lines, f"N = {self.bins.rows:,}, {len(self.bins.count)} bins"])
+            low = 100 * self.null.low
+            high = 100 * self.null.high
+            lines.append(f"by chance {low:.{digits}f} to {high:.{digits}f}")
+        lines.append(f"N = {self.bins.rows:,}, {len(self.bins.count)} bins")
+        return "\n".join(lines)
 
 
 def reliability_figure(panels: Sequence[Panel]) -> Figure:
@@ -85,41 +125,75 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     Bars are accuracies; red fills what lies between a bin's accuracy and its mean confidence. Below: how often each
     confidence occurs, with lines at mean confidence and accuracy.
 
+    Args:
+        panels: at least one diagram.
+
+    Returns:
+        The figure, with one column of axes for each panel.
+
     >>> from catto.metrics.binning import reliability
     >>> drawn = reliability_figure([Panel("DPO", reliability([0.9, 0.6, 0.8], [True, False, True]))])
     >>> [axes.get_ylabel() for axes in drawn.axes]
     ['Accuracy', 'Share of answers']
     """
-    drawn = Figure(figsize=(0.5 + 3.1 * len(panels), 5.2))
-    axes = drawn.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
-    for panel, upper, lower in zip(panels, *axes, strict=True):
-        bins, full, digits = panel.bins, panel.bins.count > 0, supported_decimals(panel.bins.rows)
-        left, width = bins.edges[:-1], np.diff(bins.edges)
-        accuracy, confidence, few = bins.accuracy[full], bins.confidence[full], bins.count[full] < FEW
-        low, gap = np.minimum(accuracy, confidence), np.abs(accuracy - confidence)
-        bar: dict[str, Any] = {"align": "edge", "color": BLUE, "edgecolor": INK, "linewidth": 0.6}
-        red: dict[str, Any] = {"align": "edge", "facecolor": PALE, "edgecolor": RED, "linewidth": 0.8, "hatch": "////"}
-        upper.bar(left[full], accuracy, width[full], **bar, label="Accuracy")
-        upper.bar(left[full], gap, width[full], low, **red, label="Gap")
-        upper.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
-        pale = f"pale: under {FEW} answers" if few.any() else None
-        # The title is above the note on the left and the legend on the right, and no wider than the panel.
-        lines = max(len(panel.note().splitlines()), 3 if pale is None else 4)
-        upper.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 10 * lines)
-        upper.text(0.0, 1.02, panel.note(), transform=upper.transAxes, fontsize=8.0, va="bottom")
-        upper.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=pale, title_fontsize=7)
-        for patch, faded in zip(upper.patches, np.tile(few, 2), strict=True):  # not those of the legend
-            patch.set_alpha(0.4 if faded else None)
-        lower.bar(left, bins.share, width, **bar)
-        means = (("Confidence", bins.confidence_sum, RED, "-"), ("Accuracy", bins.correct_sum, INK, (0, (3, 2))))
-        for name, sums, colour, style in means:
-            mean = float(sums.sum()) / bins.rows
-            lower.axvline(mean, color=colour, linewidth=1.6, linestyle=style, label=f"{name} {100 * mean:.{digits}f} %")
-        lower.set_xlabel("Confidence")
-        lower.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)
-    axes[0, 0].set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
-    axes[1, 0].set(ylim=(0, max(panel.bins.share.max() for panel in panels)), ylabel="Share of answers")
-    axes[1, 0].yaxis.set_major_locator(MaxNLocator(3))
-    for axis in (axes[0, 0].xaxis, axes[0, 0].yaxis, axes[1, 0].yaxis):
-        axis.set_major_formatter(percent)
-    return drawn
+    width = 0.5 + 3.1 * len(panels)
+    figure = Figure(figsize=(width, 5.2))
+    axes = figure.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(2.5, 1.0))
+    for column, panel in enumerate(panels):
+        _draw_diagram(axes[0, column], panel)
+        _draw_histogram(axes[1, column], panel.bins)
+    first_diagram = axes[0, 0]
+    first_histogram = axes[1, 0]
+    highest_share = max(panel.bins.share.max() for panel in panels)
+    first_diagram.set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
+    first_histogram.set(ylim=(0, highest_share), ylabel="Share of answers")
+    first_histogram.yaxis.set_major_locator(MaxNLocator(3))
+    first_histogram.yaxis.set_major_formatter(percent)
+    first_diagram.xaxis.set_major_formatter(percent)
+    first_diagram.yaxis.set_major_formatter(percent)
+    return figure
+
+
+def _draw_diagram(axes: Axes, panel: Panel) -> None:
+    """Draw the accuracy of each bin that has answers, and its gap to the mean confidence."""
+    bins = panel.bins
+    has_answers = bins.count > 0
+    left = bins.edges[:-1][has_answers]
+    width = np.diff(bins.edges)[has_answers]
+    accuracy = bins.accuracy[has_answers]
+    confidence = bins.confidence[has_answers]
+    has_few = bins.count[has_answers] < FEW_ANSWERS
+    gap_height = np.abs(accuracy - confidence)
+    gap_bottom = np.minimum(accuracy, confidence)
+    axes.bar(left, accuracy, width, **BAR_STYLE, label="Accuracy")
+    axes.bar(left, gap_height, width, gap_bottom, **GAP_STYLE, label="Gap")
+    axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
+    legend_title = None
+    legend_lines = 3
+    if has_few.any():
+        legend_title = f"pale: under {FEW_ANSWERS} answers"
+        legend_lines = 4
+    # The title is above the note on the left and the legend on the right, and no wider than the panel.
+    note = panel.note()
+    lines_below_title = max(len(note.splitlines()), legend_lines)
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 10 * lines_below_title)
+    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=8.0, va="bottom")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=legend_title, title_fontsize=7)
+    # After the legend, whose own patches stay as they are. Every bin has two: its accuracy, then its gap.
+    for patch, is_pale in zip(axes.patches, np.tile(has_few, 2), strict=True):
+        if is_pale:
+            patch.set_alpha(0.4)
+
+
+def _draw_histogram(axes: Axes, bins: Reliability) -> None:
+    """Draw how often each confidence occurs, with lines at mean confidence and accuracy."""
+    axes.bar(bins.edges[:-1], bins.share, np.diff(bins.edges), **BAR_STYLE)
+    digits = supported_decimals(bins.rows)
+    confidence = float(bins.confidence_sum.sum()) / bins.rows
+    accuracy = float(bins.correct_sum.sum()) / bins.rows
+    confidence_label = f"Confidence {100 * confidence:.{digits}f} %"
+    accuracy_label = f"Accuracy {100 * accuracy:.{digits}f} %"
+    axes.axvline(confidence, color=RED, linewidth=1.6, linestyle="-", label=confidence_label)
+    axes.axvline(accuracy, color=INK, linewidth=1.6, linestyle=(0, (3, 2)), label=accuracy_label)
+    axes.set_xlabel("Confidence")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2)

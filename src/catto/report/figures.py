@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,61 +23,157 @@ from catto.report import tables
 from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
 from catto.report.measuring import Answered
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
-from catto.report.tables import Row, method_order, method_title, row_order, setting_title, task_order, task_title
+from catto.report.tables import TrainedCell, method_order, method_title, setting_title, task_order, task_title
 
-# Methods differ by marker too, for grey print and colour blindness.
+
+class MethodLook(NamedTuple):
+    """How a method is drawn. Markers differ too, for grey print and colour blindness."""
+
+    colour: str
+    marker: str
+
+
+class PalerLook(NamedTuple):
+    """How a rescaled method differs from the one it starts from. white: how much white is mixed in, 0 to 1."""
+
+    white: float
+    marker: str
+
+
+class RuleLook(NamedTuple):
+    """How a rule that picks one of k answers is drawn. line: a format of matplotlib, such as `s-`."""
+
+    colour: str
+    line: str
+
+
 LOOKS = {
-    "sft": ("#6B7C8C", "o"),
-    "sft+ts": ("#56A4D8", "v"),
-    "sft+ls": ("#1B6CA8", "s"),
-    "sft+outcome": ("#4D6A2E", "p"),
-    "dpo": (RED, "D"),
-    "dpo+ts": ("#E08E0B", "^"),
-    "cft": ("#C37FB0", "<"),
-    "rcft": ("#8A4B94", ">"),
-    "dpo+bce": ("#A8871C", "P"),
-    "dpo+catto": ("#0E9F6E", "*"),
-    "dpo+outcome": (INK, "X"),
-    "dpo+outcome-pairs": ("#2A9DA8", "h"),
-    "dpo+replay": ("#9C5A33", "8"),
-    "dpo+decoupled": ("#B5179E", "X"),
-    "dpo+decoupled+sft": ("#6A4C93", "p"),
-    "dpo+reasoning": ("#D36B4A", "d"),
-    "ipo": ("#7A7A1F", "h"),
-    "dpo+robust": ("#C98BA0", "s"),
-    "dpo+sft": ("#4F7F7A", "o"),
+    "sft": MethodLook("#6B7C8C", "o"),
+    "sft+ts": MethodLook("#56A4D8", "v"),
+    "sft+ls": MethodLook("#1B6CA8", "s"),
+    "sft+outcome": MethodLook("#4D6A2E", "p"),
+    "dpo": MethodLook(RED, "D"),
+    "dpo+ts": MethodLook("#E08E0B", "^"),
+    "cft": MethodLook("#C37FB0", "<"),
+    "rcft": MethodLook("#8A4B94", ">"),
+    "dpo+bce": MethodLook("#A8871C", "P"),
+    "dpo+catto": MethodLook("#0E9F6E", "*"),
+    "dpo+outcome": MethodLook(INK, "X"),
+    "dpo+outcome-pairs": MethodLook("#2A9DA8", "h"),
+    "dpo+replay": MethodLook("#9C5A33", "8"),
+    "dpo+decoupled": MethodLook("#B5179E", "X"),
+    "dpo+decoupled+sft": MethodLook("#6A4C93", "p"),
+    "dpo+reasoning": MethodLook("#D36B4A", "d"),
+    "ipo": MethodLook("#7A7A1F", "h"),
+    "dpo+robust": MethodLook("#C98BA0", "s"),
+    "dpo+sft": MethodLook("#4F7F7A", "o"),
 }
-# How much paler than its start a rescaled method is, and its marker.
-SCALED_LOOKS: dict[ScalingKind, tuple[float, str]] = {
-    "raw": (0.38, "d"),
-    "normalized": (0.62, "P"),
-    "vector": (0.5, "H"),
+SCALED_LOOKS: dict[ScalingKind, PalerLook] = {
+    "raw": PalerLook(0.38, "d"),
+    "normalized": PalerLook(0.62, "P"),
+    "vector": PalerLook(0.5, "H"),
 }
-RULES = {
-    "most confident": ("#0E9F6E", "o-"),
-    "majority vote": ("#1B6CA8", "s-"),
-    "confidence-weighted vote": ("#8A4B94", "^--"),
-    "mean log-probability": ("#E08E0B", "v-."),
-    "one random sample": (GREY, ":"),
-    "oracle": (INK, ":"),
+RULE_LOOKS = {
+    "most confident": RuleLook("#0E9F6E", "o-"),
+    "majority vote": RuleLook("#1B6CA8", "s-"),
+    "confidence-weighted vote": RuleLook("#8A4B94", "^--"),
+    "mean log-probability": RuleLook("#E08E0B", "v-."),
+    "one random sample": RuleLook(GREY, ":"),
+    "oracle": RuleLook(INK, ":"),
 }
-PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four, and ours beside them
-ECE, ACCURACY = "ECE, per cent", "Accuracy, per cent"
+CURVE_STYLES = ("-", "--", ":", "-.")  # for grey print
+PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four, and ours next to them
+MOST_RELIABILITY_PANELS = 5  # side by side, if none of the methods above was run
+ECE = "ECE, per cent"
+ACCURACY = "Accuracy, per cent"
 
-Groups = Mapping[Row, Sequence[GroupNumbers]]
-Looks = Mapping[str, tuple[str, str]]  # method -> colour, marker
+Looks = Mapping[str, MethodLook]
+GroupsByMethod = Mapping[str, Sequence[GroupNumbers]]
+
+
+def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
+    """Choose colour and marker of each method.
+
+    A rescaled method without a look of its own has the colour of the method it starts from, paler. Other unknown
+    methods get a hue far from the last one, and the markers in turn.
+
+    Args:
+        methods: names of methods in any order.
+
+    Returns:
+        method -> look, in the order of the tables.
+
+    >>> choose_looks(["mine", "dpo+catto"])["mine"]
+    MethodLook(colour='#4767b2', marker='v')
+    """
+    looks = {}
+    for position, method in enumerate(sorted(set(methods), key=method_order)):
+        start = unscaled(method)
+        if method in LOOKS:
+            looks[method] = LOOKS[method]
+        elif start in LOOKS:
+            looks[method] = _make_paler(LOOKS[start], SCALED_LOOKS[scaled_kind(method)])
+        else:
+            looks[method] = _invent_look(position)
+    return looks
+
+
+def _make_paler(look: MethodLook, paler: PalerLook) -> MethodLook:
+    red, green, blue = [(1 - paler.white) * part + paler.white for part in to_rgb(look.colour)]
+    return MethodLook(to_hex((red, green, blue)), paler.marker)
+
+
+def _invent_look(position: int) -> MethodLook:
+    """Return a look by position in the order of methods; steps of 0.618 keep neighbouring hues far apart."""
+    hue = 0.618 * position % 1
+    markers = [look.marker for look in LOOKS.values()]
+    colour = to_hex(colorsys.hsv_to_rgb(hue, 0.6, 0.7))
+    return MethodLook(colour, markers[position % len(markers)])
+
+
+# ---- which figures there are
+
+
+class TitledContent(NamedTuple):
+    """One panel of a figure: its title, and what the drawing function of the figure's kind reads."""
+
+    title: str
+    content: Any
+
+
+class HistogramContent(NamedTuple):
+    """Answers, and the number of bins for their confidences."""
+
+    answers: Answered
+    bins: int
+
+
+class HistoryContent(NamedTuple):
+    """A validation metric to follow, and the trainings of each method."""
+
+    metric: str
+    trainings: Mapping[str, Sequence[Training]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `subject`: what it shows, in words; `tag`: the same for its file; `contents`: its panels,
-    as (title, content) or, of reliability diagrams, as `Panel`.
+    """A figure of the report.
 
-    The page has a title and a caption for each kind, puts the picture into a section and hides it by its budget, tasks
-    and methods.
+    The page has a title and a caption for each kind. It puts the picture into a section and hides it by its budget,
+    tasks and methods.
+
+    Attributes:
+        kind: "reliability" or a key of `KINDS`.
+        section: the part of the page.
+        tag: what the figure shows, as part of its file name.
+        subject: what the figure shows, in words.
+        contents: its panels as `TitledContent`; of reliability diagrams as `Panel`.
+        budget: the budget of the numbers; None if they belong to all.
+        tasks: the tasks that it shows.
+        methods: the methods that it shows; empty means all.
     """
 
-    kind: str  # "reliability" or an entry of KINDS
+    kind: str
     section: str
     tag: str
     subject: str
@@ -88,268 +185,436 @@ class Picture:
     @property
     def name(self) -> str:
         """The stem of its file."""
-        return "-".join(filter(None, (self.kind, self.tag, self.budget)))
+        parts = [self.kind, self.tag, self.budget]
+        return "-".join(part for part in parts if part)
 
     def draw(self, looks: Looks) -> Figure:
-        """Draw one panel for each entry of `contents`, with one legend below. Axes in per cent end at 100."""
+        """Draw one panel for each entry of `contents`, with one legend below."""
         if self.kind == "reliability":
             return reliability_figure(self.contents)
-        kind = KINDS[self.kind]
-        columns = min(kind.columns, len(self.contents))
-        rows, width = -(-len(self.contents) // columns), min(5.8, 12.4 / columns)
-        figure = Figure()
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.share, sharey=kind.share).flat
-        for place, (title, content) in enumerate(self.contents):
-            axes = grid[place]
-            axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=8 if width < 3.5 else 10)
-            axes.set_ylabel("" if place % columns else kind.y)
-            if place + columns >= len(self.contents):  # no panel below
-                axes.set_xlabel(kind.x)
-                axes.tick_params(labelbottom=True)
-            axes.grid(True)
-            kind.draw(axes, content, looks)
-            if kind.shares:
-                axes.set_xlim(0, 1)
-                axes.xaxis.set_major_formatter(percent)
-                axes.yaxis.set_major_formatter(percent)
-            axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
-            for line in axes.lines:
-                line.sticky_edges.x.extend([0, 100] if kind.x in (ECE, ACCURACY) else [])
-                line.sticky_edges.y.extend([0, 100] if kind.y in (ECE, ACCURACY) else [])
-        for axes in grid[len(self.contents) :]:
-            axes.set_visible(False)
-        legends = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid)
-        handles = {label: handle for legend in legends for handle, label in legend}
-        across = max(1, int(columns * width / 2))
-        height = rows * (kind.height or 0.9 + 0.3 * len(grid[0].get_yticks()))
-        # The panels keep their height below a long legend, which takes its own from the figure.
-        figure.set_size_inches(columns * width, height + 0.2 * max(0, -(-len(handles) // across) - 3))
-        if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=across)
-        return figure
+        return draw_panels(KINDS[self.kind], self.contents, looks)
 
 
-def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
-    """The numbers of the score tables, and Confidence@k."""
-    for setting, title in tables.SETTING_TITLES.items():
-        groups = numbers.block(setting, budget)
-        kinds: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
-            "ece": groups,
-            "scatter": groups,
-            "seeds": [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)],
-            "world": [group for group in groups if "true_error" in group.others],
-        }
-        for kind, shown in kinds.items():
-            if contents := by_task((record.task, (record.method, None), record) for record in shown):
-                tasks = tuple(dict.fromkeys(record.task for record in shown))
-                yield Picture(kind, setting, title.lower().replace(" ", "-"), title, contents, budget, tasks)
-    sampled = [group for group in numbers.block("in", budget) if group.selection]
-    for task in tables.tasks_of(sampled):
-        by_method = [(method_title(group.method), group) for group in sampled if group.task == task]
-        yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))
+def make_pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
+    """Yield every figure of the report, those of the training last.
 
-
-def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
-    """Reliability, histograms and risk-coverage of the first seed, for each training set and task."""
-    places: dict[tuple[object, ...], list[tuple[CellNumbers, Answered]]] = {}
-    for cell, given in zip(numbers.cells, answers, strict=True):
-        if cell.budget in (None, budget):
-            places.setdefault((cell.setting, task_order(cell.task), cell.trained_on), []).append((cell, given))
-    for _, pairs in sorted(places.items()):
-        seed, (first, _) = min(cell.seed for cell, _ in pairs), pairs[0]
-        shown = sorted((pair for pair in pairs if pair[0].seed == seed), key=lambda pair: method_order(pair[0].method))
-        diagrams, histograms, curves = {}, {}, {}
-        for cell, given in shown:
-            bins = reliability(given.confidence, given.correct, numbers.bins)
-            diagrams[cell.method] = Panel(method_title(cell.method), bins, cell.null, cell.sources)
-            histograms[method_title(cell.method)] = given, numbers.bins
-            curves[cell.method] = risk_coverage(given.confidence, given.correct)
-        paper = [diagrams[name] for name in PAPER_PANELS if name in diagrams]
-        contents: dict[str, Any] = {"reliability": paper or [*diagrams.values()][:5]}
-        contents |= {"histogram": [*histograms.items()], "risk": [("", curves)]}
-        tag, subject = first.stem, f"{setting_title(first)}, seed {seed}"
-        for kind, content in contents.items():
-            yield Picture(kind, "", tag, subject, content, budget, (first.task,))
-        for cell, _ in shown:
-            if cell.budget is not None or budget == numbers.budgets[0]:  # a model that both budgets share: once
-                name, panel = f"{tag}-{cell.method}", diagrams[cell.method]
-                title = f"{panel.title}, {subject}"
-                yield Picture("reliability", "one", name, title, [panel], cell.budget, (cell.task,), (cell.method,))
-
-
-def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
-    """Yield every figure of the report; at the end validation over training.
-
-    answers: those of `numbers.cells`, in the same order.
+    Args:
+        results: the experiment.
+        numbers: what was measured.
+        answers: the answers of `numbers.cells`, in the same order.
     """
     for budget in numbers.budgets:
-        yield from score_pictures(numbers, budget)
-        yield from answer_pictures(numbers, answers, budget)
-    trained = [pair for pair in tables.trained_cells(results) if pair[1].history]
-    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+        yield from make_score_pictures(numbers, budget)
+        yield from make_answer_pictures(numbers, answers, budget)
+    yield from make_history_pictures(results, numbers)
+
+
+def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
+    """Yield the figures of the numbers in the score tables, and of Confidence@k."""
+    for setting, title in tables.SETTING_TITLES.items():
+        groups = numbers.block(setting, budget)
+        cells = [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)]
+        with_truth = [group for group in groups if "true_error" in group.others]
+        shown_in: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
+            "ece": groups,
+            "scatter": groups,
+            "seeds": cells,
+            "world": with_truth,
+        }
+        for kind, records in shown_in.items():
+            if not records:
+                continue
+            yield Picture(
+                kind=kind,
+                section=setting,
+                tag=title.lower().replace(" ", "-"),
+                subject=title,
+                contents=split_by_task(records),
+                budget=budget,
+                tasks=tuple(dict.fromkeys(record.task for record in records)),
+            )
+    with_samples = [group for group in numbers.block("in", budget) if group.selection]
+    for task in tables.list_tasks(with_samples):
+        of_task = [group for group in with_samples if group.task == task]
+        yield Picture(
+            kind="confidence-at-k",
+            section="",
+            tag=task,
+            subject=task_title(task),
+            contents=[TitledContent(method_title(group.method), group) for group in of_task],
+            budget=budget,
+            tasks=(task,),
+        )
+
+
+def split_by_task(records: Iterable[GroupNumbers | CellNumbers]) -> list[TitledContent]:
+    """Return one panel for each task: method -> its records, with the same methods in every panel."""
+    panels: dict[str, dict[str, list[GroupNumbers | CellNumbers]]] = {}
+    records = list(records)
+    methods = sorted({record.method for record in records}, key=method_order)
+    for task in sorted({record.task for record in records}, key=task_order):
+        panels[task] = {method: [] for method in methods}
+    for record in records:
+        panels[record.task][record.method].append(record)
+    return [TitledContent(task_title(task), by_method) for task, by_method in panels.items()]
+
+
+class MeasuredAnswers(NamedTuple):
+    """The numbers and the answers of one cell."""
+
+    cell: CellNumbers
+    answers: Answered
+
+
+def make_answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
+    """Yield reliability, histograms and risk-coverage of the first seed, for each training set and task."""
+    tests: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
+    for cell, answered in zip(numbers.cells, answers, strict=True):
+        if cell.budget in (None, budget):
+            key = (cell.setting, task_order(cell.task), cell.trained_on)
+            tests.setdefault(key, []).append(MeasuredAnswers(cell, answered))
+    for _, pairs in sorted(tests.items()):
+        first_seed = min(pair.cell.seed for pair in pairs)
+        of_seed = [pair for pair in pairs if pair.cell.seed == first_seed]
+        of_seed.sort(key=lambda pair: method_order(pair.cell.method))
+        yield from _make_test_pictures(numbers, of_seed, budget)
+
+
+def _make_test_pictures(numbers: Numbers, pairs: Sequence[MeasuredAnswers], budget: Budget | None) -> Iterator[Picture]:
+    """Yield the figures of the methods that were trained on the same data and tested on the same task and seed."""
+    diagrams: dict[str, Panel] = {}
+    histograms: list[TitledContent] = []
+    curves: dict[str, RiskCoverage] = {}
+    for cell, answers in pairs:
+        title = method_title(cell.method)
+        bins = reliability(answers.confidence, answers.correct, numbers.bins)
+        diagrams[cell.method] = Panel(title=title, bins=bins, null=cell.null, sources=cell.sources)
+        histograms.append(TitledContent(title, HistogramContent(answers, numbers.bins)))
+        curves[cell.method] = risk_coverage(answers.confidence, answers.correct)
+    panels = [diagrams[method] for method in PAPER_PANELS if method in diagrams]
+    if not panels:
+        panels = list(diagrams.values())[:MOST_RELIABILITY_PANELS]
+    contents_of: dict[str, Sequence[Any]] = {
+        "reliability": panels,
+        "histogram": histograms,
+        "risk": [TitledContent("", curves)],
+    }
+    first = pairs[0].cell
+    subject = f"{setting_title(first)}, seed {first.seed}"
+    for kind, contents in contents_of.items():
+        yield Picture(
+            kind=kind,
+            section="",
+            tag=first.stem,
+            subject=subject,
+            contents=contents,
+            budget=budget,
+            tasks=(first.task,),
+        )
+    for cell, _ in pairs:
+        is_shared_by_budgets = cell.budget is None
+        if is_shared_by_budgets and budget != numbers.budgets[0]:
+            continue  # drawn with the first budget
+        diagram = diagrams[cell.method]
+        yield Picture(
+            kind="reliability",
+            section="one",
+            tag=f"{first.stem}-{cell.method}",
+            subject=f"{diagram.title}, {subject}",
+            contents=[diagram],
+            budget=cell.budget,
+            tasks=(cell.task,),
+            methods=(cell.method,),
+        )
+
+
+def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
+    """Yield validation over training, for each training set and budget."""
+    followed = [trained for trained in tables.list_trained_cells(results) if trained.training.history]
+    tasks = sorted({trained.cell.trained_on for trained in followed}, key=task_order)
     for task, budget in product(tasks, numbers.budgets):
-        followed = [pair for pair in trained if pair[0].trained_on == task and pair[0].budget in (None, budget)]
-        for _, rows in by_task((task, (cell.method, None), training) for cell, training in followed):
-            metrics = [("Validation ECE", ("val_ece", rows)), ("Validation accuracy", ("val_accuracy", rows))]
-            yield Picture("history", "", task, task_title(task), metrics, budget, (task,))
+        trainings = _group_trainings(followed, task, budget)
+        if not trainings:
+            continue
+        contents = [
+            TitledContent("Validation ECE", HistoryContent("val_ece", trainings)),
+            TitledContent("Validation accuracy", HistoryContent("val_accuracy", trainings)),
+        ]
+        yield Picture(
+            kind="history",
+            section="",
+            tag=task,
+            subject=task_title(task),
+            contents=contents,
+            budget=budget,
+            tasks=(task,),
+        )
 
 
-def by_task(entries: Iterable[tuple[str, Row, Any]]) -> list[tuple[str, dict[Row, list[Any]]]]:
-    """Sort (task, row, item) into one titled panel per task, each with the same rows in the order of the tables."""
-    entries = list(entries)
-    rows = sorted({row for _, row, _ in entries}, key=row_order)
-    return [
-        (task_title(task), {row: [item for *place, item in entries if place == [task, row]] for row in rows})
-        for task in sorted({task for task, _, _ in entries}, key=task_order)
-    ]
+def _group_trainings(followed: Iterable[TrainedCell], task: str, budget: Budget | None) -> dict[str, list[Training]]:
+    """Return method -> its trainings on a task in a budget, in the order of the tables."""
+    trainings: dict[str, list[Training]] = {}
+    for cell, training in sorted(followed, key=lambda trained: method_order(trained.cell.method)):
+        if cell.trained_on == task and cell.budget in (None, budget):
+            trainings.setdefault(cell.method, []).append(training)
+    return trainings
 
 
-def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each method. A rescaled one without its own has its start's colour, paler.
-
-    Other methods take a hue far from the last one, and the markers in turn.
-
-    >>> looks(["mine", "dpo+catto"])
-    {'dpo+catto': ('#0E9F6E', '*'), 'mine': ('#4767b2', 'v')}
-    """
-    found, markers = {}, [marker for _, marker in LOOKS.values()]
-    for place, method in enumerate(sorted({*methods}, key=method_order)):
-        own = to_hex(colorsys.hsv_to_rgb(0.618 * place % 1, 0.6, 0.7)), markers[place % len(markers)]
-        found[method] = LOOKS.get(method, own)
-        if method not in LOOKS and (start := unscaled(method)) in LOOKS:
-            paler, marker = SCALED_LOOKS[scaled_kind(method)]
-            red, green, blue = ((1 - paler) * part + paler for part in to_rgb(LOOKS[start][0]))
-            found[method] = to_hex((red, green, blue)), marker
-    return found
+# ---- drawing
 
 
-def named_rows(axes: Axes, rows: Mapping[Row, Sequence[Any]], looks: Looks) -> Iterator[tuple[int, str, Any]]:
-    """Name the rows of a panel, the first on top; yield the place, colour and items of each."""
-    names = [method_title(method) + (f" ({budget})" if budget else "") for method, budget in rows]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    for row, ((method, _), items) in enumerate(rows.items()):
-        yield row, looks[method][0], items
+def draw_panels(kind: FigureKind, contents: Sequence[TitledContent], looks: Looks) -> Figure:
+    """Draw the panels of a figure in rows, with one legend below all of them."""
+    columns = min(kind.most_columns, len(contents))
+    rows = math.ceil(len(contents) / columns)
+    width = min(5.8, 12.4 / columns)
+    figure = Figure()
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.same_axes, sharey=kind.same_axes).flat
+    for place, (title, content) in enumerate(contents):
+        axes = grid[place]
+        _title_panel(axes, title, width)
+        is_leftmost = place % columns == 0
+        if is_leftmost:
+            axes.set_ylabel(kind.y)
+        is_lowest = place + columns >= len(contents)
+        if is_lowest:
+            axes.set_xlabel(kind.x)
+            axes.tick_params(labelbottom=True)
+        axes.grid(True)
+        kind.draw(axes, content, looks)
+        _limit_axes(axes, kind)
+    for axes in grid[len(contents) :]:
+        axes.set_visible(False)
+    handles = {}
+    for axes in grid:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    panel_height = kind.height
+    if panel_height is None:
+        panel_height = 0.9 + 0.3 * len(grid[0].get_yticks())
+    entries_per_line = max(1, int(columns * width / 2))
+    legend_lines = math.ceil(len(handles) / entries_per_line)
+    # The panels keep their height below a long legend: its lines after the third make the figure higher.
+    height = rows * panel_height + 0.2 * max(0, legend_lines - 3)
+    figure.set_size_inches(columns * width, height)
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=entries_per_line)
+    return figure
 
 
-def ends(band: Interval | NullBand) -> tuple[float, float]:
-    """The ends in per cent; nan, which is not drawn, where there are none."""
+def _title_panel(axes: Axes, title: str, width: float) -> None:
+    """Set the title, broken into lines that fit a panel of this width in inches."""
+    if width < 3.5:
+        size = 8
+    else:
+        size = 10
+    axes.set_title(textwrap.fill(title, int(10 * width)), fontsize=size)
+
+
+def _limit_axes(axes: Axes, kind: FigureKind) -> None:
+    """Let shares go from 0 to 1, start ECE at 0, and end what is in per cent at 100."""
+    if kind.in_shares:
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(percent)
+        axes.yaxis.set_major_formatter(percent)
+    axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
+    for line in axes.lines:
+        if kind.x in (ECE, ACCURACY):
+            line.sticky_edges.x.extend([0, 100])
+        if kind.y in (ECE, ACCURACY):
+            line.sticky_edges.y.extend([0, 100])
+
+
+def _name_rows(axes: Axes, methods: Iterable[str]) -> None:
+    """Name the rows of a panel, the first on top."""
+    titles = [method_title(method) for method in methods]
+    axes.set_yticks(range(len(titles)), titles)
+    axes.set_ylim(len(titles) - 0.5, -0.5)
+
+
+def _ends_in_percent(band: Interval | NullBand) -> tuple[float, float]:
+    """Return the ends in per cent; nan, which matplotlib does not draw, if there are none."""
     return 100 * band.low, 100 * band.high
 
 
-def draw_chance(axes: Axes, rows: Groups, looks: Looks) -> None:
-    """ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open).
-
-    Forced answers are named in place of their numbers, which describe the fallback and could dwarf all others.
-    """
-    for row, shade, groups in named_rows(axes, rows, looks):
+def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
+    """Draw ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open)."""
+    _name_rows(axes, groups_of)
+    for row, (method, groups) in enumerate(groups_of.items()):
         for group in groups:
             if group.sources.forced:
-                share = f"{100 * group.others['fallback_rate'].mean:.0f} % forced"
-                axes.annotate(share, (0, row), (8, 0), textcoords="offset points", va="center", fontsize=7, color=INK)
-                continue
-            ece, debiased, smooth = (100 * group.metrics[name].mean for name in ("ece", "debiased_ece", "smooth_ece"))
-            low, high = ends(group.null)
-            axes.barh(row, high - low, 0.62, low, color=GREY, alpha=0.35, linewidth=0)
-            axes.plot(ends(group.intervals["ece"]), (row, row), color=shade, linewidth=1.4)
-            axes.plot(ece, row, "o", color=shade, markersize=6.5)
-            axes.plot(debiased, row, "|", color=shade, markersize=11)
-            axes.plot(smooth, row, "o", color=shade, markersize=6.5, markerfacecolor="none")
+                _write_forced_share(axes, row, group)
+            else:
+                _draw_chance_row(axes, row, group, colour=looks[method].colour)
 
 
-def draw_scatter(axes: Axes, rows: Groups, looks: Looks) -> None:
-    """Accuracy against ECE with their intervals, and the null band of the ECE (grey), without forced answers."""
-    for (method, _), groups in rows.items():
-        shade, mark = looks[method]
-        for group in (group for group in groups if not group.sources.forced):
-            x, y = 100 * group.metrics["accuracy"].mean, 100 * group.metrics["ece"].mean
-            axes.plot((x, x), ends(group.null), color=GREY, linewidth=5, alpha=0.35)
-            axes.plot(ends(group.intervals["accuracy"]), (y, y), color=shade, linewidth=0.8, alpha=0.5)
-            axes.plot((x, x), ends(group.intervals["ece"]), color=shade, linewidth=0.8, alpha=0.5)
-            (point,) = axes.plot(x, y, mark, color=shade, markersize=10 if mark == "*" else 7)
-            point.set(markeredgecolor=INK, markeredgewidth=0.4, label=method_title(method))
+def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
+    """Write the share of forced answers instead of the numbers.
+
+    These describe the fallback and could dwarf all others.
+    """
+    axes.annotate(
+        f"{100 * group.others['fallback_rate'].mean:.0f} % forced",
+        xy=(0, row),
+        xytext=(8, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7,
+        color=INK,
+    )
 
 
-def draw_seeds(axes: Axes, rows: Mapping[Row, Sequence[CellNumbers]], looks: Looks) -> None:
-    """ECE of every seed, and a long mark at their mean."""
-    for row, shade, cells in named_rows(axes, rows, looks):
-        values = [100 * cell.metrics["ece"].value for cell in cells]
-        axes.plot(values, [row] * len(values), "o", color=shade, alpha=0.55, markersize=6)
-        if values:
-            axes.plot(np.mean(values), row, "|", color=shade, markersize=15, markeredgewidth=2.0)
+def _draw_chance_row(axes: Axes, row: int, group: GroupNumbers, *, colour: str) -> None:
+    ece = 100 * group.metrics["ece"].mean
+    debiased = 100 * group.metrics["debiased_ece"].mean
+    smooth = 100 * group.metrics["smooth_ece"].mean
+    low, high = _ends_in_percent(group.null)
+    axes.barh(row, width=high - low, height=0.62, left=low, color=GREY, alpha=0.35, linewidth=0)
+    axes.plot(_ends_in_percent(group.intervals["ece"]), (row, row), color=colour, linewidth=1.4)
+    axes.plot(ece, row, "o", color=colour, markersize=6.5)
+    axes.plot(debiased, row, "|", color=colour, markersize=11)
+    axes.plot(smooth, row, "o", color=colour, markersize=6.5, markerfacecolor="none")
 
 
-def draw_world(axes: Axes, rows: Groups, looks: Looks) -> None:
-    """Measured ECE (filled) and true calibration error (open)."""
-    for row, shade, groups in named_rows(axes, rows, looks):
+def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
+    """Draw accuracy against ECE with their intervals, and the null band of the ECE (grey), without forced answers."""
+    for method, groups in groups_of.items():
         for group in groups:
-            ece, true = 100 * group.metrics["ece"].mean, 100 * group.others["true_error"].mean
-            axes.plot((ece, true), (row, row), color=GREY, linewidth=2.0, zorder=1)
-            axes.plot(ece, row, "o", color=shade, markersize=7)
-            axes.plot(true, row, "o", color=shade, markersize=7, markerfacecolor="#ffffff")
+            if not group.sources.forced:
+                _draw_scatter_point(axes, group, look=looks[method], label=method_title(method))
+
+
+def _draw_scatter_point(axes: Axes, group: GroupNumbers, *, look: MethodLook, label: str) -> None:
+    accuracy = 100 * group.metrics["accuracy"].mean
+    ece = 100 * group.metrics["ece"].mean
+    axes.plot((accuracy, accuracy), _ends_in_percent(group.null), color=GREY, linewidth=5, alpha=0.35)
+    whisker: dict[str, Any] = {"color": look.colour, "linewidth": 0.8, "alpha": 0.5}
+    axes.plot(_ends_in_percent(group.intervals["accuracy"]), (ece, ece), **whisker)
+    axes.plot((accuracy, accuracy), _ends_in_percent(group.intervals["ece"]), **whisker)
+    size = 7
+    if look.marker == "*":  # a star of the same size looks smaller
+        size = 10
+    (point,) = axes.plot(accuracy, ece, look.marker, color=look.colour, markersize=size)
+    point.set(markeredgecolor=INK, markeredgewidth=0.4, label=label)
+
+
+def draw_seeds(axes: Axes, cells_of: Mapping[str, Sequence[CellNumbers]], looks: Looks) -> None:
+    """Draw the ECE of every seed, and a long mark at their mean."""
+    _name_rows(axes, cells_of)
+    for row, (method, cells) in enumerate(cells_of.items()):
+        colour = looks[method].colour
+        values = [100 * cell.metrics["ece"].value for cell in cells]
+        axes.plot(values, [row] * len(values), "o", color=colour, alpha=0.55, markersize=6)
+        if values:
+            axes.plot(np.mean(values), row, "|", color=colour, markersize=15, markeredgewidth=2.0)
+
+
+def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
+    """Draw measured ECE (filled) and true calibration error (open)."""
+    _name_rows(axes, groups_of)
+    for row, (method, groups) in enumerate(groups_of.items()):
+        colour = looks[method].colour
+        for group in groups:
+            ece = 100 * group.metrics["ece"].mean
+            true_error = 100 * group.others["true_error"].mean
+            axes.plot((ece, true_error), (row, row), color=GREY, linewidth=2.0, zorder=1)
+            axes.plot(ece, row, "o", color=colour, markersize=7)
+            axes.plot(true_error, row, "o", color=colour, markersize=7, markerfacecolor="#ffffff")
 
 
 def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
-    """Accuracy of each way to pick one of k answers, and of the greedy answer."""
+    """Draw the accuracy of each way to pick one of k answers, and of the greedy answer."""
     sizes = sorted(group.selection)
-    for rule, (shade, line) in RULES.items():
+    for rule, look in RULE_LOOKS.items():
         values = [100 * group.selection[k][rule].mean for k in sizes]
-        axes.plot(sizes, values, line, color=shade, markersize=4, linewidth=1.3, label=rule)
+        axes.plot(sizes, values, look.line, color=look.colour, markersize=4, linewidth=1.3, label=rule)
     greedy = 100 * group.metrics["accuracy"].mean
     axes.axhline(greedy, color=RED, linewidth=1.0, linestyle=(0, (5, 2)), label="one greedy answer")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(k) for k in sizes])
 
 
-def draw_histogram(axes: Axes, content: tuple[Answered, int], _: Looks) -> None:
-    """How often each confidence occurs: right answers, and wrong ones on top of them."""
-    answers, bins = content
-    parts = [answers.confidence[answers.correct], answers.confidence[~answers.correct]]
-    weights = [np.full(len(part), 1 / len(answers)) for part in parts]
-    style: dict[str, Any] = {"stacked": True, "histtype": "stepfilled", "color": [BLUE, RED]}
-    axes.hist(parts, np.linspace(0, 1, bins + 1).tolist(), weights=weights, label=["right", "wrong"], **style)
+def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
+    """Draw how often each confidence occurs: right answers, and wrong ones on top of them."""
+    answers = content.answers
+    right = answers.confidence[answers.correct]
+    wrong = answers.confidence[~answers.correct]
+    edges = np.linspace(0, 1, content.bins + 1)
+    axes.hist(
+        [right, wrong],
+        edges.tolist(),
+        weights=[np.full(len(part), 1 / len(answers)) for part in (right, wrong)],
+        label=["right", "wrong"],
+        color=[BLUE, RED],
+        stacked=True,
+        histtype="stepfilled",
+    )
     for patch in axes.patches:
         patch.sticky_edges.y.extend([0, 1])
 
 
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> None:
-    """How often answers are wrong when only the most confident are given, one curve per method."""
-    for place, (method, curve) in enumerate(curves.items()):
-        line, label = ("-", "--", ":", "-.")[place % 4], method_title(method)  # for grey print
-        axes.step(curve.coverage, curve.risk, line, where="pre", color=looks[method][0], linewidth=1.4, label=label)
-    axes.set_ylim(0, min(1, axes.get_ylim()[1]))
+    """Draw how often answers are wrong if only the most confident ones are given, one curve per method."""
+    for position, (method, curve) in enumerate(curves.items()):
+        axes.step(
+            curve.coverage,
+            curve.risk,
+            CURVE_STYLES[position % len(CURVE_STYLES)],
+            where="pre",
+            color=looks[method].colour,
+            linewidth=1.4,
+            label=method_title(method),
+        )
+    highest = axes.get_ylim()[1]
+    axes.set_ylim(0, min(1, highest))
 
 
-def draw_history(axes: Axes, content: tuple[str, Mapping[Row, Sequence[Training]]], looks: Looks) -> None:
-    """A validation metric over the steps, one line per method: the mean over seeds where they have the value."""
-    metric, rows = content
-    for (method, _), trainings in rows.items():
-        points = [point for training in trainings for point in training.history if {"step", metric} <= point.keys()]
-        steps = sorted({point["step"] for point in points})
-        means = [100 * np.mean([point[metric] for point in points if point["step"] == step]) for step in steps]
-        shade, mark = looks[method]
-        axes.plot(steps, means, f"{mark}-", color=shade, markersize=4, linewidth=1.3, label=method_title(method))
+def draw_history(axes: Axes, content: HistoryContent, looks: Looks) -> None:
+    """Draw a validation metric over the steps, one line per method: the mean over the seeds that have the value."""
+    for method, trainings in content.trainings.items():
+        values_at: dict[float, list[float]] = {}
+        for training in trainings:
+            for point in training.history:
+                if "step" in point and content.metric in point:
+                    values_at.setdefault(point["step"], []).append(point[content.metric])
+        steps = sorted(values_at)
+        means = [100 * np.mean(values_at[step]) for step in steps]
+        look = looks[method]
+        line = f"{look.marker}-"
+        axes.plot(steps, means, line, color=look.colour, markersize=4, linewidth=1.3, label=method_title(method))
 
 
-class Kind(NamedTuple):
-    """How a kind of figure is drawn: the content of a panel, the labels of its axes, and its height in inches."""
+class FigureKind(NamedTuple):
+    """How a kind of figure is drawn.
+
+    Attributes:
+        draw: draws the content of a panel on its axes.
+        x: label of the x axis.
+        y: label of the y axis.
+        height: of a panel in inches; None means by the number of rows.
+        same_axes: whether all panels have the same axes.
+        most_columns: maximum number of panels side by side.
+        in_shares: whether both axes are shares of answers.
+    """
 
     draw: Callable[[Axes, Any, Looks], None]
     x: str
     y: str = ""
-    height: float | None = None  # None: by the number of rows
-    share: bool = True  # whether all panels have the same axes
-    columns: int = 5  # most panels side by side
-    shares: bool = False  # whether both axes are shares of answers
+    height: float | None = None
+    same_axes: bool = True
+    most_columns: int = 5
+    in_shares: bool = False
 
 
 KINDS = {
-    "ece": Kind(draw_chance, ECE),
-    "scatter": Kind(draw_scatter, ACCURACY, ECE, 3.6, share=False, columns=3),
-    "seeds": Kind(draw_seeds, ECE),
-    "world": Kind(draw_world, ECE),
-    "confidence-at-k": Kind(draw_selection, "k", ACCURACY, 2.6),
-    "histogram": Kind(draw_histogram, "Confidence", "Share of answers", 2.3, shares=True),
-    "risk": Kind(draw_risk, "Coverage (share answered)", "Risk (share of those wrong)", 5.0, shares=True),
-    "history": Kind(draw_history, "Step", "Per cent", 3.6, share=False),
+    "ece": FigureKind(draw_chance, x=ECE),
+    "scatter": FigureKind(draw_scatter, x=ACCURACY, y=ECE, height=3.6, same_axes=False, most_columns=3),
+    "seeds": FigureKind(draw_seeds, x=ECE),
+    "world": FigureKind(draw_world, x=ECE),
+    "confidence-at-k": FigureKind(draw_selection, x="k", y=ACCURACY, height=2.6),
+    "histogram": FigureKind(draw_histogram, x="Confidence", y="Share of answers", height=2.3, in_shares=True),
+    "risk": FigureKind(
+        draw_risk, x="Coverage (share answered)", y="Risk (share of those wrong)", height=5.0, in_shares=True
+    ),
+    "history": FigureKind(draw_history, x="Step", y="Per cent", height=3.6, same_axes=False),
 }

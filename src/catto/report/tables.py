@@ -1,9 +1,10 @@
-"""The tables of the report: tables.toml describes them, and here they are filled with numbers.
+"""The tables of the report: tables.toml describes them, and this module fills them with numbers.
 
-The paper's printed numbers are in `paper.csv`, in the units of our tables: `table` is the kind of table and `quantity`
-the metric of the column that they are printed beside. They are copied from its tables (its text differs in places);
-what its captions call variance is the standard deviation over five seeds. Of the deviations of Confidence@k, one row is
-printed twice (RCFT) and none for BCE, which is therefore missing. Minutes are those of one A100.
+`paper.csv` has the numbers that the paper prints, in the units of our tables. Its `table` is a kind of table and its
+`quantity` the metric of the column that shows the number. The numbers are copied from the paper's tables; its text
+differs in places. What its captions call variance is the standard deviation over five seeds. Of the deviations of
+Confidence@k, one row is printed twice (RCFT) and none for BCE, which is therefore missing. Minutes are those of one
+A100.
 """
 
 from __future__ import annotations
@@ -12,24 +13,23 @@ import csv
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from itertools import product
 from math import isnan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
 from catto import methods
 from catto.measure import MOST_FORCED
 from catto.methods import Budget
-from catto.metrics.statistics import Interval, NullBand
+from catto.metrics.statistics import Interval, NullBand, SeedSummary
 from catto.report.measuring import PREFERENCE, papers_budget
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, supported_decimals
+from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, Verdict, supported_decimals
 from catto.report.render import Column, Entry, Line, Table
 
 Setting = Literal["in", "out", "any"]  # see `Place.setting`
-Row = tuple[str, Budget | None]  # a method, and its budget where both are shown
 
 # In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
@@ -49,6 +49,16 @@ PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution tab
 method_order = methods.order
 
 
+# ---- titles and order
+
+
+class TableRow(NamedTuple):
+    """What a row is about: a method, and its budget where one table shows both budgets."""
+
+    method: str
+    budget: Budget | None = None
+
+
 def task_title(task: str) -> str:
     """Return the heading of a task's columns."""
     return TASK_TITLES.get(task, task)
@@ -56,46 +66,105 @@ def task_title(task: str) -> str:
 
 def task_order(task: str) -> tuple[int, str]:
     """Return the sort key of a task's columns."""
-    return (list(TASK_TITLES).index(task) if task in TASK_TITLES else len(TASK_TITLES), task)
+    if task in TASK_TITLES:
+        position = list(TASK_TITLES).index(task)
+    else:
+        position = len(TASK_TITLES)
+    return position, task
+
+
+def list_tasks(groups: Iterable[GroupNumbers]) -> list[str]:
+    """Return the tasks of the groups in the order of columns."""
+    return sorted({group.task for group in groups}, key=task_order)
 
 
 def method_title(method: str) -> str:
     """Return the heading of a method's row."""
-    return methods.method(method).title if methods.known(method) else method
+    if methods.known(method):
+        return methods.method(method).title
+    return method
 
 
-def row_order(row: Row) -> tuple[object, ...]:
-    """Return the sort key of a row."""
-    return *method_order(row[0]), row[1] != "paper"
+def row_order(row: TableRow) -> tuple[object, ...]:
+    """Return the sort key of a row: by method, the paper's budget first."""
+    return *method_order(row.method), row.budget != "paper"
 
 
 def setting_title(place: Place) -> str:
-    """Name a task, and what the model was trained on where that is another: `SNLI, trained on MMLU`."""
-    return task_title(place.task) + ("" if place.setting == "in" else f", trained on {task_title(place.trained_on)}")
+    """Name a task, and what the model was trained on if that is another task: `SNLI, trained on MMLU`."""
+    title = task_title(place.task)
+    if place.setting == "in":
+        return title
+    return f"{title}, trained on {task_title(place.trained_on)}"
+
+
+def format_range(values: Iterable[float | None], digits: int = 2) -> str:
+    """Format the lowest and the highest value, or the only one if both round to the same.
+
+    Args:
+        values: at least one number; None is skipped.
+        digits: maximum number of decimals.
+
+    >>> format_range([3.14, 3.149]), format_range([3.14, 1400], 1)
+    ('3.14 to 3.15', '3.1 to 1,400')
+    """
+    rounded = [round(value, digits) for value in values if value is not None]
+    low = _format_with_commas(min(rounded))
+    high = _format_with_commas(max(rounded))
+    if low == high:
+        return low
+    return f"{low} to {high}"
+
+
+def _format_with_commas(value: float) -> str:
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,}"
+
+
+# ---- files of the package
+
+
+class PaperKey(NamedTuple):
+    """Where the paper prints a number. table: the kind of our table; quantity: the metric of our column."""
+
+    table: str
+    method: str
+    quantity: str
+    task: str
 
 
 @cache
-def papers_numbers() -> dict[tuple[str, str, str, str], str]:
-    """Read the paper's numbers as it prints them: table, method, quantity, task -> text.
+def read_papers_numbers() -> dict[PaperKey, str]:
+    """Read the paper's numbers as the paper prints them.
 
-    >>> papers_numbers()["in", "dpo+catto", "ece", "snli"]
+    >>> read_papers_numbers()[PaperKey("in", "dpo+catto", "ece", "snli")]
     '19.13'
     """
-    text = (resources.files("catto.report") / "paper.csv").read_text(encoding="utf-8")
-    return {
-        (row["table"], row["method"], row["quantity"], task): row[task]
-        for row in csv.DictReader(text.splitlines())
-        for task in row.keys() & TASK_TITLES.keys()
-    }
+    numbers = {}
+    for row in csv.DictReader(_read_package_file("paper.csv").splitlines()):
+        for task in row.keys() & TASK_TITLES.keys():
+            key = PaperKey(table=row["table"], method=row["method"], quantity=row["quantity"], task=task)
+            numbers[key] = row[task]
+    return numbers
 
 
 @dataclass(frozen=True)
-class Spec:
+class TableSpec:
     """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
 
-    shows: the mean over seeds, the mean with its mark, these with interval, null band and difference to DPO, or the
-    deviation over seeds. needs: the number that a group without it is left out for. each: one table for each task and
-    training set. notes: field of Entry -> what the caption says where an entry of the table has it.
+    Attributes:
+        kind: the part of the page that shows the table.
+        stem: start of the table's file name.
+        title: heading of the table.
+        caption: sentences below the table.
+        columns: the columns of one task.
+        settings: the settings that have such a table; exactly one in the specs that `read_specs` returns.
+        shows: "mean": the mean over seeds; "short": the mean with its mark; "all": the same with interval, null band
+            and difference to DPO; "std": the standard deviation over seeds.
+        needs: a group without this number is left out.
+        each: whether there is one table for each task and training set.
+        notes: field of `Entry` -> a sentence for the caption if an entry of the table has that field.
     """
 
     kind: str
@@ -111,33 +180,113 @@ class Spec:
 
 
 @cache
-def specs() -> dict[str, Spec]:
-    """Read tables.toml: stem -> Spec, one for each setting, in their order."""
-    text = (resources.files("catto.report") / "tables.toml").read_text(encoding="utf-8")
-    single = {}
-    for spec in TypeAdapter(tuple[Spec, ...]).validate_python(tomllib.loads(text)["table"]):
+def read_specs() -> dict[str, TableSpec]:
+    """Read tables.toml.
+
+    Returns:
+        stem -> spec, in the order of the file; one spec for each setting.
+    """
+    content = tomllib.loads(_read_package_file("tables.toml"))
+    described = TypeAdapter(tuple[TableSpec, ...]).validate_python(content["table"])
+    specs = {}
+    for spec in described:
         for setting in spec.settings:
-            where = (place := SETTING_TITLES.get(setting, "")).lower()
-            texts = {"setting": setting, "stem": where.replace(" ", "-"), "place": place, "where": where}
-            named = {key: getattr(spec, key).format(**texts) for key in ("kind", "stem", "title")}
-            single[named["stem"]] = replace(spec, settings=(setting,), **named)
-    return single
+            single = _restrict_to_setting(spec, setting)
+            specs[single.stem] = single
+    return specs
 
 
-def tasks_of(groups: Iterable[GroupNumbers]) -> list[str]:
-    """Return the tasks of the groups in the order of columns."""
-    return sorted({group.task for group in groups}, key=task_order)
+def _restrict_to_setting(spec: TableSpec, setting: Setting) -> TableSpec:
+    title = SETTING_TITLES.get(setting, "")
+    texts = {
+        "setting": setting,
+        "stem": title.lower().replace(" ", "-"),
+        "place": title,
+        "where": title.lower(),
+    }
+    return replace(
+        spec,
+        settings=(setting,),
+        kind=spec.kind.format(**texts),
+        stem=spec.stem.format(**texts),
+        title=spec.title.format(**texts),
+    )
 
 
-def all_tables(numbers: Numbers, results: Results) -> list[Table]:
+def _read_package_file(name: str) -> str:
+    return (resources.files("catto.report") / name).read_text(encoding="utf-8")
+
+
+# ---- all tables
+
+
+def build_tables(numbers: Numbers, results: Results) -> list[Table]:
     """Build every table of the report, in order, without those that have no number."""
-    kinds = {spec.kind for spec in specs().values()} - {"summary", "rates", "training"}
-    tables = [summary(numbers), *group_tables(numbers, *kinds), *training_tables(results)]
-    return [table for table in tables if any(e.value is not None for line in table.lines for e in line.entries)]
+    kinds = {spec.kind for spec in read_specs().values()}
+    kinds -= {"summary", "rates", "training"}
+    tables = [build_summary(numbers)]
+    tables += build_group_tables(numbers, *kinds)
+    tables += build_training_tables(results)
+    return [table for table in tables if _has_number(table)]
 
 
-def _name_mean(spec: Spec, *, tasks: int, seeds: int) -> Spec:
-    """Return the spec with a caption that names what its numbers are means over: only of what there are several."""
+def _has_number(table: Table) -> bool:
+    return any(entry.value is not None for entry in _list_entries(table.lines))
+
+
+def _list_entries(lines: Iterable[Line]) -> list[Entry]:
+    entries: list[Entry] = []
+    for line in lines:
+        entries.extend(line.entries)
+    return entries
+
+
+def _fill_table(
+    spec: TableSpec,
+    columns: Sequence[Column],
+    rows: Iterable[TableRow],
+    make_entry: Callable[[TableRow, Column], Entry],
+) -> Table:
+    """Build a table with one line for each distinct row, in the order of the methods."""
+    lines = []
+    for row in sorted(set(rows), key=row_order):
+        entries = [make_entry(row, column) for column in columns]
+        lines.append(_make_line(row, entries))
+    return Table(
+        name=spec.stem,
+        title=spec.title,
+        caption=_write_caption(spec, columns, lines),
+        columns=tuple(columns),
+        lines=tuple(lines),
+        budget=None,
+        kind=spec.kind,
+    )
+
+
+def _make_line(row: TableRow, entries: Iterable[Entry]) -> Line:
+    title = method_title(row.method)
+    if row.budget:
+        title += f" ({BUDGET_TITLES[row.budget].lower()})"
+    block: str = "Other"
+    if methods.known(row.method):
+        block = methods.method(row.method).group
+    return Line(method=row.method, title=title, block=block, entries=tuple(entries))
+
+
+def _write_caption(spec: TableSpec, columns: Iterable[Column], lines: Iterable[Line]) -> str:
+    """Join the caption, the notes that apply to some entry, and the notes of the columns."""
+    entries = _list_entries(lines)
+    sentences = [spec.caption]
+    for field_name, note in spec.notes.items():
+        if any(getattr(entry, field_name) for entry in entries):
+            sentences.append(note)
+    # The same column occurs once for each task; its note is printed once.
+    sentences += dict.fromkeys(column.note for column in columns if column.note)
+    return " ".join(sentences)
+
+
+def _name_mean(spec: TableSpec, *, tasks: int, seeds: int) -> TableSpec:
+    """Return the spec with a caption that names what the numbers are means over, if there are several of it."""
     averaged = []
     if tasks > 1:
         averaged.append("tasks")
@@ -148,243 +297,448 @@ def _name_mean(spec: Spec, *, tasks: int, seeds: int) -> Spec:
     return replace(spec, caption=f"{spec.caption} Mean over {' and '.join(averaged)}.")
 
 
-def _filled(spec: Spec, columns: Iterable[Column], rows: Iterable[Row], entry: Callable[[Row, Column], Entry]) -> Table:
-    """Build a table with a line for each row, in order, of what `entry` says of each column."""
-    columns, lines = tuple(columns), []
-    for method, budget in sorted(set(rows), key=row_order):
-        title = method_title(method) + (f" ({BUDGET_TITLES[budget].lower()})" if budget else "")
-        block = methods.method(method).group if methods.known(method) else "Other"
-        lines.append(Line(method, title, block, tuple(entry((method, budget), column) for column in columns)))
-    entries = [entry for line in lines for entry in line.entries]
-    notes = [note for name, note in spec.notes.items() if any(getattr(entry, name) for entry in entries)]
-    explained = dict.fromkeys(column.note for column in columns if column.note)  # once for the columns of all tasks
-    caption = " ".join([spec.caption, *notes, *explained])
-    return Table(spec.stem, spec.title, caption, columns, tuple(lines), None, spec.kind)
+def _count_seeds(groups: Iterable[GroupNumbers]) -> int:
+    """Return the number of seeds of the group that has most of them."""
+    return max(len(group.seeds) for group in groups)
 
 
-# ---- tables of results
+# ---- the summary
 
 
-def summary(numbers: Numbers) -> Table:
-    """Build the table of the first screen: the groups that it shows, a line for each method, with means over the tasks.
+def build_summary(numbers: Numbers) -> Table:
+    """Build the table of the first screen: one line for each method, with means over the tasks.
 
-    Decimals are those that N supports. Bold marks all that cannot be told apart from the best, unless these are all.
+    Numbers have the decimals that N supports. Bold marks every method that cannot be told apart from the best one,
+    unless that is true of all methods.
     """
-    spec, groups, verdict = specs()["summary"], numbers.first_screen, numbers.verdict
-    n, k = min(group.n for group in groups), max(_sizes(groups), default=0)
+    spec = read_specs()["summary"]
+    groups = numbers.first_screen
+
+    def make_entry(row: TableRow, column: Column) -> Entry:
+        of_method = [group for group in groups if group.method == row.method]
+        return _make_summary_entry(spec, column, groups=of_method, verdict=numbers.verdict)
+
+    tasks = list_tasks(groups)
+    titled = replace(spec, title=_write_summary_title(groups))
+    titled = _name_mean(titled, tasks=len(tasks), seeds=_count_seeds(groups))
+    columns = _choose_summary_columns(spec, groups)
+    rows = [TableRow(group.method) for group in groups]
+    return _fill_table(titled, columns, rows, make_entry)
+
+
+def _write_summary_title(groups: Sequence[GroupNumbers]) -> str:
+    """Name the tasks, the number of questions, and the budget if there is one."""
+    facts = [task_title(task) for task in list_tasks(groups)]
+    fewest_questions = min(group.n for group in groups)
+    facts.append(f"N = {fewest_questions:,}")
+    budget = groups[0].budget
+    if budget:
+        facts.append(BUDGET_TITLES[budget].lower())
+    return ", ".join(facts)
+
+
+def _choose_summary_columns(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[Column]:
+    """Return the columns for which these groups have numbers, with k and decimals filled in."""
+    decimals = supported_decimals(min(group.n for group in groups))
+    truth_is_known = all(group.number("true_error") for group in groups)
+    largest_k = max(list_sizes(groups), default=0)
     columns = []
     for column in spec.columns:
-        unknown_truth = column.metric == "true_error" and not all(group.number("true_error") for group in groups)
-        nothing_sampled = column.rule and not k
-        if unknown_truth or nothing_sampled or _is_empty(column, groups):
+        if column.metric == "true_error" and not truth_is_known:
             continue
-        decimals = supported_decimals(n) + (0 if column.scale == 100 else 2)
-        columns.append(column.fill(k, decimals=decimals))
-
-    def entry(row: Row, column: Column) -> Entry:
-        """Print the mean over tasks; of chance the null band, or in how many of several tasks the ECE is within it."""
-        mine = [group for group in groups if group.method == row[0]]
-        count, null, digits = len(mine), mine[0].null, column.decimals
-        if column.metric == "chance" and count > 1:
-            return Entry(text=f"in {sum(group.within_null for group in mine)} of {count} tasks")
-        if column.metric == "chance":
-            low, high = 100 * null.low, 100 * null.high
-            return Entry(text=f"{low:.{digits}f} to {high:.{digits}f}", null=(low, high))
-        entries = [_entry(spec, column, group) for group in mine]
-        made, values = entries[0], [entry.value for entry in entries if entry.value is not None]
-        if count > 1:
-            mean = sum(values) / count
-            made = Entry(mean, f"{mean:.{digits}f}") if len(values) == count else Entry()
-        # The share of forced answers alone says where numbers describe the fallback.
-        made.forced = "forced" if column.metric == "fallback_rate" and any(entry.forced for entry in entries) else ""
-        if verdict is not None and len(verdict.leaders) < len(verdict.losses):
-            made.best = column.metric == verdict.metric and row[0] in verdict.leaders
-        return made
-
-    budget = groups[0].budget
-    facts = [*map(task_title, tasks_of(groups)), f"N = {n:,}", *([BUDGET_TITLES[budget].lower()] if budget else [])]
-    spec = replace(spec, title=", ".join(facts))
-    spec = _name_mean(spec, tasks=len(tasks_of(groups)), seeds=max(len(group.seeds) for group in groups))
-    return _filled(spec, columns, ((group.method, None) for group in groups), entry)
+        if column.rule and not largest_k:
+            continue
+        if _is_left_out(column, groups):
+            continue
+        if column.scale == 100:
+            columns.append(column.fill(largest_k, decimals=decimals))
+        else:
+            columns.append(column.fill(largest_k, decimals=decimals + 2))
+    return columns
 
 
-def _is_empty(column: Column, groups: Iterable[GroupNumbers]) -> bool:
-    """Return whether a column is left out: it is optional and no group has its number."""
+def _make_summary_entry(
+    spec: TableSpec, column: Column, *, groups: Sequence[GroupNumbers], verdict: Verdict | None
+) -> Entry:
+    """Make the entry of one method from its groups, one for each task."""
+    if column.metric == "chance":
+        return _make_chance_entry(groups, column.decimals)
+    entries = [_make_entry(spec, column, group) for group in groups]
+    has_forced_answers = any(entry.forced for entry in entries)
+    if len(entries) == 1:
+        entry = entries[0]
+    else:
+        entry = _average_entries(entries, column.decimals)
+    # In this table only the share of forced answers says where numbers describe the fallback.
+    entry.forced = ""
+    if column.metric == "fallback_rate" and has_forced_answers:
+        entry.forced = "forced"
+    if verdict is not None and column.metric == verdict.metric:
+        all_lead = len(verdict.leaders) == len(verdict.losses)
+        entry.best = not all_lead and groups[0].method in verdict.leaders
+    return entry
+
+
+def _make_chance_entry(groups: Sequence[GroupNumbers], decimals: int) -> Entry:
+    """Print the null band of one task, or in how many of several tasks the ECE is within it."""
+    if len(groups) > 1:
+        within = sum(group.within_null for group in groups)
+        return Entry(text=f"in {within} of {len(groups)} tasks")
+    low = 100 * groups[0].null.low
+    high = 100 * groups[0].null.high
+    return Entry(text=f"{low:.{decimals}f} to {high:.{decimals}f}", null=(low, high))
+
+
+def _average_entries(entries: Sequence[Entry], decimals: int) -> Entry:
+    """Return the mean over tasks; an empty entry if a task has no value."""
+    values = [entry.value for entry in entries if entry.value is not None]
+    if len(values) < len(entries):
+        return Entry()
+    mean = sum(values) / len(values)
+    return Entry(value=mean, text=f"{mean:.{decimals}f}")
+
+
+def _is_left_out(column: Column, groups: Iterable[GroupNumbers]) -> bool:
+    """Return whether a column is optional and no group has its number."""
     return column.optional and not any(group.number(column.metric) for group in groups)
 
 
-def _sizes(groups: Iterable[GroupNumbers]) -> list[int]:
-    """Return the numbers of candidates to show: the paper's where they were measured, and the largest."""
-    measured = sorted({k for group in groups for k in group.selection})
-    return [k for k in measured if k in (*PAPERS_K, measured[-1])]
+def list_sizes(groups: Iterable[GroupNumbers]) -> list[int]:
+    """Return the numbers of candidates to show: the paper's if they were measured, and the largest."""
+    measured: set[int] = set()
+    for group in groups:
+        measured.update(group.selection)
+    if not measured:
+        return []
+    shown = {*PAPERS_K, max(measured)}
+    return sorted(measured & shown)
 
 
-def group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
+# ---- tables of groups
+
+
+def build_group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     """Build the tables of these kinds for every budget."""
+    wanted = [spec for spec in read_specs().values() if spec.kind in kinds]
     tables = []
-    for spec, budget in product((spec for spec in specs().values() if spec.kind in kinds), numbers.budgets):
-        groups = [group for group in numbers.block(spec.settings[0], budget) if group.number(spec.needs)]
-        parts: dict[tuple[object, ...], list[GroupNumbers]] = {}
-        for group in groups:
-            apart = (group.setting, task_order(group.task), group.trained_on) if spec.each else ()
-            parts.setdefault(apart, []).append(group)
-        tables += [_group_table(spec, part, budget, _sizes(groups)) for _, part in sorted(parts.items())]
+    for spec, budget in product(wanted, numbers.budgets):
+        block = numbers.block(spec.settings[0], budget)
+        groups = [group for group in block if group.number(spec.needs)]
+        sizes = list_sizes(groups)
+        for part in _split_into_tables(spec, groups):
+            tables.append(_build_group_table(spec, part, budget=budget, sizes=sizes))
     return tables
 
 
-def _group_table(spec: Spec, groups: Sequence[GroupNumbers], budget: Budget | None, sizes: Sequence[int]) -> Table:
+def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[list[GroupNumbers]]:
+    """Return the groups of each table: all in one, or those of one task and training set together."""
+    if not groups:
+        return []
+    if not spec.each:
+        return [list(groups)]
+    parts: dict[tuple[str, tuple[int, str], str], list[GroupNumbers]] = {}
+    for group in groups:
+        key = (group.setting, task_order(group.task), group.trained_on)
+        parts.setdefault(key, []).append(group)
+    return [parts[key] for key in sorted(parts)]
+
+
+def _build_group_table(
+    spec: TableSpec, groups: Sequence[GroupNumbers], *, budget: Budget | None, sizes: Sequence[int]
+) -> Table:
     """Build one table: a line for each method; a column takes the group of its task."""
-    name, title = spec.stem, spec.title
-    repeated = [(column, k) for column in spec.columns for k in (sizes if column.rule else [0])]
+    group_at = {(group.method, group.task): group for group in groups}
+
+    def make_entry(row: TableRow, column: Column) -> Entry:
+        return _make_entry(spec, column, group_at.get((row.method, column.task)))
+
+    stem = spec.stem
+    title = spec.title
     if spec.each:
-        name, title = f"{name}-{groups[0].stem}", f"{title}: {setting_title(groups[0])}"
-        repeated.sort(key=lambda pair: pair[1])
-    columns = [
-        column.fill(k, task=task, top=column.top if spec.each else task_title(task))
-        for task in tasks_of(groups)
-        for column, k in repeated
-        if not _is_empty(column, groups)
-    ]
-    places = {(group.method, group.task): group for group in groups}
+        stem += f"-{groups[0].stem}"
+        title += f": {setting_title(groups[0])}"
     if budget:
-        name, title = f"{name}-{budget}", f"{title}, {BUDGET_TITLES[budget].lower()}"
-    named = replace(spec, stem=name, title=title)
-    named = _name_mean(named, tasks=1, seeds=max(len(group.seeds) for group in groups))
-    rows = ((group.method, None) for group in groups)
-    table = _filled(named, columns, rows, lambda row, column: _entry(spec, column, places.get((row[0], column.task))))
+        stem += f"-{budget}"
+        title += f", {BUDGET_TITLES[budget].lower()}"
+    named = replace(spec, stem=stem, title=title)
+    named = _name_mean(named, tasks=1, seeds=_count_seeds(groups))
+    columns = _fill_columns(spec, groups, sizes)
+    rows = [TableRow(group.method) for group in groups]
+    table = _fill_table(named, columns, rows, make_entry)
     return replace(table, budget=budget)
 
 
-def _entry(spec: Spec, column: Column, group: GroupNumbers | None) -> Entry:
+def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequence[int]) -> list[Column]:
+    """Return the columns of every task; a column with a rule is repeated for every number of candidates."""
+    repeated: list[tuple[Column, int]] = []
+    for column in spec.columns:
+        if _is_left_out(column, groups):
+            continue
+        if column.rule:
+            repeated += [(column, k) for k in sizes]
+        else:
+            repeated.append((column, 0))
+    if spec.each:
+        repeated.sort(key=lambda pair: pair[1])
+    columns = []
+    for task in list_tasks(groups):
+        for column, k in repeated:
+            if spec.each:
+                top = column.top
+            else:
+                top = task_title(task)
+            columns.append(column.fill(k, task=task, top=top))
+    return columns
+
+
+# ---- entries
+
+
+def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> Entry:
     """Print a group's number with what this kind of table shows of it."""
     if group is None:
         return Entry()
-    spread = group.selection.get(column.k, {}).get(column.rule) if column.rule else group.number(column.metric)
+    spread = _find_spread(column, group)
+    if spread is None and column.metric == "risk_threshold":
+        return Entry(text="none")
     if spread is None:
-        return Entry(text="none" if column.metric == "risk_threshold" else "-")
-    value, std, scale = spread.mean, spread.std, column.scale
-    entry = Entry(group=group, scale=scale)
-    if group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE):
-        entry.paper = papers_numbers().get((spec.kind, group.method, column.metric, group.task), "")
+        return Entry()
+    entry = Entry(group=group, scale=column.scale, paper=_find_papers_number(spec, column, group))
+    value = spread.mean
+    deviation = spread.std
     if spec.shows == "std":
-        if std is None:
+        if deviation is None:
             return entry
-        value, std = std, None
-    entry.value, entry.text = scale * value, f"{scale * value:.{column.decimals}f}"
-    entry.std = None if std is None else scale * std
-    if column.metric == "auroc_within":
-        entry.notes = (f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",)
-    if column.metric == "preference_accuracy" and spec.shows == "all":
-        entry.notes = (f"N = {group.others['preference_pairs'].mean:g}",)
-    if column.metric == "risk_threshold" and (promised := group.others["risk_promised"].mean) < 1:
-        entry.notes = (f"in {round(promised * len(group.seeds))} of {len(group.seeds)} seeds",)
+        value = deviation
+        deviation = None
+    entry.value = column.scale * value
+    entry.text = f"{entry.value:.{column.decimals}f}"
+    if deviation is not None:
+        entry.std = column.scale * deviation
+    entry.notes = _write_notes(spec, column.metric, group)
     versus = group.versus.get(column.metric)
     if spec.shows in ("short", "all") and versus is not None:
         entry.mark = versus.mark(column.metric)
     if spec.shows == "all":
-        interval, gap, entry.versus = group.intervals[column.metric], group.gap, versus
-        entry.interval = _ends(interval, scale)
-        entry.null = _ends(group.null, scale) if column.metric == "ece" else None
-        if interval.reason is not None:  # an ECE outside its own interval: what holds instead
-            entry.notes = (f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}",)
-            if not isnan(gap.low):
-                ends = f"[{100 * gap.low:+z.2f}, {100 * gap.high:+z.2f}]"
-                entry.notes += (f"conf. - acc. {100 * gap.value:+z.2f} {ends}",)
-    share = group.others["sample_fallback_rate" if spec.needs == "sample_fallback_rate" else "fallback_rate"].mean
-    if share > MOST_FORCED and column.metric not in PREFERENCE:  # which reads no answers of the model
-        entry.forced, entry.mark = f"{100 * share:.0f} % forced", ""
+        entry.versus = versus
+        entry.interval = _scale_ends(group.intervals[column.metric], column.scale)
+        if column.metric == "ece":
+            entry.null = _scale_ends(group.null, column.scale)
+    forced_share = _find_forced_share(spec, group)
+    reads_answers = column.metric not in PREFERENCE
+    if forced_share > MOST_FORCED and reads_answers:
+        entry.forced = f"{100 * forced_share:.0f} % forced"
+        entry.mark = ""
     return entry
 
 
-def _ends(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
-    return None if isnan(band.low) else (scale * band.low, scale * band.high)
+def _find_spread(column: Column, group: GroupNumbers) -> SeedSummary | None:
+    """Return the number that the column shows of a group; None if the group does not have it."""
+    if column.rule:
+        return group.selection.get(column.k, {}).get(column.rule)
+    return group.number(column.metric)
+
+
+def _find_papers_number(spec: TableSpec, column: Column, group: GroupNumbers) -> str:
+    """Return what the paper prints for this entry; empty if it prints nothing comparable."""
+    is_comparable = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
+    if not is_comparable:
+        return ""
+    key = PaperKey(table=spec.kind, method=group.method, quantity=column.metric, task=group.task)
+    return read_papers_numbers().get(key, "")
+
+
+def _write_notes(spec: TableSpec, metric: str, group: GroupNumbers) -> tuple[str, ...]:
+    """Return the lines below a value: what it is measured on, or what holds in place of its interval."""
+    if spec.shows == "all" and group.intervals[metric].reason is not None:
+        return _replace_interval(group)
+    if metric == "auroc_within":
+        return (f"in {group.others['questions_with_both'].mean:g} of {group.n:,} questions",)
+    if metric == "preference_accuracy" and spec.shows == "all":
+        return (f"N = {group.others['preference_pairs'].mean:g}",)
+    if metric == "risk_threshold":
+        share_of_seeds = group.others["risk_promised"].mean
+        seeds = len(group.seeds)
+        if share_of_seeds < 1:
+            return (f"in {round(share_of_seeds * seeds)} of {seeds} seeds",)
+    return ()
+
+
+def _replace_interval(group: GroupNumbers) -> tuple[str, ...]:
+    """Describe an ECE outside its own interval by numbers that hold: debiased ECE, confidence minus accuracy."""
+    notes = [f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}"]
+    gap = group.gap
+    if not isnan(gap.low):
+        ends = f"[{100 * gap.low:+z.2f}, {100 * gap.high:+z.2f}]"
+        notes.append(f"conf. - acc. {100 * gap.value:+z.2f} {ends}")
+    return tuple(notes)
+
+
+def _find_forced_share(spec: TableSpec, group: GroupNumbers) -> float:
+    """Return the share of forced answers among those that the table is about: the samples or the greedy answers."""
+    if spec.needs == "sample_fallback_rate":
+        return group.others["sample_fallback_rate"].mean
+    return group.others["fallback_rate"].mean
+
+
+def _scale_ends(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
+    if isnan(band.low):
+        return None
+    return scale * band.low, scale * band.high
 
 
 # ---- tables of training
 
 
-def trained_cells(results: Results) -> list[tuple[Cell, Training]]:
-    """Return one cell for each trained model: the one tested where it was trained, else its first test."""
-    models: dict[tuple[str, str, Budget | None, int], tuple[Cell, Training]] = {}
+class TrainedCell(NamedTuple):
+    """A cell whose model was trained, and how."""
+
+    cell: Cell
+    training: Training
+
+
+def list_trained_cells(results: Results) -> list[TrainedCell]:
+    """Return one cell for each trained model: the one tested on its training task, or else its first test."""
+    models: dict[tuple[str, str, Budget | None, int], TrainedCell] = {}
     for cell in sorted(results.cells, key=lambda cell: cell.setting):
-        if cell.training is not None:
-            models.setdefault((cell.trained_on, cell.method, cell.budget, cell.seed), (cell, cell.training))
+        if cell.training is None:
+            continue
+        model = (cell.trained_on, cell.method, cell.budget, cell.seed)
+        models.setdefault(model, TrainedCell(cell, cell.training))
     return list(models.values())
 
 
-def by_preferences(name: str) -> bool:
-    """Return whether a method is trained on pairs."""
-    return methods.known(name) and methods.method(name).stage == "preference"
+def is_trained_on_pairs(method: str) -> bool:
+    """Return whether a method is trained on preference pairs."""
+    return methods.known(method) and methods.method(method).stage == "preference"
 
 
-def budget_note(results: Results, budget: Budget | None) -> str:
-    """Say how long the preference methods of a budget trained, as recorded; empty where nothing is."""
-    trained: dict[str, list[Training]] = {}
-    for cell, run in sorted(trained_cells(results), key=lambda pair: method_order(pair[0].method)):
-        if cell.budget in (None, budget) and by_preferences(cell.method) and run.rows and run.epochs:
-            trained.setdefault(cell.method, []).append(run)
-    efforts: dict[str, list[str]] = {}
-    for name, runs in trained.items():
-        pairs, epochs = span([run.rows for run in runs]), span([run.epochs for run in runs])
-        kept = span([run.epochs if run.kept_epochs is None else run.kept_epochs for run in runs])
-        early = "" if kept == epochs else f", kept after {kept}"
-        efforts.setdefault(f"{pairs} pairs, epochs: {epochs}{early}", []).append(method_title(name))
-    return "; ".join(f"{', '.join(names)}: {effort}" for effort, names in efforts.items())
+def describe_budget(results: Results, budget: Budget | None) -> str:
+    """Say how long the preference methods of a budget were trained; empty if nothing is recorded."""
+    runs_of: dict[str, list[Training]] = {}
+    for cell, training in sorted(list_trained_cells(results), key=lambda trained: method_order(trained.cell.method)):
+        is_of_budget = cell.budget in (None, budget)
+        is_recorded = training.rows and training.epochs
+        if is_of_budget and is_recorded and is_trained_on_pairs(cell.method):
+            runs_of.setdefault(cell.method, []).append(training)
+    titles_of: dict[str, list[str]] = {}  # methods of the same effort share a clause
+    for method, runs in runs_of.items():
+        titles_of.setdefault(_describe_effort(runs), []).append(method_title(method))
+    clauses = [f"{', '.join(titles)}: {effort}" for effort, titles in titles_of.items()]
+    return "; ".join(clauses)
 
 
-def span(values: Iterable[float | None], digits: int = 2) -> str:
-    """Print the lowest and the highest value, with at most so many decimals, or the one that both are.
+def _describe_effort(runs: Sequence[Training]) -> str:
+    """Say on how many pairs and for how many epochs a method was trained, and which epoch was kept if not the last."""
+    pairs = format_range(run.rows for run in runs)
+    epochs = format_range(run.epochs for run in runs)
+    kept_epochs = []
+    for run in runs:
+        if run.kept_epochs is None:
+            kept_epochs.append(run.epochs)
+        else:
+            kept_epochs.append(run.kept_epochs)
+    kept = format_range(kept_epochs)
+    effort = f"{pairs} pairs, epochs: {epochs}"
+    if kept != epochs:
+        effort += f", kept after {kept}"
+    return effort
 
-    >>> span([3.14, 3.149]), span([3.14, 1400], 1)
-    ('3.14 to 3.15', '3.1 to 1,400')
+
+def build_training_tables(results: Results) -> list[Table]:
+    """Build a table of learning rates for each training set, then one of time, tokens and kept steps.
+
+    There is a line for each method and budget. Numbers are means over the seeds that recorded them; kept steps are a
+    range.
     """
-    known = [round(value, digits) for value in values if value is not None]
-    low, high = (f"{value:,.0f}" if value == int(value) else f"{value:,}" for value in (min(known), max(known)))
-    return low if low == high else f"{low} to {high}"
+    trained = list_trained_cells(results)
+    tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
+    tables = [_build_rates_table(trained, task) for task in tasks]
+    tables.append(_build_effort_table(results, trained, tasks))
+    return tables
 
 
-# What a training says of its effort; None where it was not recorded.
-EFFORTS: dict[str, Callable[[Training], float | None]] = {
-    "rate": lambda run: run.learning_rate,
-    "minutes": lambda run: None if run.seconds is None else run.seconds / 60,
-    "each": lambda run: 1e3 * run.seconds / run.rows / run.epochs if run.seconds and run.rows and run.epochs else None,
-    "tokens": lambda run: None if run.tokens is None else run.tokens / 1e6,
-    "kept": lambda run: run.kept_step if run.steps else None,
-}
+def _build_rates_table(trained: Sequence[TrainedCell], task: str) -> Table:
+    """Build the learning rates of the preference methods trained on a task, a column for each seed."""
+    spec = read_specs()["learning-rates"]
+
+    def make_entry(row: TableRow, column: Column) -> Entry:
+        of_seed = [each for each in trained if str(each.cell.seed) == column.metric]
+        return _make_training_entry(spec, column, row=row, quantity="rate", trained=of_seed)
+
+    cells = [cell for cell, _ in trained if cell.trained_on == task and is_trained_on_pairs(cell.method)]
+    seeds = sorted({cell.seed for cell in cells})
+    columns = [spec.columns[0].fill(seed=seed, task=task) for seed in seeds]
+    rows = [TableRow(cell.method, cell.budget) for cell in cells]
+    named = replace(spec, stem=f"{spec.stem}-{task}", title=f"{spec.title} {task_title(task)}")
+    return _fill_table(named, columns, rows, make_entry)
 
 
-def training_tables(results: Results) -> list[Table]:
-    """Build the learning rates of every seed, a table for each training set; then time, tokens and kept steps.
+def _build_effort_table(results: Results, trained: Sequence[TrainedCell], tasks: Sequence[str]) -> Table:
+    """Build the table of time, tokens and kept steps, with columns for each training set."""
+    spec = read_specs()["training"]
 
-    There is a line for each method and budget: means over the seeds that recorded a quantity, kept steps as a range.
-    """
-    rates, effort, trained = specs()["learning-rates"], specs()["training"], trained_cells(results)
-    tasks, tables = sorted({cell.trained_on for cell, _ in trained}, key=task_order), []
+    def make_entry(row: TableRow, column: Column) -> Entry:
+        return _make_training_entry(spec, column, row=row, quantity=column.metric, trained=trained)
 
-    def entry(spec: Spec, row: Row, column: Column) -> Entry:
-        """Print the mean over the trainings of a row; a column of learning rates takes the training of its seed."""
-        quantity, seed = ("rate", column.metric) if spec.kind == "rates" else (column.metric, None)
-        here = [pair for pair in trained if (pair[0].method, pair[0].budget, pair[0].trained_on) == (*row, column.task)]
-        trainings = [training for cell, training in here if seed in (None, str(cell.seed))]
-        recorded = [(training, value) for training in trainings if (value := EFFORTS[quantity](training)) is not None]
-        if not recorded:
-            return Entry()
-        values = [value for _, value in recorded]
-        mean = sum(values) / len(values)
-        made = Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
-        if quantity == "kept":
-            made.text = f"{span(values)} of {span(training.steps for training, _ in recorded)}"
-        if all(papers_budget(*row, training) for training in trainings):
-            made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
-        return made
-
+    columns = []
     for task in tasks:
-        mine = [cell for cell, _ in trained if cell.trained_on == task and by_preferences(cell.method)]
-        columns = [rates.columns[0].fill(seed=seed, task=task) for seed in sorted({cell.seed for cell in mine})]
-        spec = replace(rates, stem=f"{rates.stem}-{task}", title=f"{rates.title} {task_title(task)}")
-        tables.append(_filled(spec, columns, ((cell.method, cell.budget) for cell in mine), partial(entry, spec)))
-    columns = [column.fill(top=task_title(task), task=task) for task in tasks for column in effort.columns]
-    effort = replace(effort, caption=effort.caption.format(keep=results.recipe.get("keep", "as trained")))
-    effort = _name_mean(effort, tasks=1, seeds=len({cell.seed for cell, _ in trained}))
-    rows = ((cell.method, cell.budget) for cell, _ in trained)
-    return [*tables, _filled(effort, columns, rows, partial(entry, effort))]
+        top = task_title(task)
+        for column in spec.columns:
+            columns.append(column.fill(top=top, task=task))
+    rows = [TableRow(cell.method, cell.budget) for cell, _ in trained]
+    seeds = {cell.seed for cell, _ in trained}
+    kept_by = results.recipe.get("keep", "as trained")
+    named = replace(spec, caption=spec.caption.format(keep=kept_by))
+    named = _name_mean(named, tasks=1, seeds=len(seeds))
+    return _fill_table(named, columns, rows, make_entry)
+
+
+def _make_training_entry(
+    spec: TableSpec, column: Column, *, row: TableRow, quantity: str, trained: Iterable[TrainedCell]
+) -> Entry:
+    """Print the mean of a quantity over the trainings of a row that recorded it."""
+    trainings = []
+    for cell, training in trained:
+        if TableRow(cell.method, cell.budget) == row and cell.trained_on == column.task:
+            trainings.append(training)
+    values = []
+    steps = []
+    for training in trainings:
+        value = _read_effort(training, quantity)
+        if value is not None:
+            values.append(value)
+            steps.append(training.steps)
+    if not values:
+        return Entry()
+    mean = sum(values) / len(values)
+    entry = Entry(value=mean, text=f"{mean:.2f}")
+    if quantity == "rate":
+        entry.text = f"{mean:g}"
+    elif quantity == "kept":
+        entry.text = f"{format_range(values)} of {format_range(steps)}"
+    if all(papers_budget(row.method, row.budget, training) for training in trainings):
+        key = PaperKey(table=spec.kind, method=row.method, quantity=column.metric, task=column.task)
+        entry.paper = read_papers_numbers().get(key, "")
+    return entry
+
+
+def _read_effort(training: Training, quantity: str) -> float | None:
+    """Return a quantity of a training in the unit of its column; None if it was not recorded.
+
+    Args:
+        training: the record of one training.
+        quantity: "rate" (learning rate), "minutes", "each" (milliseconds per row and epoch), "tokens" (millions) or
+            "kept" (the step whose weights were kept).
+    """
+    if quantity == "rate":
+        return training.learning_rate
+    if quantity == "minutes" and training.seconds is not None:
+        return training.seconds / 60
+    if quantity == "each" and training.seconds and training.rows and training.epochs:
+        return 1e3 * training.seconds / training.rows / training.epochs
+    if quantity == "tokens" and training.tokens is not None:
+        return training.tokens / 1e6
+    if quantity == "kept" and training.steps:
+        return training.kept_step
+    return None

@@ -1,0 +1,156 @@
+"""The predictions that the page lets a reader browse: a part of them if there are too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from catto.answer.response import parse_response
+from catto.measure import Unparsed
+from catto.records import Prediction, Question
+from catto.report.numbers import Cell
+
+MOST_ROWS = 20_000
+LONGEST = 4_000  # characters of a response on the page; the file has all of it
+# Flags of a row; browser.js reads the same bits.
+RIGHT = 1
+FALLBACK = 2
+CUT = 4
+PLAIN = 8
+
+
+class QuestionKey(NamedTuple):
+    """Which question: names are unique within a task; `gold` is the answer that the prediction is compared with."""
+
+    task: str
+    name: str
+    gold: str
+
+
+class BrowserRow(NamedTuple):
+    """One prediction on the page. cell: its number among the cells; flags: the sum of RIGHT, FALLBACK, CUT, PLAIN."""
+
+    cell: int
+    question: QuestionKey
+    answer: str | None
+    confidence: float
+    flags: int
+    response: str
+
+
+@dataclass
+class Browser:
+    """The predictions that the page holds, collected cell by cell.
+
+    Attributes:
+        questions: task -> id -> question, as far as they are known.
+        most: number of predictions up to which all are kept; if there are more, every cell keeps an equal share.
+        expected: number of cells that will be added.
+        unparsed: whether forced answers count as they are or as wrong.
+        total: number of predictions added so far.
+        cells: what the page shows of each cell.
+        rows: the predictions that are kept.
+    """
+
+    questions: Mapping[str, Mapping[str, Question]]
+    most: int = MOST_ROWS
+    expected: int = 1
+    unparsed: Unparsed = "fallback"
+    total: int = 0
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[BrowserRow] = field(default_factory=list)
+
+    def add(self, cell: Cell, predictions: Sequence[Prediction]) -> None:
+        """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
+        number = len(self.cells)
+        self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
+        self.total += len(predictions)
+        has_too_many = self.total > self.most
+        share = max(1, self.most // self.expected)
+        kept = sorted(predictions, key=self._rank_by_surprise)
+        if has_too_many:
+            kept = kept[:share]
+        self.rows += [self._make_row(number, prediction) for prediction in kept]
+        if has_too_many:
+            self.rows = _keep_share(self.rows, share)
+
+    def data(self) -> dict[str, Any]:
+        """Return what browser.js reads: the cells, the questions, and the rows as columns that refer to both."""
+        keys = list(dict.fromkeys(row.question for row in self.rows))
+        number_of = {key: number for number, key in enumerate(keys)}
+        columns = [
+            [row.cell for row in self.rows],
+            [number_of[row.question] for row in self.rows],
+            [row.answer for row in self.rows],
+            [row.confidence for row in self.rows],
+            [row.flags for row in self.rows],
+            [row.response for row in self.rows],
+        ]
+        questions = [self._describe_question(key) for key in keys]
+        return {"cells": self.cells, "questions": questions, "columns": columns}
+
+    def _is_right(self, prediction: Prediction) -> bool:
+        if self.unparsed == "wrong" and prediction.source == "fallback":
+            return False
+        return prediction.label == prediction.gold
+
+    def _rank_by_surprise(self, prediction: Prediction) -> tuple[float, str]:
+        surprise = abs(prediction.confidence - self._is_right(prediction))
+        return -surprise, prediction.question
+
+    def _make_row(self, cell: int, prediction: Prediction) -> BrowserRow:
+        response = self._read_reasoning(prediction)
+        flags = 0
+        if self._is_right(prediction):
+            flags |= RIGHT
+        if len(response) > LONGEST:
+            flags |= CUT
+        if prediction.source == "fallback":
+            flags |= FALLBACK
+        if prediction.source == "plain":
+            flags |= PLAIN
+        return BrowserRow(
+            cell=cell,
+            question=QuestionKey(prediction.task, prediction.question, prediction.gold),
+            answer=prediction.label,
+            confidence=round(prediction.confidence, 5),
+            flags=flags,
+            response=response[:LONGEST],
+        )
+
+    def _read_reasoning(self, prediction: Prediction) -> str:
+        """Return the response without its answer; all of it if nothing is left."""
+        question = self._find_question(prediction.task, prediction.question)
+        if question is None:
+            labels = tuple(label for label in (prediction.label, prediction.gold) if label)
+        else:
+            labels = question.labels
+        return parse_response(prediction.text, labels).reasoning or prediction.text
+
+    def _find_question(self, task: str, name: str) -> Question | None:
+        return self.questions.get(task, {}).get(name)
+
+    def _describe_question(self, key: QuestionKey) -> dict[str, Any]:
+        """Return what the page shows of a question: its texts, options and posterior, as far as they are known."""
+        described: dict[str, Any] = {"id": key.name, "gold": key.gold}
+        question = self._find_question(key.task, key.name)
+        if question is None:
+            return described
+        described["parts"] = list(question.fields.items())
+        described["options"] = [(option.label, option.text) for option in question.options]
+        if question.posterior is not None:
+            described["posterior"] = {label: round(p, 4) for label, p in question.posterior.items()}
+        return described
+
+
+def _keep_share(rows: Iterable[BrowserRow], share: int) -> list[BrowserRow]:
+    """Return the first rows of each cell, `share` of them at most."""
+    kept = []
+    counts: Counter[int] = Counter()
+    for row in rows:
+        if counts[row.cell] < share:
+            counts[row.cell] += 1
+            kept.append(row)
+    return kept
