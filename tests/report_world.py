@@ -16,7 +16,7 @@ from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question
 from catto.report.build import build, read
-from catto.report.measuring import Answered, measure_results
+from catto.report.measuring import CellAnswers, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.report.page import Browser
 from catto.tasks.witnesses import generate
@@ -94,7 +94,7 @@ class Measured:
 
     results: Results
     folder: Path
-    cells: list[Answered]
+    cells: list[CellAnswers]
     numbers: Numbers
     browser: Browser
 

@@ -28,7 +28,7 @@ from catto.report import VERSION
 from catto.report import numbers as store
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import looks, pictures
-from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
+from catto.report.measuring import CellAnswers, ProgressCallback, ignore_progress, measure_results, read_cell
 from catto.report.numbers import Cell, Numbers, Results
 from catto.report.page import Browser, page
 from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
@@ -46,7 +46,7 @@ MOST_IN_NAME = 120
 DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
 
-def build(results: Results, folder: Path, out: Path, progress: Progress = silent) -> Path:
+def build(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
     """Write report.html, tables, figures, model cards and numbers.json into `out`; return the page's path.
 
     Numbers and figures of an earlier build in `out` with the same inputs are kept. `progress` is called with the
@@ -78,7 +78,7 @@ def build(results: Results, folder: Path, out: Path, progress: Progress = silent
     return out / "report.html"
 
 
-def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
+def read(results: Results, folder: Path) -> tuple[list[CellAnswers], Browser]:
     """Read an experiment's answers with their questions, and the predictions that the page shows."""
     questions = {
         task: {question.id: question for path in paths for question in read_records(folder / path, Question)}

@@ -20,7 +20,7 @@ from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
 from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
-from catto.report.measuring import Answered
+from catto.report.measuring import CellAnswers
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.tables import Row, method_order, method_title, row_order, setting_title, task_order, task_title
 
@@ -149,9 +149,9 @@ def score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]
         yield Picture("confidence-at-k", "", task, task_title(task), by_method, budget, (task,))
 
 
-def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
+def answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budget: Budget | None) -> Iterator[Picture]:
     """Reliability, histograms and risk-coverage of the first seed, for each training set and task."""
-    places: dict[tuple[object, ...], list[tuple[CellNumbers, Answered]]] = {}
+    places: dict[tuple[object, ...], list[tuple[CellNumbers, CellAnswers]]] = {}
     for cell, given in zip(numbers.cells, answers, strict=True):
         if cell.budget in (None, budget):
             places.setdefault((cell.setting, task_order(cell.task), cell.trained_on), []).append((cell, given))
@@ -177,7 +177,7 @@ def answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budge
                 yield Picture("reliability", "one", name, title, [panel], cell.budget, (cell.task,), (cell.method,))
 
 
-def pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
+def pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[Picture]:
     """Yield every figure of the report; at the end validation over training.
 
     answers: those of `numbers.cells`, in the same order.
@@ -301,7 +301,7 @@ def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
     axes.set_xticks(sizes, [str(k) for k in sizes])
 
 
-def draw_histogram(axes: Axes, content: tuple[Answered, int], _: Looks) -> None:
+def draw_histogram(axes: Axes, content: tuple[CellAnswers, int], _: Looks) -> None:
     """How often each confidence occurs: right answers, and wrong ones on top of them."""
     answers, bins = content
     parts = [answers.confidence[answers.correct], answers.confidence[~answers.correct]]

@@ -24,7 +24,7 @@ from catto import methods
 from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand
-from catto.report.measuring import PREFERENCE, papers_budget
+from catto.report.measuring import PREFERENCE, has_papers_budget
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, supported_decimals
 from catto.report.render import Column, Entry, Line, Table
 
@@ -374,7 +374,7 @@ def training_tables(results: Results) -> list[Table]:
         made = Entry(mean, f"{mean:g}" if quantity == "rate" else f"{mean:.2f}")
         if quantity == "kept":
             made.text = f"{span(values)} of {span(training.steps for training, _ in recorded)}"
-        if all(papers_budget(*row, training) for training in trainings):
+        if all(has_papers_budget(*row, training) for training in trainings):
             made.paper = papers_numbers().get((spec.kind, row[0], column.metric, column.task), "")
         return made
 
