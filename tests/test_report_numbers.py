@@ -151,7 +151,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:
     (tmp_path / "numbers.json").write_text(world.numbers.model_dump_json(indent=1))
-    known = store.read(tmp_path / "numbers.json")
+    known = store.read_numbers(tmp_path / "numbers.json")
     assert known.model_dump_json() == world.numbers.model_dump_json()
     # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
     cells = [cell.model_copy(update={"others": {"fallback_rate": 0.123}}) for cell in known.cells]
@@ -177,13 +177,13 @@ def test_damaged_numbers_are_named_with_what_to_do(
     path = tmp_path / "numbers.json"
     path.write_text(world.numbers.model_dump_json(indent=1).replace(old, new, 1))
     with pytest.raises(DataError, match=rf"{field}.*; delete it to measure afresh"):
-        store.read(path)
+        store.read_numbers(path)
 
 
 def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_path: Path) -> None:
     old = world.numbers.model_copy(update={"version": 0})
     (tmp_path / "numbers.json").write_text(old.model_dump_json(indent=1))
-    assert store.read(tmp_path / "numbers.json") is None
+    assert store.read_numbers(tmp_path / "numbers.json") is None
 
 
 def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:

@@ -53,7 +53,7 @@ def build(results: Results, folder: Path, out: Path, progress: ProgressCallback 
     steps of measuring that are done and their total.
     """
     answers, browser = read(results, folder)
-    numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), progress)
+    numbers = measure_results(results, folder, answers, store.read_numbers(out / "numbers.json"), progress)
     write_text(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = all_tables(numbers, results)
     for table in tables:

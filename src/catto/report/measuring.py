@@ -26,7 +26,7 @@ from catto.metrics.vector import scale_by_vector
 from catto.problems import DataError, locating
 from catto.records import PairMargin, Prediction, Question, content_hash
 from catto.report import VERSION
-from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
+from catto.report.numbers import Cell, CellNumbers, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict
 
 BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
@@ -279,7 +279,7 @@ def _hash_cells(results: Results, folder: Path, cells: Sequence[CellAnswers]) ->
         for name in files:
             if name is not None and name not in digests:
                 digests[name] = sha256(folder / name)[:16]
-        place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
+        place = cell.model_dump(include={*CellPlace.model_fields, "seed", "tau", "sampling_temperature"})
         yield content_hash([protocol, place, [digests[name] for name in files]])
 
 
@@ -320,7 +320,7 @@ def measure_cell(
     if answers.margins:
         others["preference_pairs"] = float(len(answers.margins))
     return CellNumbers(
-        **answers.cell.model_dump(include={*Place.model_fields, "seed"}),
+        **answers.cell.model_dump(include={*CellPlace.model_fields, "seed"}),
         input=key,
         n=len(answers),
         model=answers.model,

@@ -25,10 +25,10 @@ from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand
 from catto.report.measuring import PREFERENCE, has_papers_budget
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, supported_decimals
+from catto.report.numbers import Cell, CellPlace, GroupNumbers, Numbers, Results, Training, supported_decimals
 from catto.report.render import Column, Entry, Line, Table
 
-Setting = Literal["in", "out", "any"]  # see `Place.setting`
+Setting = Literal["in", "out", "any"]  # see `CellPlace.setting`
 Row = tuple[str, Budget | None]  # a method, and its budget where both are shown
 
 # In the paper's order of columns; other tasks follow by name.
@@ -69,7 +69,7 @@ def row_order(row: Row) -> tuple[object, ...]:
     return *method_order(row[0]), row[1] != "paper"
 
 
-def setting_title(place: Place) -> str:
+def setting_title(place: CellPlace) -> str:
     """Name a task, and what the model was trained on where that is another: `SNLI, trained on MMLU`."""
     return task_title(place.task) + ("" if place.setting == "in" else f", trained on {task_title(place.trained_on)}")
 
