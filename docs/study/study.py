@@ -32,7 +32,7 @@ from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
 from catto.metrics.temperature import rescaled
 from catto.records import PairMargin, Prediction, Question
-from catto.report.build import read
+from catto.report.build import read_experiment
 from catto.report.drawing import Panel, reliability_figure, write_figure
 from catto.report.measuring import PREFERENCE, CellAnswers, measure_results
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
@@ -281,7 +281,7 @@ def _measured(
     results = _summary(study)
     cells = [cell for cell in results.cells if METHODS[unscaled(_parts(cell.method)[0])].calibration in terms]
     part = results.model_copy(update={"cells": tuple(cell for cell in cells if cell.seed in seeds)})
-    answers, _ = read(part, SUMMARY / study)
+    answers, _ = read_experiment(part, SUMMARY / study)
     return measure_results(part, SUMMARY / study, answers), answers
 
 
