@@ -12,7 +12,7 @@ import pytest
 
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
-from catto.measure import HEADLINE, MeasureSettings, Sources
+from catto.measure import HEADLINE, MeasureSettings, ParseCounts
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import THRESHOLDS
@@ -322,7 +322,7 @@ def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> Non
     for cell, found in zip(world.results.cells, world.numbers.cells, strict=True):
         c, z, rows = file_of(world, cell)
         kinds = [row.source for row in rows]
-        assert found.sources == Sources(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
+        assert found.sources == ParseCounts(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
         assert found.gap.value == pytest.approx(c.mean() - z.mean(), abs=1e-12)
         for number in (*found.metrics.values(), found.gap):
             if not np.isnan(number.low):
@@ -362,7 +362,7 @@ def test_the_verdict_is_by_the_brier_score_where_a_posterior_is_unknown(world: M
 def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measured) -> None:
     settings = MeasureSettings(resamples=20)
     groups, first = world.numbers.first_screen, next(iter(world.numbers.verdict.losses))
-    unread = Sources(free=9, fallback=51)
+    unread = ParseCounts(free=9, fallback=51)
     forced = [g.model_copy(update={"sources": unread}) if g.method == first else g for g in groups]
     verdict = decide_verdict(forced, world.cells, settings)
     assert set(verdict.losses) == set(world.numbers.verdict.losses) - {first}

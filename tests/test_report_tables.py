@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from catto.cli.console import print_table
-from catto.measure import HEADLINE, Sources
+from catto.measure import HEADLINE, ParseCounts
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.selection import Candidates, measure_rules
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
@@ -454,7 +454,7 @@ def changed(group: GroupNumbers, update: dict[str, Any]) -> GroupNumbers:
     return group.model_copy(update=update | {"others": group.others | update.get("others", {})})
 
 
-MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "others": {"fallback_rate": SeedSummary(0.85, 0.0, 2)}}
+MOSTLY_FORCED = {"sources": ParseCounts(free=9, fallback=51), "others": {"fallback_rate": SeedSummary(0.85, 0.0, 2)}}
 
 
 def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
-from catto.measure import MeasureSettings, Sources, compare_runs
+from catto.measure import MeasureSettings, ParseCounts, compare_runs
 from catto.methods import AMONG_LABELS, KNOBS, METHODS, WEIGHTS, Budget, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
@@ -761,7 +761,7 @@ def _panels(task: str, answers: Sequence[CellAnswers], numbers: Numbers) -> Iter
         confidence, correct = (
             np.concatenate([getattr(run, field) for run in mine]) for field in ("confidence", "correct")
         )
-        sources = Sources.total_of(Sources.of(run.read_as or ()) for run in mine)
+        sources = ParseCounts.total_of(ParseCounts.of(run.read_as or ()) for run in mine)
         title = _title(name.removesuffix(TUNED)) + (", tuned" if name.endswith(TUNED) else "")
         title += f", {task_title(task)}" if name == PANELS[0] else ""
         yield Panel(title, reliability(confidence, correct, numbers.bins), None, sources)

@@ -17,7 +17,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 
 from catto.files import library_versions, read_records, write_records, write_text
 from catto.logs import ColumnNames, Fields, answer_of, read_answers, text_of
-from catto.measure import MeasureSettings, Sources, Unparsed, read_graded, summarise
+from catto.measure import MeasureSettings, ParseCounts, Unparsed, read_graded, summarise
 from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
@@ -291,7 +291,7 @@ class CardContent:
     metrics: Mapping[str, Interval]
     picture: str
     null: NullBand | None
-    sources: Sources | None
+    sources: ParseCounts | None
 
 
 def render_model_card(content: CardContent) -> str:

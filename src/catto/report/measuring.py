@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from catto.files import read_records, sha256
-from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
+from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
@@ -130,7 +130,7 @@ def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed:
         margins=margins,
     )
     if unparsed == "wrong":
-        answers = answers.unparsed_wrong()
+        answers = answers.count_unparsed_as_wrong()
     return CellFile(answers, predictions)
 
 
@@ -309,12 +309,12 @@ def measure_cell(
         metrics[name] = Interval(value, nan, nan, settings.level)
     metrics |= measure_preference([answers], settings)
 
-    sources = Sources.of(answers.read_as or ())
+    sources = ParseCounts.of(answers.read_as or ())
     selection = measure_selection(answers.cell, folder, unparsed)
     others = compare_with_posterior(answers)
     others["fallback_rate"] = sources.share("fallback")
     others["plain_rate"] = sources.share("plain")
-    others["accuracy_unparsed_wrong"] = float(answers.unparsed_wrong().correct.mean())
+    others["accuracy_unparsed_wrong"] = float(answers.count_unparsed_as_wrong().correct.mean())
     others |= selection.others
     others |= measure_risk(answers, folder, unparsed)
     if answers.margins:
@@ -387,7 +387,7 @@ def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> Selection
             accuracy[k][selected.rule] = Interval(selected.accuracy, selected.low, selected.high, LEVEL)
 
     within = within_questions(candidates)
-    sources = Sources.of(prediction.source for prediction in predictions)
+    sources = ParseCounts.of(prediction.source for prediction in predictions)
     drawn_at = cell.sampling_temperature
     if drawn_at is None:
         drawn_at = predictions[0].temperature
@@ -622,7 +622,7 @@ def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumber
         intervals=intervals,
         gap=resampled[GAP].interval,
         null=null,
-        sources=Sources.total_of(cell.sources for cell in seeds),
+        sources=ParseCounts.total_of(cell.sources for cell in seeds),
         papers_budget=inputs.has_papers_budget,
         versus=versus,
         versus_seed=versus_seed,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.measure import Sources, shows_gap
+from catto.measure import ParseCounts, shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.catalogue import Versus
@@ -211,7 +211,7 @@ class MeasuredPlace(CellPlace):
     n: int
     gap: StoredInterval
     null: StoredNullBand
-    sources: Sources
+    sources: ParseCounts
 
 
 class CellNumbers(MeasuredPlace):

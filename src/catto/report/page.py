@@ -124,7 +124,7 @@ def script_json(value: object) -> str:
 def _card(group: GroupNumbers, numbers: Numbers) -> dict[str, Any]:
     """What the card of a number shows of its group."""
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
-    forced = f"{group.sources.counted}: these numbers describe the fallback, not the model."
+    forced = f"{group.sources.summary}: these numbers describe the fallback, not the model."
     card["forced"] = forced if group.sources.forced else None
     card["by_seed"] = []
     for cell in numbers.cells:
@@ -238,7 +238,7 @@ def headline(numbers: Numbers) -> Headline:
             budgeted = group.budget is not None and known(group.method) and method(group.method).budgeted
             where = f"{method_title(group.method)} on {setting_title(group)}"
             where += f", {names.BUDGET_TITLES[group.budget].lower()}" if budgeted else ""
-            warnings[f"{where}: {group.sources.counted}: its numbers describe the fallback, not the model."] = None
+            warnings[f"{where}: {group.sources.summary}: its numbers describe the fallback, not the model."] = None
     first = numbers.first_screen
     lead = _calibration(first, f" at the {names.BUDGET_TITLES[first[0].budget].lower()}" if numbers.budgets[1:] else "")
     compared = defaultdict(list)  # budgets with the same differences share a sentence
