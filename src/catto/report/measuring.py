@@ -669,24 +669,9 @@ def correct_group_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]
     A comparison in which more than a fifth of either side's answers were forced is left out, and its corrected p-value
     is nan.
     """
-    forced = set()
-    for group in groups:
-        if group.sources.forced:
-            forced.add((group.budget, group.trained_on, group.task, group.method))
-    # One family of comparisons per table.
-    families: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
-    for index, group in enumerate(groups):
-        place = (group.budget, group.trained_on, group.task)
-        if (*place, group.method) in forced or (*place, BASELINE) in forced:
-            continue
-        family = families[group.budget, group.setting]
-        for metric, versus in group.versus.items():
-            family[_ComparisonId(index, metric)] = versus.p_value
     corrected: dict[_ComparisonId, float] = {}
-    for family in families.values():
-        p_values = holm(list(family.values()))
-        corrected |= zip(family, p_values, strict=True)
-
+    for p_values in _gather_p_values(groups):
+        corrected |= zip(p_values, holm(list(p_values.values())), strict=True)
     judged = []
     for index, group in enumerate(groups):
         judged_versus = {}
@@ -695,6 +680,24 @@ def correct_group_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]
             judged_versus[metric] = replace(versus, p_corrected=p_corrected)
         judged.append(group.model_copy(update={"versus": judged_versus}))
     return judged
+
+
+def _gather_p_values(groups: Sequence[GroupNumbers]) -> list[dict[_ComparisonId, float]]:
+    """Return the p-values of each table, without comparisons of mostly forced answers."""
+    forced = set()
+    for group in groups:
+        if group.sources.forced:
+            forced.add((group.budget, group.trained_on, group.task, group.method))
+    tables: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
+    for index, group in enumerate(groups):
+        place = (group.budget, group.trained_on, group.task)
+        is_forced = (*place, group.method) in forced or (*place, BASELINE) in forced
+        if is_forced:
+            continue
+        p_values = tables[group.budget, group.setting]
+        for metric, versus in group.versus.items():
+            p_values[_ComparisonId(index, metric)] = versus.p_value
+    return list(tables.values())
 
 
 # ---- the verdict
