@@ -16,8 +16,8 @@ from catto.methods import METHODS, Budget
 from catto.prompts import completion
 from catto.records import Option, Prediction, Question
 from catto.report.browser import Browser
-from catto.report.build import build, read
-from catto.report.measuring import Answered, measure_results
+from catto.report.build import build, read_experiment
+from catto.report.measuring import CellAnswers, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.tasks.witnesses import generate
 
@@ -94,7 +94,7 @@ class Measured:
 
     results: Results
     folder: Path
-    cells: list[Answered]
+    cells: list[CellAnswers]
     numbers: Numbers
     browser: Browser
 
@@ -104,7 +104,7 @@ def measured(world: World) -> Measured:
     """Write, read and measure a world once; its folder goes with the process."""
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
     results = write_world(folder, world)
-    answers, browser = read(results, folder)
+    answers, browser = read_experiment(results, folder)
     return Measured(results, folder, answers, measure_results(results, folder, answers), browser)
 
 

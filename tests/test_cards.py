@@ -16,7 +16,7 @@ import catto
 from catto.files import write_records
 from catto.metrics.errors import brier
 from catto.records import Prediction
-from catto.report.build import experiment_cards, write_cards
+from catto.report.build import make_experiment_cards, write_cards
 from catto.report.figures import make_pictures
 from pages import ROOT, blocks
 from report_world import World, measured
@@ -166,7 +166,7 @@ def test_a_readme_of_other_contents_is_kept(tmp_path: Path) -> None:
 
 def test_an_experiment_has_a_card_for_each_model_and_task_of_its_first_seed() -> None:
     world = measured(World(rows=20, seeds=(1, 2), methods=("sft", "sft+ts", "dpo"), tasks=("snli",), resamples=20))
-    cards = {name: ModelCard(text) for name, text in experiment_cards(world.numbers)}
+    cards = {name: ModelCard(text) for name, text in make_experiment_cards(world.numbers)}
     assert set(cards) == {
         f"{place}-{model}" for place in ("snli", "snli-from-mmlu") for model in ("sft", "dpo-paper", "dpo-matched")
     }

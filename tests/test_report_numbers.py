@@ -12,7 +12,7 @@ import pytest
 
 from catto.engines import TAU_GRID
 from catto.files import read_records, write_records
-from catto.measure import HEADLINE, MeasureSettings, Sources
+from catto.measure import HEADLINE, MeasureSettings, ParseCounts
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
 from catto.metrics.ranking import THRESHOLDS
@@ -22,11 +22,11 @@ from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
 from catto.report.measuring import (
-    decide,
+    decide_verdict,
     measure_results,
+    measure_risk,
+    measure_selection,
     read_cell,
-    risk_of,
-    selection_of,
 )
 from catto.report.numbers import Cell
 from catto.report.tables import build_group_tables
@@ -151,7 +151,7 @@ def test_true_error_regret_and_bayes_accuracy_by_hand(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_not_measured_again_and_a_changed_file_is(world: Measured, tmp_path: Path) -> None:
     (tmp_path / "numbers.json").write_text(world.numbers.model_dump_json(indent=1))
-    known = store.read(tmp_path / "numbers.json")
+    known = store.read_numbers(tmp_path / "numbers.json")
     assert known.model_dump_json() == world.numbers.model_dump_json()
     # A cached number is trusted: change one, and it comes back; that of a cell whose file changed does not.
     cells = [cell.model_copy(update={"others": {"fallback_rate": 0.123}}) for cell in known.cells]
@@ -177,13 +177,13 @@ def test_damaged_numbers_are_named_with_what_to_do(
     path = tmp_path / "numbers.json"
     path.write_text(world.numbers.model_dump_json(indent=1).replace(old, new, 1))
     with pytest.raises(DataError, match=rf"{field}.*; delete it to measure afresh"):
-        store.read(path)
+        store.read_numbers(path)
 
 
 def test_numbers_of_another_version_are_measured_afresh(world: Measured, tmp_path: Path) -> None:
     old = world.numbers.model_copy(update={"version": 0})
     (tmp_path / "numbers.json").write_text(old.model_dump_json(indent=1))
-    assert store.read(tmp_path / "numbers.json") is None
+    assert store.read_numbers(tmp_path / "numbers.json") is None
 
 
 def test_unparsed_answers_count_wrong_where_the_recipe_says_so(world: Measured) -> None:
@@ -251,10 +251,10 @@ def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test
     answers, _ = read_cell(cell, tmp_path, {}, "fallback")
     bound = 1 - (0.05 / len(THRESHOLDS)) ** (1 / 200)
     wanted = {"risk_promised": 1.0, "risk_threshold": 0.32, "risk_bound": bound, "risk_coverage": 0.9}
-    assert risk_of(answers, tmp_path, "fallback") == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
+    assert measure_risk(answers, tmp_path, "fallback") == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
     confident(tmp_path, "v.jsonl", [(0.9, True)] * 40)
-    assert risk_of(answers, tmp_path, "fallback") == {"risk_promised": 0.0, "risk_coverage": 0.0}
-    assert risk_of(replace(answers, cell=cell.model_copy(update={"validation": None})), tmp_path, "fallback") == {}
+    assert measure_risk(answers, tmp_path, "fallback") == {"risk_promised": 0.0, "risk_coverage": 0.0}
+    assert measure_risk(replace(answers, cell=cell.model_copy(update={"validation": None})), tmp_path, "fallback") == {}
 
 
 def crossing(right: bool, temperature: float, sample: int) -> Prediction:
@@ -279,7 +279,7 @@ def test_a_rescaled_models_threshold_is_fitted_on_rescaled_answers(tmp_path: Pat
     for method, threshold in (("sft", 0.72), ("sft+ts", 0.48)):
         cell = Cell(method=method, tau=2.0, validation="v.jsonl", **place)
         answers, _ = read_cell(cell, tmp_path, {}, "fallback")
-        assert risk_of(answers, tmp_path, "fallback")["risk_threshold"] == threshold
+        assert measure_risk(answers, tmp_path, "fallback")["risk_threshold"] == threshold
 
 
 def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_their_sampling(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_candidates_are_ranked_at_the_cells_tau_and_not_at_the_temperature_of_th
     )
     for tau, accuracy in ((2.0, 1.0), (0.7, 0.0)):
         scaled = cell.model_copy(update={"tau": tau, "sampling_temperature": 0.7})
-        rules, sampled = selection_of(scaled, tmp_path, "fallback")
+        rules, sampled = measure_selection(scaled, tmp_path, "fallback")
         assert rules[2]["most confident"].value == accuracy
         assert sampled["tau"] == tau
         assert sampled["sampling_temperature"] == 0.7
@@ -302,7 +302,7 @@ def test_forced_samples_that_count_as_wrong_are_ranked_at_the_same_tau(tmp_path:
     forced = crossing(False, 0.7, 1).model_copy(update={"source": "fallback"})
     write_records(tmp_path / "c.jsonl", [crossing(True, 0.7, 0), forced])
     place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "", "method": "dpo"}
-    rules, _ = selection_of(Cell(candidates="c.jsonl", tau=2.0, **place), tmp_path, "wrong")
+    rules, _ = measure_selection(Cell(candidates="c.jsonl", tau=2.0, **place), tmp_path, "wrong")
     assert rules[2]["most confident"].value == 1.0
 
 
@@ -313,7 +313,7 @@ def test_k_is_measured_as_it_was_asked_for_and_forced_samples_may_count_as_wrong
     place = {"task": "snli", "trained_on": "snli", "budget": None, "seed": 0, "predictions": "", "method": "dpo"}
     cell = Cell(candidates="c.jsonl", **place)
     for unparsed, right in (("fallback", 1.0), ("wrong", 2 / 3)):
-        rules, _ = selection_of(cell, tmp_path, unparsed)  # type: ignore[arg-type]
+        rules, _ = measure_selection(cell, tmp_path, unparsed)  # type: ignore[arg-type]
         assert list(rules) == [1, 2, 3]
         assert rules[3]["one random sample"].value == pytest.approx(right)
 
@@ -322,7 +322,7 @@ def test_sources_and_gap_of_a_cell_are_those_of_its_file(world: Measured) -> Non
     for cell, found in zip(world.results.cells, world.numbers.cells, strict=True):
         c, z, rows = file_of(world, cell)
         kinds = [row.source for row in rows]
-        assert found.sources == Sources(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
+        assert found.sources == ParseCounts(kinds.count("free"), kinds.count("plain"), kinds.count("fallback"))
         assert found.gap.value == pytest.approx(c.mean() - z.mean(), abs=1e-12)
         for number in (*found.metrics.values(), found.gap):
             if not np.isnan(number.low):
@@ -362,11 +362,11 @@ def test_the_verdict_is_by_the_brier_score_where_a_posterior_is_unknown(world: M
 def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measured) -> None:
     settings = MeasureSettings(resamples=20)
     groups, first = world.numbers.first_screen, next(iter(world.numbers.verdict.losses))
-    unread = Sources(free=9, fallback=51)
+    unread = ParseCounts(free=9, fallback=51)
     forced = [g.model_copy(update={"sources": unread}) if g.method == first else g for g in groups]
-    verdict = decide(forced, world.cells, settings)
+    verdict = decide_verdict(forced, world.cells, settings)
     assert set(verdict.losses) == set(world.numbers.verdict.losses) - {first}
-    assert decide([g for g in groups if g.method == first], world.cells, settings) is None
+    assert decide_verdict([g for g in groups if g.method == first], world.cells, settings) is None
     twins = [group for group in groups if group.method == "dpo"]
     twins += [group.model_copy(update={"method": "twin"}) for group in twins]
     same = [
@@ -374,7 +374,7 @@ def test_the_verdict_judges_no_forced_answers_and_no_single_method(world: Measur
         for one in world.cells
         if one.cell.method == "dpo"
     ]
-    assert decide(twins, [*world.cells, *same], settings).leaders == ["dpo", "twin"]
+    assert decide_verdict(twins, [*world.cells, *same], settings).leaders == ["dpo", "twin"]
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -384,5 +384,5 @@ def test_a_brier_score_of_answers_that_are_all_alike_decides_nothing(right: bool
     alike = [replace(one, correct=np.full(len(one), right)) for one in world.cells]
     one_wrong = [*alike[:-1], replace(alike[-1], correct=world.cells[-1].correct)]
     settings, groups = MeasureSettings(resamples=50), world.numbers.first_screen
-    assert decide(groups, alike, settings) is None
-    assert decide(groups, one_wrong, settings) is not None
+    assert decide_verdict(groups, alike, settings) is None
+    assert decide_verdict(groups, one_wrong, settings) is not None

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.files import read_records
-from catto.measure import Sources
+from catto.measure import ParseCounts
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
@@ -228,7 +228,7 @@ def test_methods_of_your_own_differ_by_marker_as_well() -> None:
 def test_forced_answers_are_named_and_set_no_axes() -> None:
     group = measured(TINY).numbers.groups[0]
     metrics = group.metrics | {"ece": SeedSummary(0.97, None, 1), "accuracy": SeedSummary(0.01, None, 1)}
-    wild = {"sources": Sources(fallback=20), "others": group.others | {"fallback_rate": SeedSummary(1.0, None, 1)}}
+    wild = {"sources": ParseCounts(fallback=20), "others": group.others | {"fallback_rate": SeedSummary(1.0, None, 1)}}
     forced = group.model_copy(update=wild | {"metrics": metrics})
     for kind in ("ece", "scatter"):
         limits = []
@@ -340,7 +340,7 @@ def test_every_table_entry_of_the_page_points_at_its_group(plain: str) -> None:
 
 def test_forced_answers_are_named_above_all_numbers_and_above_their_own() -> None:
     world = measured(SMALL)
-    forced, share = {"sources": Sources(free=9, fallback=51)}, {"fallback_rate": SeedSummary(0.85, 0.0, 2)}
+    forced, share = {"sources": ParseCounts(free=9, fallback=51)}, {"fallback_rate": SeedSummary(0.85, 0.0, 2)}
     groups = [
         g.model_copy(update=forced | {"others": g.others | share}) if g.method == "rcft" else g
         for g in world.numbers.groups

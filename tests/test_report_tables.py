@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from catto.cli.console import print_table
-from catto.measure import HEADLINE, Sources
+from catto.measure import HEADLINE, ParseCounts
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.selection import Candidates, measure_rules
 from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
 from catto.report import render
 from catto.report.figures import choose_looks
 from catto.report.headline import write_headline
-from catto.report.measuring import DELTA, RISK, correct_groups, papers_budget, trained_model
+from catto.report.measuring import DELTA, RISK, correct_group_p_values, find_training, has_papers_budget
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
 from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
 from catto.report.tables import (
@@ -454,7 +454,7 @@ def changed(group: GroupNumbers, update: dict[str, Any]) -> GroupNumbers:
     return group.model_copy(update=update | {"others": group.others | update.get("others", {})})
 
 
-MOSTLY_FORCED = {"sources": Sources(free=9, fallback=51), "others": {"fallback_rate": SeedSummary(0.85, 0.0, 2)}}
+MOSTLY_FORCED = {"sources": ParseCounts(free=9, fallback=51), "others": {"fallback_rate": SeedSummary(0.85, 0.0, 2)}}
 
 
 def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
@@ -527,7 +527,7 @@ def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:
 
 def test_forced_answers_of_either_side_are_left_out_of_the_correction() -> None:
     groups = regrouped(("rcft", "snli", MOSTLY_FORCED), ("dpo", "witnesses", MOSTLY_FORCED)).groups
-    for group in correct_groups(groups):
+    for group in correct_group_p_values(groups):
         judged = group.task == "snli" and group.method != "rcft"
         assert all(math.isnan(one.p_corrected) != judged for one in group.versus.values())
 
@@ -581,13 +581,13 @@ def test_the_papers_out_of_distribution_numbers_stand_beside_training_on_mmlu_on
 def test_the_papers_numbers_need_its_epochs_and_pairs() -> None:
     """DPO: 6 epochs on all pairs. CATTO: 2 epochs on 500 pairs. Of a rescaled model, those of the model below it."""
     six, two = Training(epochs=6, rows=1400), Training(epochs=2, rows=500)
-    assert papers_budget("dpo", "paper", six)
-    assert not papers_budget("dpo", "paper", two)
-    assert not papers_budget("dpo", "matched", six)
-    assert papers_budget("dpo+catto", None, two)
-    assert not papers_budget("dpo+catto", None, Training(epochs=2, rows=60))
-    assert papers_budget("sft+ts", None, Training(epochs=3, rows=100))
-    assert not papers_budget("sft+ts", None, Training(epochs=1, rows=100))
+    assert has_papers_budget("dpo", "paper", six)
+    assert not has_papers_budget("dpo", "paper", two)
+    assert not has_papers_budget("dpo", "matched", six)
+    assert has_papers_budget("dpo+catto", None, two)
+    assert not has_papers_budget("dpo+catto", None, Training(epochs=2, rows=60))
+    assert has_papers_budget("sft+ts", None, Training(epochs=3, rows=100))
+    assert not has_papers_budget("sft+ts", None, Training(epochs=1, rows=100))
 
 
 def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -> None:
@@ -605,7 +605,7 @@ def test_a_shorter_training_hides_the_papers_score_learning_rate_and_minutes() -
     assert any(entry.paper for line in rates.lines if line.method == "dpo+catto" for entry in line.entries)
     assert not any(entry.paper for line in time.lines if line.method == "dpo" for entry in line.entries)
     scaled = next(cell for cell in short if cell.method == "sft+ts")
-    assert trained_model(scaled, "paper", changed).epochs == 1
+    assert find_training(scaled, "paper", changed).epochs == 1
 
 
 def test_a_suffix_scales_any_trained_method() -> None:

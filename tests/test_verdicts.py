@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from catto.cli.select import select as select_command
 from catto.files import write_records
-from catto.measure import Sources
+from catto.measure import ParseCounts
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, correct_p_values, holm
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
@@ -105,8 +105,8 @@ def test_calibrate_and_select_say_it_too(tmp_path: Path, capsys: Capture) -> Non
 
 def test_a_diagram_of_forced_answers_says_so_before_its_ece() -> None:
     bins = reliability([0.9, 0.8], [True, False])
-    assert Panel("", bins, sources=Sources(free=3, fallback=17)).note().startswith("85 % forced\nECE")
-    assert Panel("", bins, sources=Sources(free=17, fallback=3)).note().startswith("ECE")
+    assert Panel("", bins, sources=ParseCounts(free=3, fallback=17)).note().startswith("85 % forced\nECE")
+    assert Panel("", bins, sources=ParseCounts(free=17, fallback=3)).note().startswith("ECE")
 
 
 # ---- intervals --------------------------------------------------------------------------------------------------

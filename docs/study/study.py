@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from catto.files import read_json, read_records, replacing, replacing_bytes
-from catto.measure import MeasureSettings, Sources, compare_runs
+from catto.measure import MeasureSettings, ParseCounts, compare_runs
 from catto.methods import AMONG_LABELS, KNOBS, METHODS, WEIGHTS, Budget, order, unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
@@ -32,9 +32,9 @@ from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
 from catto.metrics.temperature import rescaled
 from catto.records import PairMargin, Prediction, Question
-from catto.report.build import read
+from catto.report.build import read_experiment
 from catto.report.drawing import Panel, reliability_figure, write_figure
-from catto.report.measuring import PREFERENCE, Answered, measure_results
+from catto.report.measuring import PREFERENCE, CellAnswers, measure_results
 from catto.report.numbers import Cell, GroupNumbers, Numbers, Results
 from catto.report.tables import method_title, setting_title, task_order, task_title
 
@@ -315,12 +315,12 @@ def write() -> None:
 
 def _measured(
     study: str, seeds: Collection[int], terms: Collection[str] = tuple(WEIGHTS)
-) -> tuple[Numbers, list[Answered]]:
+) -> tuple[Numbers, list[CellAnswers]]:
     """Measure those cells of a study that have one of the seeds and, of the calibration terms, one of these."""
     results = _summary(study)
     cells = [cell for cell in results.cells if METHODS[unscaled(_parts(cell.method)[0])].calibration in terms]
     part = results.model_copy(update={"cells": tuple(cell for cell in cells if cell.seed in seeds)})
-    answers, _ = read(part, SUMMARY / study)
+    answers, _ = read_experiment(part, SUMMARY / study)
     return measure_results(part, SUMMARY / study, answers), answers
 
 
@@ -468,7 +468,7 @@ def selection(numbers: Numbers) -> Iterator[str]:
     yield from _table(["method", "k", *rules, *heads], rows)
 
 
-def ablation(numbers: Numbers, answers: Sequence[Answered]) -> Iterator[str]:
+def ablation(numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[str]:
     """What options of a term change, beside the terms as they are on the same task and seed."""
     plain = ["dpo", "dpo+catto", *(_scaled(f"dpo+outcome{of}", way) for of in ("", TUNED) for way in ("", *SCALINGS))]
     for title, groups in _groups(numbers, variants=True):
@@ -667,7 +667,7 @@ class Goal(NamedTuple):
     reached: str
 
 
-def goals(numbers: Numbers, answers: Sequence[Answered], names: Sequence[str]) -> list[Goal]:
+def goals(numbers: Numbers, answers: Sequence[CellAnswers], names: Sequence[str]) -> list[Goal]:
     """What `outcome` was meant to reach, task by task and variant by variant, p-values corrected for all of them.
 
     ‡: so many answers of one of the two were forced that its numbers describe the fallback too.
@@ -746,7 +746,7 @@ class Control(NamedTuple):
 
 def controls(
     numbers: Numbers,
-    answers: Sequence[Answered],
+    answers: Sequence[CellAnswers],
     pairs: Sequence[tuple[str, str]],
     suffixes: Sequence[str] = ("", AMONG_LABELS),
 ) -> list[Control]:
@@ -801,7 +801,7 @@ def _common(*groups: GroupNumbers) -> tuple[int, ...]:
 
 
 def _compare(
-    ours: GroupNumbers, plain: GroupNumbers, metric: str, answers: Sequence[Answered], numbers: Numbers
+    ours: GroupNumbers, plain: GroupNumbers, metric: str, answers: Sequence[CellAnswers], numbers: Numbers
 ) -> Versus:
     """Compare two groups over the seeds that both have."""
     seeds = _common(ours, plain)
@@ -814,7 +814,7 @@ def _compare(
     return Versus(**vars(found))
 
 
-def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterator[Panel]:
+def _panels(task: str, answers: Sequence[CellAnswers], numbers: Numbers) -> Iterator[Panel]:
     """The reliability of methods on a task, the answers of those seeds together that all of them have."""
     here = [run for run in answers if (run.cell.task, run.cell.setting) == (task, "in")]
     runs = {name: {run.cell.seed: run for run in here if run.cell.method == name} for name in PANELS}
@@ -825,7 +825,7 @@ def _panels(task: str, answers: Sequence[Answered], numbers: Numbers) -> Iterato
         confidence, correct = (
             np.concatenate([getattr(run, field) for run in mine]) for field in ("confidence", "correct")
         )
-        sources = Sources.total_of(Sources.of(run.read_as or ()) for run in mine)
+        sources = ParseCounts.total_of(ParseCounts.of(run.read_as or ()) for run in mine)
         title = _title(name.removesuffix(TUNED)) + (", tuned" if name.endswith(TUNED) else "")
         title += f", {task_title(task)}" if name == PANELS[0] else ""
         yield Panel(title, reliability(confidence, correct, numbers.bins), None, sources)

@@ -1,21 +1,20 @@
 """Measure a file of confidences: read it into columns, then compute each metric with its interval and null band.
 
-A row holds how confident the answer was and whether it was right. Confidence is the column `confidence`, else the
-probability of the answer in `label_logprobs` (label -> log-probability). Right is the column `correct`, else
-`label == gold`, else that the top label of `label_logprobs` is `gold`. The first row decides; later rows must follow.
-`ColumnNames` names other columns; logs of other tools are brought into this form by `catto.logs`.
+A row has a confidence and whether the answer was right. The confidence is the column `confidence`, else the probability
+of the answer in `label_logprobs` (label -> log-probability). An answer is right by the column `correct`, else if
+`label == gold`, else if the top label of `label_logprobs` is `gold`. The first row decides; later rows must have the
+same columns. `ColumnNames` names other columns; `catto.logs` brings logs of other tools into this form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic_core import to_jsonable_python
@@ -41,30 +40,37 @@ from catto.recipe import FEW_QUESTIONS
 
 Unparsed = Literal["fallback", "wrong"]
 
-# What names the question of a row, in this order: `id` may number the rows.
+# Columns that name the question of a row. `id` is last because it may number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
-# Each slice is resampled a thousand times; a column of more values is an id, not a kind.
-MOST_SLICES = 500
-# A probability of one label of two is recognised where so many lie on either side of a half.
-FEW_LOW = 5
-# With so many answers per label, of which none ever equals a right one, labels are written in two ways.
-MANY_ALIKE = 15
+# Each slice is resampled a thousand times. A column with more values is an id and not a category.
+MAX_SLICES = 500
+# Confidences are taken for the probability of one label only if so many lie on either side of a half.
+MIN_ROWS_PER_SIDE = 5
+# With so many answers per label of which none is ever right, answers and gold labels are spelled differently.
+MIN_ROWS_PER_LABEL = 15
 # Above this share of forced answers the numbers describe the fallback.
 MOST_FORCED = 0.2
-# Questions, labels and slices are held whole; a packed file of a few megabytes may hold gigabytes of them.
+# Texts of questions, labels and slices are kept in memory; a packed file of a few megabytes may hold gigabytes of them.
 MAX_TEXT = 2**30
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
-# Mean confidence minus accuracy; it has a row of its own, whichever metrics are chosen.
+# Mean confidence minus accuracy. It has a row of its own, whichever metrics are chosen.
 GAP = "gap"
-# 200 resamples still place the 2.5 % quantile.
-RESAMPLES, FEW_RESAMPLES, MANY_ROWS = 1000, 200, 200_000
+RESAMPLES = 1000
+# Above so many rows there are fewer resamples: 200 still place the 2.5 % quantile.
+MANY_ROWS = 200_000
+FEW_RESAMPLES = 200
 
 
 @dataclass(frozen=True)
-class Sources:
-    """How answers were read: free in their tags, plain without tags, fallback forced out of the label set.
+class ParseCounts:
+    """How many answers were parsed in which way.
 
-    >>> Sources.of(["free"] * 3 + ["fallback"] * 17).warning
+    Attributes:
+        free: Answers in their tags.
+        plain: Answers without tags.
+        fallback: Answers that could not be parsed and were forced to be one of the labels.
+
+    >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
     '17 of 20 answers had to be forced: the numbers below describe the fallback, not the model.'
     """
 
@@ -73,16 +79,22 @@ class Sources:
     fallback: int = 0
 
     @classmethod
-    def of(cls, values: Iterable[str]) -> Sources:
+    def of(cls, values: Iterable[str]) -> ParseCounts:
         """Count the values of `Prediction.source`."""
         counts = Counter(values)
-        return cls(counts["free"], counts["plain"], counts["fallback"])
+        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"])
 
     @classmethod
-    def total_of(cls, parts: Iterable[Sources]) -> Sources:
+    def total_of(cls, parts: Iterable[ParseCounts]) -> ParseCounts:
         """Add up several counts."""
-        rows = [(part.free, part.plain, part.fallback) for part in parts]
-        return cls(*(sum(column) for column in zip(*rows, strict=True)))
+        total = cls()
+        for part in parts:
+            total = cls(
+                free=total.free + part.free,
+                plain=total.plain + part.plain,
+                fallback=total.fallback + part.fallback,
+            )
+        return total
 
     @property
     def total(self) -> int:
@@ -90,8 +102,10 @@ class Sources:
         return self.free + self.plain + self.fallback
 
     def share(self, kind: Literal["free", "plain", "fallback"]) -> float:
-        """The share of one kind, 0 where there are no answers."""
-        return float(getattr(self, kind)) / self.total if self.total else 0.0
+        """Return the share of one kind, 0 if there are no answers."""
+        if self.total == 0:
+            return 0.0
+        return float(getattr(self, kind)) / self.total
 
     @property
     def forced(self) -> bool:
@@ -99,26 +113,37 @@ class Sources:
         return self.share("fallback") > MOST_FORCED
 
     @property
-    def counted(self) -> str:
+    def summary(self) -> str:
         """`17 of 20 answers had to be forced`."""
         return f"{self.fallback:,} of {self.total:,} answers had to be forced"
 
     @property
     def warning(self) -> str | None:
-        """What is printed before any number where too many answers were forced."""
-        return f"{self.counted}: the numbers below describe the fallback, not the model." if self.forced else None
+        """The warning to print before any number if too many answers were forced."""
+        if not self.forced:
+            return None
+        return f"{self.summary}: the numbers below describe the fallback, not the model."
 
-    def told(self, note: str = "") -> str:
-        """The shares as text: `fallback 2.0 % (note)`, and `plain 4.0 %` where there are any."""
-        plain = f", plain {100 * self.share('plain'):.1f} %" if self.plain else ""
-        return f"fallback {100 * self.share('fallback'):.1f} %{f' ({note})' if note else ''}{plain}"
+    def describe(self, note: str = "") -> str:
+        """Return the shares as text: `fallback 2.0 % (note)`, and `plain 4.0 %` if there are any."""
+        text = f"fallback {100 * self.share('fallback'):.1f} %"
+        if note:
+            text += f" ({note})"
+        if self.plain:
+            text += f", plain {100 * self.share('plain'):.1f} %"
+        return text
 
 
 @dataclass(frozen=True)
 class Confidences:
-    """Answers as columns. confidence: (N,); question, by, read_as: N texts, or None where the file has none.
+    """Answers as columns.
 
-    read_as: the column `source`, how each answer was read (`free`, `plain` or `fallback`).
+    Attributes:
+        source: The file.
+        confidence: (N,) in [0, 1].
+        question: N question ids; None if the file has none.
+        read_as: How each answer was parsed, N times `free`, `plain` or `fallback`; None if the file does not say.
+        by: N values of the column that cuts the file into slices; None without such a column.
     """
 
     source: Path
@@ -128,9 +153,11 @@ class Confidences:
     by: list[str] | None
 
     @property
-    def sources(self) -> Sources | None:
-        """How many answers were read in which way."""
-        return None if self.read_as is None else Sources.of(self.read_as)
+    def sources(self) -> ParseCounts | None:
+        """How many answers were parsed in which way; None if the file does not say."""
+        if self.read_as is None:
+            return None
+        return ParseCounts.of(self.read_as)
 
     def __len__(self) -> int:
         return len(self.confidence)
@@ -138,45 +165,61 @@ class Confidences:
 
 @dataclass(frozen=True)
 class GradedAnswers(Confidences):
-    """Answers of which it is known whether they were right. correct: (N,)."""
+    """Answers that are known to be right or wrong.
+
+    Attributes:
+        correct: (N,) booleans.
+    """
 
     correct: Bools
 
     @cached_property
     def questions(self) -> int | None:
-        """How many questions there are."""
-        return None if self.question is None else len(set(self.question))
+        """The number of questions; None if the file does not name them."""
+        if self.question is None:
+            return None
+        return len(set(self.question))
 
     @property
     def by_question(self) -> Answers:
-        """The columns to resample, or to compare with another file's."""
+        """The columns to resample by question, or to compare with those of another file."""
         return Answers(self.question, self.confidence, self.correct, self.source)
 
     @property
     def run(self) -> Answers:
-        """The columns to resample. Where no question repeats, rows are questions, and drawing rows is faster."""
-        return replace(self.by_question, question=None) if self.questions == len(self) else self.by_question
+        """The columns to resample. If no question repeats, rows are questions, and drawing rows is faster."""
+        rows_are_questions = self.questions == len(self)
+        if rows_are_questions:
+            return replace(self.by_question, question=None)
+        return self.by_question
 
     def slices(self) -> dict[str, Self]:
-        """Return the answers of each value of the `by` column, in their order: numbers as numbers, others as text."""
-        rows: dict[str, list[int]] = {}
+        """Return the answers of each value of the `by` column, sorted by number if all values are numbers."""
+        rows_of: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
-            rows.setdefault(value, []).append(row)
-        if len(rows) > MOST_SLICES:
-            raise DataError(self.source, None, f"--by: {len(rows):,} different values, expected at most {MOST_SLICES}")
+            rows_of.setdefault(value, []).append(row)
+        if len(rows_of) > MAX_SLICES:
+            problem = f"--by: {len(rows_of):,} different values, expected at most {MAX_SLICES}"
+            raise DataError(self.source, None, problem)
         try:
-            values = sorted(rows, key=float)
+            values = sorted(rows_of, key=float)
         except ValueError:
-            values = sorted(rows)
-        texts, slices = {"question": self.question, "read_as": self.read_as, "by": self.by}, {}
+            values = sorted(rows_of)
+        slices = {}
         for value in values:
-            mine = rows[value]
-            picked: Any = {name: column and [column[row] for row in mine] for name, column in texts.items()}
-            slices[value] = replace(self, confidence=self.confidence[mine], correct=self.correct[mine], **picked)
+            rows = rows_of[value]
+            slices[value] = replace(
+                self,
+                confidence=self.confidence[rows],
+                correct=self.correct[rows],
+                question=_pick_rows(self.question, rows),
+                read_as=_pick_rows(self.read_as, rows),
+                by=_pick_rows(self.by, rows),
+            )
         return slices
 
-    def unparsed_wrong(self) -> Self:
-        """Count every answer that came from the fallback as wrong."""
+    def count_unparsed_as_wrong(self) -> Self:
+        """Return the answers with every forced one counted as wrong."""
         if self.read_as is None:
             missing = "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
             raise DataError(self.source, None, missing)
@@ -184,55 +227,131 @@ class GradedAnswers(Confidences):
         return replace(self, correct=self.correct & parsed)
 
 
+def _pick_rows(column: list[str] | None, rows: Sequence[int]) -> list[str] | None:
+    if column is None:
+        return None
+    return [column[row] for row in rows]
+
+
+# ---- reading
+
+
 def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed = "fallback") -> GradedAnswers:
-    """Read answers with their correctness; a bad row is one DataError naming the file, the row and the field."""
+    """Read answers that are right or wrong; a bad row raises a DataError with the file, the row and the field.
+
+    Args:
+        path: Any file that `catto measure` reads.
+        names: Names of the columns.
+        unparsed: Whether forced answers count as wrong.
+    """
     answers = read_confidences(path, names)
     if not isinstance(answers, GradedAnswers):
-        wanted = (names or ColumnNames()).correct
-        raise DataError(path, None, f"no column '{wanted}', nor 'label' and 'gold', nor 'label_logprobs' and 'gold'")
-    return answers.unparsed_wrong() if unparsed == "wrong" else answers
+        column = (names or ColumnNames()).correct
+        raise DataError(path, None, f"no column '{column}', nor 'label' and 'gold', nor 'label_logprobs' and 'gold'")
+    if unparsed == "wrong":
+        return answers.count_unparsed_as_wrong()
+    return answers
 
 
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
-    """Read answers; the result is GradedAnswers where the rows say which were right."""
+    """Read answers; the result is GradedAnswers if the rows show which were right.
+
+    Args:
+        path: Any file that `catto measure` reads.
+        names: Names of the columns.
+    """
     names = names or ColumnNames()
-    options = {"correct": names.correct != "correct", "positive": names.positive, "prediction": names.prediction}
-    if len(given := [f"--{option}" for option, value in options.items() if value]) > 1:
-        raise DataError(path, None, f"{' and '.join(given)}: each says which answers are right, give one of them")
-    columns = _columns(path, names)
-    read_as = columns.get("source")
-    if read_as is not None and not set(read_as) <= {"free", "plain", "fallback"}:
-        if "fallback" in read_as and {*read_as} <= {"free", "plain", "fallback", "None"}:
-            raise DataError(path, None, "source: expected free, plain or fallback in every row")
-        read_as = None  # another kind of file that calls something else `source`
+    _refuse_several_truths(path, names)
+    columns = _read_columns(path, names)
+    read_as = _check_sources(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
-    correct = np.array(columns["correct"], dtype=np.bool_) if "correct" in columns else None
+    correct = None
+    if "correct" in columns:
+        correct = np.array(columns["correct"], dtype=np.bool_)
     if "gold" in columns:
         with locating(path):
-            confidence, correct = _graded(confidence, columns["gold"], columns.get("answer"), names)
-    common = (path, confidence, columns.get("question"), read_as, columns.get("by"))
-    return Confidences(*common) if correct is None else GradedAnswers(*common, correct)
+            graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
+        confidence = graded.confidence
+        correct = graded.correct
+    answers = Confidences(
+        source=path,
+        confidence=confidence,
+        question=columns.get("question"),
+        read_as=read_as,
+        by=columns.get("by"),
+    )
+    if correct is None:
+        return answers
+    return GradedAnswers(**vars(answers), correct=correct)
 
 
-def _columns(path: Path, names: ColumnNames) -> dict[str, Any]:
-    """Read the columns of a plain table at once; else, or where a cell is bad, row by row, which names the row."""
-    if (table := plain_table.read_plain(path)) is not None:
-        [first] = table.slice(0, 1).to_pylist()
-        with suppress(ValueError):
-            whole = plain_table.columns_of(table, _readers(first, names))
-            if whole is not None and format_of(first, names) == "catto":
-                return whole
+def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
+    options = []
+    if names.correct != "correct":
+        options.append("--correct")
+    if names.positive:
+        options.append("--positive")
+    if names.prediction:
+        options.append("--prediction")
+    if len(options) > 1:
+        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give one of them")
+
+
+def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
+    """Return the column `source` if it says how answers were parsed; other tools use the name for something else."""
+    if sources is None:
+        return None
+    kinds = set(sources)
+    if kinds <= {"free", "plain", "fallback"}:
+        return sources
+    only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
+    if "fallback" in kinds and only_some_are_missing:
+        raise DataError(path, None, "source: expected free, plain or fallback in every row")
+    return None
+
+
+class _ColumnReader(NamedTuple):
+    """How a column is read, and the field of a row that it is read from."""
+
+    reader: Reader
+    field: str
+
+
+def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
+    """Read the columns of a plain table at once; else, or if a cell is bad, row by row, which names the row."""
+    columns = _read_plain_columns(path, names)
+    if columns is not None:
+        return columns
+    return _read_columns_by_row(path, names)
+
+
+def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
+    table = plain_table.read_plain(path)
+    if table is None:
+        return None
+    [first] = table.slice(0, 1).to_pylist()
+    try:
+        columns = plain_table.columns_of(table, _choose_readers(first, names))
+        if columns is None or format_of(first, names) != "catto":
+            return None
+    except ValueError:
+        return None
+    return columns
+
+
+def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {}
+    # For each column: append to it, read a cell, the name of its field.
     steps: list[tuple[Callable[[Any], None], Callable[[str, Fields], Any], str]] = []
     characters = 0
     for row, fields in read_answers(path, names):
         try:
             if not steps:
-                readers = _readers(fields, names)
-                columns = {name: [] for name in readers}
-                steps = [(columns[name].append, kind.cell, source) for name, (kind, source) in readers.items()]
-            for append, read, source in steps:
-                value = read(source, fields)
+                for name, (reader, field) in _choose_readers(fields, names).items():
+                    columns[name] = []
+                    steps.append((columns[name].append, reader.cell, field))
+            for append, read_cell, field in steps:
+                value = read_cell(field, fields)
                 append(value)
                 if isinstance(value, str):
                     characters += len(value)
@@ -245,79 +364,147 @@ def _columns(path: Path, names: ColumnNames) -> dict[str, Any]:
     return columns
 
 
-def _readers(first: Fields, names: ColumnNames) -> dict[str, tuple[Reader, str]]:
+def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _ColumnReader]:
     """Decide from the first row how each column is read, and from which field."""
-
-    def there(name: str, hint: str = "") -> str:
-        try:
-            nested(first, name)
-        except ValueError:
-            columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
-            raise ValueError(f"no column {name!r}{hint}{columns}") from None
-        return name
-
-    readers: dict[str, tuple[Reader, str]] = {}
-    if names.confidence == "confidence" and "confidence" not in first and "label_logprobs" in first:
-        readers["confidence"] = ANSWER_PROBABILITY, names.prediction or "label"
-    else:
-        readers["confidence"] = PROBABILITY, there(names.confidence)
-    prediction, gold = names.prediction or "label", names.gold or "gold"
-    named = (names.prediction, names.gold, names.positive) != (None, None, None)
-    if names.correct != "correct" or ("correct" in first and not named):
-        readers["correct"] = TRUTH, there(names.correct)
-    elif named or ("gold" in first and ("label" in first or "label_logprobs" in first)):
-        readers["gold"] = TEXT, there(gold)
-        if names.positive is None:
-            if prediction != "label" or "label_logprobs" not in first:
-                there(prediction, f" to compare with {gold!r}: name it with --prediction, or with --positive the label "
-                f"whose probability {names.confidence!r} is")  # fmt: skip
-            readers["answer"] = ANSWER, prediction
-    question = names.question or next((name for name in QUESTION_COLUMNS if name in first), None)
+    readers = {"confidence": _choose_confidence(first, names)}
+    readers |= _choose_correctness(first, names)
+    question = names.question
+    if question is None:
+        question = next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
-        readers["question"] = TEXT, there(question)
+        _require_column(first, question)
+        readers["question"] = _ColumnReader(TEXT, question)
     if "source" in first:
-        readers["source"] = SOURCE, "source"
+        readers["source"] = _ColumnReader(SOURCE, "source")
     if names.by is not None:
-        readers["by"] = TEXT, there(names.by)
+        _require_column(first, names.by)
+        readers["by"] = _ColumnReader(TEXT, names.by)
     return readers
 
 
-def _graded(
-    confidence: Floats, gold: list[str], answer: list[str | None] | None, names: ColumnNames
-) -> tuple[Floats, Bools]:
-    """Compare answers with the right ones; return confidence and correctness. (N,), (N,).
+def _require_column(first: Fields, name: str, hint: str = "") -> None:
+    try:
+        nested(first, name)
+    except ValueError:
+        columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
+        raise ValueError(f"no column {name!r}{hint}{columns}") from None
 
-    With `positive` the confidence given is that label's probability: the answer is the likelier label. Without it, a
-    column that is below a half for one label of two and above for the other is refused: it is such a probability.
-    """
+
+def _choose_confidence(first: Fields, names: ColumnNames) -> _ColumnReader:
+    is_default = names.confidence == "confidence"
+    if is_default and "confidence" not in first and "label_logprobs" in first:
+        return _ColumnReader(ANSWER_PROBABILITY, names.prediction or "label")
+    _require_column(first, names.confidence)
+    return _ColumnReader(PROBABILITY, names.confidence)
+
+
+def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _ColumnReader]:
+    """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing."""
+    names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
+    names_correct = names.correct != "correct"
+    if names_correct or ("correct" in first and not names_labels):
+        _require_column(first, names.correct)
+        return {"correct": _ColumnReader(TRUTH, names.correct)}
+    has_labels = "gold" in first and ("label" in first or "label_logprobs" in first)
+    if not names_labels and not has_labels:
+        return {}
+    gold = names.gold or "gold"
+    _require_column(first, gold)
+    readers = {"gold": _ColumnReader(TEXT, gold)}
+    if names.positive is not None:
+        return readers
+    prediction = names.prediction or "label"
+    is_top_label = prediction == "label" and "label_logprobs" in first
+    if not is_top_label:
+        hint = (
+            f" to compare with {gold!r}: name it with --prediction, or with --positive the label whose probability "
+            f"{names.confidence!r} is"
+        )
+        _require_column(first, prediction, hint)
+    readers["answer"] = _ColumnReader(ANSWER, prediction)
+    return readers
+
+
+class _Graded(NamedTuple):
+    """Confidence and correctness of the answers, (N,) each."""
+
+    confidence: Floats
+    correct: Bools
+
+
+def _grade_answers(
+    confidence: Floats, *, gold: list[str], answer: list[str | None] | None, names: ColumnNames
+) -> _Graded:
+    """Compare the answers with the gold labels; without answers, the confidence is the probability of one label."""
     if answer is None:
-        labels = sorted(set(gold))
-        if len({*labels, names.positive}) > 2:
-            expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {listed(labels)}"
-            raise ValueError(f"--positive {names.positive}: {expected}")
-        said = confidence >= 0.5
-        right = np.array([label == names.positive for label in gold], dtype=np.bool_)
-        return np.where(said, confidence, 1.0 - confidence), said == right
-    given, wanted = {*answer} - {None}, {*gold}
-    if len(given) > 1 and 1 < len(wanted) <= len(gold) / MANY_ALIKE and not given & wanted:
-        told = ", the right ones are ".join(listed(sorted(map(str, labels)), 4) for labels in (given, wanted))
+        return _grade_probability(confidence, gold, names)
+    _refuse_two_spellings(answer, gold)
+    _refuse_probability_of_label(confidence, answer, names)
+    correct = np.array([label == right for label, right in zip(answer, gold, strict=True)], dtype=np.bool_)
+    return _Graded(confidence, correct)
+
+
+def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) -> _Graded:
+    """Take the likelier of two labels as the answer: `confidence` is the probability of `names.positive`."""
+    labels = sorted(set(gold))
+    if len({*labels, names.positive}) > 2:
+        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {listed(labels)}"
+        raise ValueError(f"--positive {names.positive}: {expected}")
+    answers_positive = confidence >= 0.5
+    is_positive = np.array([label == names.positive for label in gold], dtype=np.bool_)
+    confidence_of_answer = np.where(answers_positive, confidence, 1.0 - confidence)
+    return _Graded(confidence_of_answer, answers_positive == is_positive)
+
+
+def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
+    """Raise ValueError if no answer is ever right although there are few labels with many answers each."""
+    answer_labels = {label for label in answer if label is not None}
+    gold_labels = set(gold)
+    several_labels = len(answer_labels) > 1 and len(gold_labels) > 1
+    many_rows_per_label = len(gold) >= MIN_ROWS_PER_LABEL * len(gold_labels)
+    if several_labels and many_rows_per_label and not answer_labels & gold_labels:
         raise ValueError(
-            f"no answer ever equals a right one, so labels seem to be written in two ways: the answers are {told}"
+            "no answer ever equals a right one, so labels seem to be written in two ways: the answers are "
+            f"{listed(sorted(answer_labels), 4)}, the right ones are {listed(sorted(gold_labels), 4)}"
         )
+
+
+def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
+    """Raise ValueError if the confidence is below a half for one label of two and above for the other."""
     low = confidence < 0.5
-    sides = [{label for label, is_low in zip(answer, low, strict=True) if is_low == side} for side in (False, True)]
-    if [len(side) for side in sides] == [1, 1] and sides[0] != sides[1] and min(low.sum(), (~low).sum()) >= FEW_LOW:
-        above, below = (next(iter(side)) for side in sides)
+    above = set()
+    below = set()
+    for label, is_low in zip(answer, low.tolist(), strict=True):
+        if is_low:
+            below.add(label)
+        else:
+            above.add(label)
+    one_label_per_side = len(above) == 1 and len(below) == 1 and above != below
+    enough_rows = min(low.sum(), (~low).sum()) >= MIN_ROWS_PER_SIDE
+    if one_label_per_side and enough_rows:
+        [label_above] = above
+        [label_below] = below
         raise ValueError(
-            f"{names.confidence}: below 0.5 exactly where the answer is {below!r}, so it looks like the probability of "
-            f"{above!r} and not of the answer; if it is, say --positive {above}"
+            f"{names.confidence}: below 0.5 exactly where the answer is {label_below!r}, so it looks like the "
+            f"probability of {label_above!r} and not of the answer; if it is, say --positive {label_above}"
         )
-    return confidence, np.array([label == right for label, right in zip(answer, gold, strict=True)], dtype=np.bool_)
+
+
+# ---- measuring
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What is measured and how. resamples None: 1000, or 200 above 200,000 rows."""
+    """What is measured and how.
+
+    Attributes:
+        metrics: Names in METRICS; `gap` may be among them.
+        bins: Number of bins of binned metrics.
+        resamples: Number of bootstrap resamples. None means 1000, or 200 above 200,000 rows.
+        level: Level of the intervals.
+        method: Kind of bootstrap interval.
+        seed: Seed of the resamples.
+    """
 
     metrics: tuple[str, ...] = HEADLINE
     bins: int = 20
@@ -327,24 +514,37 @@ class MeasureSettings:
     seed: int = 0
 
     def draws(self, rows: int) -> int:
-        """The number of resamples for so many rows."""
-        return self.resamples or (RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES)
+        """Return the number of resamples for so many rows."""
+        if self.resamples:
+            return self.resamples
+        return RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES
 
     def options(self, runs: Sequence[Answers], tick: Tick) -> statistics.BootstrapOptions:
-        """How these runs are resampled."""
-        resamples = self.draws(max(np.size(run.confidence) for run in runs))
-        return {"resamples": resamples, "level": self.level, "seed": self.seed, "tick": tick}
+        """Return how these runs are resampled."""
+        most_rows = max(np.size(run.confidence) for run in runs)
+        return {"resamples": self.draws(most_rows), "level": self.level, "seed": self.seed, "tick": tick}
 
     def steps(self, rows: int) -> int:
-        """How often `measure_runs` ticks for a run of so many rows: the resamples, and as many simulations."""
-        return self.draws(rows) * (1 + any(METRICS[name].calibration for name in self.metrics))
+        """Return how often `measure_runs` ticks for a run of so many rows: once per resample and per simulation."""
+        draws = self.draws(rows)
+        has_null_band = any(METRICS[name].calibration for name in self.metrics)
+        return 2 * draws if has_null_band else draws
 
     def functions(self) -> dict[str, MetricFunction]:
-        """The metrics with the bins filled in."""
-        known: dict[str, MetricFunction] = {name: metric.function for name, metric in METRICS.items()}
-        known[GAP] = confidence_gap
-        binned = {name for name in self.metrics if "bins" in signature(known[name]).parameters}
-        return {name: partial(known[name], bins=self.bins) if name in binned else known[name] for name in self.metrics}
+        """Return the function of each metric, with the bins filled in."""
+        functions: dict[str, MetricFunction] = {}
+        for name in self.metrics:
+            function = _find_function(name)
+            if "bins" in signature(function).parameters:
+                function = partial(function, bins=self.bins)
+            functions[name] = function
+        return functions
+
+
+def _find_function(name: str) -> MetricFunction:
+    if name == GAP:
+        return confidence_gap
+    return METRICS[name].function
 
 
 @dataclass(frozen=True)
@@ -358,37 +558,70 @@ class MetricResult:
 def measure_runs(
     runs: Sequence[Answers], settings: MeasureSettings, tick: Tick = lambda: None
 ) -> dict[str, MetricResult]:
-    """Measure the metrics of one run of a model, or their mean over several; `gap` may be among their names.
+    """Measure the metrics of one run of a model, or their mean over several runs.
 
-    Intervals that do not hold their value are removed, see `drop_invalid_interval`.
+    An interval that does not contain its value is removed, see `drop_invalid_interval`.
+
+    Args:
+        runs: The runs.
+        settings: The metrics, among them `gap` if wanted, and how they are resampled.
+        tick: Called once per resample and simulation.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
     >>> measure_runs([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
     0.6666666666666666
     """
-    functions, options = settings.functions(), settings.options(runs, tick)
+    functions = settings.functions()
+    options = settings.options(runs, tick)
     intervals = statistics.bootstrap_table(functions, runs, method=settings.method, **options)
-    calibration = {name: function for name, function in functions.items() if name != GAP and METRICS[name].calibration}
-    bands = statistics.null_table(calibration, runs, **options) if calibration else {}
-    return {
-        name: MetricResult(interval if name == GAP else drop_invalid_interval(interval), bands.get(name))
-        for name, interval in intervals.items()
-    }
+    calibration = {}
+    for name, function in functions.items():
+        if name != GAP and METRICS[name].calibration:
+            calibration[name] = function
+    bands: dict[str, NullBand] = {}
+    if calibration:
+        bands = statistics.null_table(calibration, runs, **options)
+    results = {}
+    for name, interval in intervals.items():
+        if name == GAP:
+            results[name] = MetricResult(interval, None)
+        else:
+            results[name] = MetricResult(drop_invalid_interval(interval), bands.get(name))
+    return results
 
 
 def compare_runs(
     a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
-    """Compare two methods run by run on the same questions, metric by metric; see `compare_table`."""
+    """Compare two methods run by run on the same questions, metric by metric; see `compare_table`.
+
+    Args:
+        a: The runs of one method.
+        b: The runs of the other, in the same order.
+        settings: The metrics and how they are resampled.
+        swaps: Largest number of swaps of the test, if more than the resamples.
+        tick: Called once per resample and swap.
+    """
     comparisons = statistics.compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
     return {name: drop_invalid_interval(comparison) for name, comparison in comparisons.items()}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All numbers of one file; shares lie in [0, 1]. sources, fallback_rate, accuracy_unparsed_wrong: None if unknown.
+    """All numbers of one file. Shares are in [0, 1].
 
-    gap: mean confidence minus accuracy, whose interval is nominal where that of an ECE is not.
+    Attributes:
+        rows: Number of answers.
+        questions: Number of questions; None if the file does not name them.
+        accuracy: Share of right answers.
+        mean_confidence: Mean confidence.
+        gap: Mean confidence minus accuracy. Its interval has nominal coverage; that of an ECE may not.
+        debiased_ece: The debiased ECE.
+        sources: How the answers were parsed; None if the file does not say.
+        fallback_rate: Share of forced answers; None if the file does not say.
+        accuracy_unparsed_wrong: Accuracy with forced answers counted as wrong; None if the file does not say.
+        settings: How it was measured.
+        metrics: Name -> result.
     """
 
     rows: int
@@ -397,7 +630,7 @@ class Summary:
     mean_confidence: float
     gap: Interval
     debiased_ece: float
-    sources: Sources | None
+    sources: ParseCounts | None
     fallback_rate: float | None
     accuracy_unparsed_wrong: float | None
     settings: MeasureSettings
@@ -405,71 +638,117 @@ class Summary:
 
     @property
     def warning(self) -> str | None:
-        """What is printed before any number: too many answers were forced."""
-        return None if self.sources is None else self.sources.warning
+        """The warning to print before any number if too many answers were forced."""
+        if self.sources is None:
+            return None
+        return self.sources.warning
 
 
 def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None) -> Summary:
-    """Measure a file. `tick` is called `settings.steps(rows)` times."""
+    """Measure a file.
+
+    Args:
+        answers: The answers.
+        settings: The metrics and how they are resampled.
+        tick: Called `settings.steps(rows)` times.
+    """
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
-    metrics = measure_runs([answers.run], replace(settings, metrics=(*settings.metrics, GAP)), tick)
+    with_gap = replace(settings, metrics=(*settings.metrics, GAP))
+    metrics = measure_runs([answers.run], with_gap, tick)
+    gap = metrics.pop(GAP)
     sources = answers.sources
+    fallback_rate = None
+    accuracy_unparsed_wrong = None
+    if sources is not None:
+        fallback_rate = sources.share("fallback")
+        accuracy_unparsed_wrong = float(answers.count_unparsed_as_wrong().correct.mean())
     return Summary(
         rows=len(answers),
         questions=answers.questions,
         accuracy=float(answers.correct.mean()),
         mean_confidence=float(answers.confidence.mean()),
-        gap=metrics.pop(GAP).interval,
+        gap=gap.interval,
         debiased_ece=debiased_ece(answers.confidence, answers.correct, bins=settings.bins),
         sources=sources,
-        fallback_rate=None if sources is None else sources.share("fallback"),
-        accuracy_unparsed_wrong=None if sources is None else float(answers.unparsed_wrong().correct.mean()),
+        fallback_rate=fallback_rate,
+        accuracy_unparsed_wrong=accuracy_unparsed_wrong,
         settings=settings,
         metrics=metrics,
     )
 
 
-def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
-    """Whether the mean confidence is measurably off, which one mean may show where the noise of many bins hides it.
+# ---- what the numbers mean
 
-    The interval is too narrow of few questions, and of answers that are all right or all wrong: their accuracy does not
-    vary between resamples.
+
+def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
+    """Return whether the mean confidence is measurably off; one mean may show it where the noise of bins hides it.
+
+    The interval is too narrow for few questions, and for answers that are all right or all wrong: their accuracy does
+    not vary between resamples.
+
+    Args:
+        gap: Mean confidence minus accuracy.
+        accuracy: Share of right answers.
+        questions: Number of questions.
     """
-    return questions >= FEW_QUESTIONS and 0 < accuracy < 1 and not gap.low <= 0 <= gap.high
+    enough_questions = questions >= FEW_QUESTIONS
+    accuracy_varies = 0 < accuracy < 1
+    contains_zero = gap.low <= 0 <= gap.high
+    return enough_questions and accuracy_varies and not contains_zero
 
 
 def verdict(summary: Summary) -> str | None:
-    """Say in one sentence what the ECE means; None where it was not measured, or too many answers were forced."""
+    """Return one sentence on what the ECE means; None if it was not measured, or if too many answers were forced."""
     ece = summary.metrics.get("ece")
     if ece is None or ece.null is None or summary.warning is not None:
         return None
-    value, low, high = (100 * number for number in (ece.interval.value, ece.null.low, ece.null.high))
-    level = (
-        "" if summary.settings.level == MeasureSettings.level else f" in {100 * summary.settings.level:g} % of cases"
-    )
-    chance = f"what a perfectly calibrated model would score by chance{level} ({low:.1f} to {high:.1f})"
-    if value < low:
-        return f"ECE {value:.1f} lies below {chance}, as after fitting a calibrator to these very rows."
-    gap, ends = 100 * summary.gap.value, f"{100 * summary.gap.low:+.1f} to {100 * summary.gap.high:+.1f}"
-    confident = f"{'over' if gap > 0 else 'under'}-confident by {abs(gap):.1f} points on average"
-    if value > high:  # |mean confidence - accuracy| <= ECE; where it is less than half, bins of both signs cancel
-        mixed = f"too sure in some bins and not sure enough in others, {gap:+.1f} points on average"
-        return f"ECE {value:.1f} lies above {chance}: {mixed if abs(gap) < value / 2 else confident}."
-    if shows_gap(summary.gap, summary.accuracy, summary.questions or summary.rows):
-        return f"ECE {value:.1f} lies within {chance}, but the answers are {confident} ({ends})."
-    return f"ECE {value:.1f} lies within {chance}: no miscalibration shows in {summary.rows:,} answers."
+    value = 100 * ece.interval.value
+    chance = _describe_chance(ece.null, summary.settings.level)
+    measured = f"ECE {value:.1f} lies"
+    if value < 100 * ece.null.low:
+        return f"{measured} below {chance}, as after fitting a calibrator to these very rows."
+
+    gap = summary.gap
+    points = 100 * gap.value
+    direction = "over" if points > 0 else "under"
+    confident = f"{direction}-confident by {abs(points):.1f} points on average"
+    if value > 100 * ece.null.high:
+        # |mean confidence - accuracy| <= ECE. If it is less than half of it, the signs of the bins cancel.
+        signs_cancel = abs(points) < value / 2
+        if signs_cancel:
+            mixed = f"too sure in some bins and not sure enough in others, {points:+.1f} points on average"
+            return f"{measured} above {chance}: {mixed}."
+        return f"{measured} above {chance}: {confident}."
+    if shows_gap(gap, summary.accuracy, summary.questions or summary.rows):
+        ends = f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}"
+        return f"{measured} within {chance}, but the answers are {confident} ({ends})."
+    return f"{measured} within {chance}: no miscalibration shows in {summary.rows:,} answers."
 
 
-def unheld(summary: Summary) -> list[str]:
-    """For each calibration metric whose interval was removed: what to read in its place, in one sentence."""
+def _describe_chance(null: NullBand, level: float) -> str:
+    cases = ""
+    if level != MeasureSettings.level:
+        cases = f" in {100 * level:g} % of cases"
+    ends = f"{100 * null.low:.1f} to {100 * null.high:.1f}"
+    return f"what a perfectly calibrated model would score by chance{cases} ({ends})"
+
+
+def explain_missing_interval(summary: Summary) -> list[str]:
+    """Return a sentence for each calibration metric whose interval was removed: what to read instead."""
     gap = summary.gap
     shift = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
-    debiased = f"debiased ECE {100 * summary.debiased_ece:.1f}, "
-    return [
-        f"{METRICS[name].title} has no interval: resampling raises it, so the percentiles exclude its own value. "
-        f"Instead: by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}, "
-        f"{debiased if name != 'debiased_ece' else ''}{shift}."
-        for name, metric in summary.metrics.items()
-        if metric.interval.reason is not None and metric.null is not None
-    ]
+    sentences = []
+    for name, metric in summary.metrics.items():
+        if metric.interval.reason is None or metric.null is None:
+            continue
+        chance = f"by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}"
+        instead = [chance]
+        if name != "debiased_ece":
+            instead.append(f"debiased ECE {100 * summary.debiased_ece:.1f}")
+        instead.append(shift)
+        sentences.append(
+            f"{METRICS[name].title} has no interval: resampling raises it, so the percentiles exclude its own value. "
+            f"Instead: {', '.join(instead)}."
+        )
+    return sentences

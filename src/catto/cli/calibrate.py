@@ -113,7 +113,7 @@ def apply(
     if shared := fitted.shared(answers.question or ()):
         warn(f"{shared} of the questions the calibrator was fitted on are in {file}: these numbers are optimistic")
     if isinstance(answers, GradedAnswers):
-        _show(answers.unparsed_wrong() if unparsed == "wrong" else answers, calibrated, seed)
+        _show(answers.count_unparsed_as_wrong() if unparsed == "wrong" else answers, calibrated, seed)
     say(f"Wrote {out}.")
     if (confidence, correct, prediction, gold) == ("confidence", "correct", None, None):
         say(f"Next: catto measure {quote(str(out))}")
@@ -147,7 +147,7 @@ def threshold(
 
 def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after."""
-    from catto.measure import MeasureSettings, summarise, unheld
+    from catto.measure import MeasureSettings, explain_missing_interval, summarise
     from catto.metrics.catalogue import METRICS
 
     settings = MeasureSettings(metrics=SHOWN, seed=seed)
@@ -163,5 +163,5 @@ def _show(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     console.show_table(str(answers.source), ("metric", "before", "95 % interval", "after", "95 % interval"), rows)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")
     for when, summary in zip(("Before", "After"), both, strict=True):
-        for sentence in unheld(summary):
+        for sentence in explain_missing_interval(summary):
             say(f"{when}: {sentence}")

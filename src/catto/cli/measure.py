@@ -75,7 +75,15 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.measure import MeasureSettings, compare_runs, jsonable, read_graded, summarise, unheld, verdict
+    from catto.measure import (
+        MeasureSettings,
+        compare_runs,
+        explain_missing_interval,
+        jsonable,
+        read_graded,
+        summarise,
+        verdict,
+    )
     from catto.metrics import catalogue, errors, ranking
 
     if figure is not None:
@@ -93,7 +101,9 @@ def measure(
         whole, *summaries = [summarise(part, settings, tick) for part in parts]
     document: dict[str, Any] = {"warning": whole.warning, "file": str(file), "unparsed": unparsed, **jsonable(whole)}
     document["verdict"] = verdict(whole)
-    sentences = [sentence for sentence in (document["verdict"], *unheld(whole)) if sentence is not None]
+    sentences = explain_missing_interval(whole)
+    if document["verdict"] is not None:
+        sentences.insert(0, document["verdict"])
     if by is not None:
         values = [{"warning": summary.warning, **jsonable(summary)} for summary in summaries]
         document["slices"] = {"by": by, "values": dict(zip(slices, values, strict=True))}
@@ -179,7 +189,7 @@ def _show(
     counts = [f"N = {whole.rows:,} answers{grouped}", f"{settings.bins} bins", f"{draws} resamples"]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
         note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
-        counts.append(whole.sources.told(note))
+        counts.append(whole.sources.describe(note))
     for sentence in (", ".join(counts) + ".", *sentences):
         say(sentence)
     if compare is not None:

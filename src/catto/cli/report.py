@@ -49,9 +49,8 @@ def report(
     console.writable_folder("--out", out)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     with console.refusing(), running() as shown:
-        results = results_of_files(
-            {title: path for title, (_, path) in zip(titles, given, strict=True)}, names, out, task, unparsed
-        )
+        by_title = {title: path for title, (_, path) in zip(titles, given, strict=True)}
+        results = results_of_files(by_title, names, out, task=task, unparsed=unparsed)
         bar = Bar(shown, "measuring")
         page = build(results, out, out, lambda done, total: bar.update(done, total, ""))
     say(f"Wrote {page}.")

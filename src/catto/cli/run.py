@@ -167,7 +167,7 @@ def run(
         execute = partial(ray_runner.run, address=address)
     go(recipe, read, root, [goal], retry_refused, repair, execute)
     report, first = place(root, goal), root / "report.html"
-    if (numbers := store.read(report / "numbers.json")) is not None:  # None: of another version
+    if (numbers := store.read_numbers(report / "numbers.json")) is not None:  # None: of another version
         headline = write_headline(numbers)
         for line in (headline.answer, *headline.warnings):
             console.say(line)

@@ -49,7 +49,7 @@ def select(
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
     from catto.calibrate import open_fitted, write_final
-    from catto.measure import Sources, jsonable
+    from catto.measure import ParseCounts, jsonable
     from catto.metrics import selection, temperature
     from catto.predict.predictor import refusals_of
 
@@ -87,7 +87,7 @@ def select(
             mean = _means(write_final(out, predictions, protocol, applied, own_stop=stop is None and rule == MOST))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"
             written = f"Wrote {out}: {taken}, accuracy {100 * mean['accuracy']:.1f} %."
-    within, counts = selection.within_questions(samples, seed=seed), Sources.of(row.source for row in predictions)
+    within, counts = selection.within_questions(samples, seed=seed), ParseCounts.of(row.source for row in predictions)
     if as_json:
         known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
         console.print_json([{**jsonable(row), **known} for row in rows] + saved)
@@ -98,7 +98,7 @@ def select(
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
     questions, size = samples.label.shape
-    say(f"N = {questions:,} questions, {size} samples each, {counts.told()}.")
+    say(f"N = {questions:,} questions, {size} samples each, {counts.describe()}.")
     drawn = ", ".join(f"{value:g}" for value in sorted({row.temperature for row in predictions}))
     ranked = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     say(f"Sampled at temperature {drawn}, ranked by {ranked}.")

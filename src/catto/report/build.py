@@ -1,174 +1,247 @@
 """Results -> numbers, tables, figures, the page, and cards in the format of the Hugging Face hub.
 
-A model card has the results as `model-index`, a dataset card the columns of predictions. Their YAML is made and checked
-by `huggingface_hub`; nothing is sent.
+A model card has the results as `model-index`, a dataset card the columns of predictions. `huggingface_hub` makes and
+checks their YAML; nothing is sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from catto.files import library_versions, read_records, write_records, write_text
-from catto.logs import ColumnNames, answer_of, read_answers, text_of
-from catto.measure import MeasureSettings, Unparsed, read_graded, summarise
+from catto.logs import ColumnNames, Fields, answer_of, read_answers, text_of
+from catto.measure import MeasureSettings, ParseCounts, Unparsed, read_graded, summarise
 from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Interval
+from catto.metrics.statistics import Interval, NullBand
 from catto.problems import DataError, locating, shortened
 from catto.records import Prediction, Question, checked_name, content_hash
 from catto.report import VERSION
-from catto.report import numbers as store
 from catto.report.browser import Browser
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
-from catto.report.figures import choose_looks, make_pictures
-from catto.report.measuring import Answered, Progress, measure_results, read_cell, silent
-from catto.report.numbers import Cell, Numbers, Results
+from catto.report.figures import Picture, choose_looks, make_pictures
+from catto.report.measuring import CellAnswers, ProgressCallback, ignore_progress, measure_results, read_cell
+from catto.report.numbers import Cell, Numbers, Results, read_numbers
 from catto.report.page import render_page
-from catto.report.render import TEMPLATES, csv_text, escape_markdown, latex, markdown
+from catto.report.render import TEMPLATES, Table, csv_text, escape_markdown, latex, markdown
 from catto.report.tables import build_tables
 from catto.tasks import TASKS
 
-__all__ = ["build", "read", "results_of_files", "write_cards"]
+__all__ = ["build", "read_experiment", "results_of_files", "write_cards"]
 
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
 TITLE = "Predictions of"
 # A server or a file chose the names of models: the longest that cards show.
-MOST_IN_NAME = 120
+MAX_NAME_LENGTH = 120
 # JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
 DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
 
 
-def build(results: Results, folder: Path, out: Path, progress: Progress = silent) -> Path:
-    """Write report.html, tables, figures, model cards and numbers.json into `out`; return the page's path.
+def build(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
+    """Write report.html, tables, figures, model cards and numbers.json.
 
-    Numbers and figures of an earlier build in `out` with the same inputs are kept. `progress` is called with the
-    steps of measuring that are done and their total.
+    Args:
+        results: The experiment.
+        folder: Its folder.
+        out: Folder of the report. Numbers and figures of an earlier build with the same inputs are kept.
+        progress: Called with the number of finished steps of measuring and their total.
+
+    Returns:
+        Path of the page.
     """
-    answers, browser = read(results, folder)
-    numbers = measure_results(results, folder, answers, store.read(out / "numbers.json"), progress)
+    experiment = read_experiment(results, folder)
+    known = read_numbers(out / "numbers.json")
+    numbers = measure_results(results, folder, experiment.answers, known, progress)
     write_text(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = build_tables(numbers, results)
+    _write_tables(tables, out / "tables")
+    drawn = _write_figures(results, numbers, experiment.answers, out / "figures")
+    for card in make_experiment_cards(numbers):
+        write_text(out / "cards" / f"{card.name}.md", card.text)
+    path = out / "report.html"
+    write_text(path, render_page(results, numbers, tables, drawn, experiment.browser))
+    return path
+
+
+def _write_tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
-        write_text(out / "tables" / f"{table.name}.md", markdown(table))
-        write_text(out / "tables" / f"{table.name}.csv", csv_text(table))
-        # LaTeX is for a printed page, where the paper's columns are as many as fit.
-        write_text(out / "tables" / f"{table.name}.tex", latex(table.in_papers_shape()))
+        write_text(folder / f"{table.name}.md", markdown(table))
+        write_text(folder / f"{table.name}.csv", csv_text(table))
+        # LaTeX is printed on a page that has room for the paper's columns only.
+        write_text(folder / f"{table.name}.tex", latex(table.in_papers_shape()))
+
+
+def _write_figures(
+    results: Results, numbers: Numbers, answers: Sequence[CellAnswers], folder: Path
+) -> list[tuple[Picture, str]]:
+    """Draw the figures, unless an earlier build drew them from the same inputs; return each with its SVG."""
     made_by = [VERSION, library_versions("matplotlib")]
-    inputs = [made_by, numbers.model_dump(mode="json"), [cell.model_dump(mode="json") for cell in results.cells]]
-    key, note = content_hash(inputs), out / "figures" / "inputs.json"
-    known = note.exists() and key in note.read_text(encoding="utf-8", errors="replace")
-    drawn, known_looks = [], choose_looks(cell.method for cell in results.cells)
+    cells = [cell.model_dump(mode="json") for cell in results.cells]
+    key = content_hash([made_by, numbers.model_dump(mode="json"), cells])
+    key_file = folder / "inputs.json"
+    same_inputs = key_file.exists() and key in key_file.read_text(encoding="utf-8", errors="replace")
+    method_looks = choose_looks(cell.method for cell in results.cells)
+    drawn = []
     for picture in make_pictures(results, numbers, answers):
-        path = out / "figures" / f"{picture.name}.svg"
-        if not (known and path.exists()):
-            write_text(path, render_figure(partial(picture.draw, known_looks), ".svg").decode())
+        path = folder / f"{picture.name}.svg"
+        if not (same_inputs and path.exists()):
+            svg = render_figure(partial(picture.draw, method_looks), ".svg")
+            write_text(path, svg.decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
-    write_text(note, json.dumps({"inputs": key}) + "\n")
-    for name, card in experiment_cards(numbers):
-        write_text(out / "cards" / f"{name}.md", card)
-    write_text(out / "report.html", render_page(results, numbers, tables, drawn, browser))
-    return out / "report.html"
+    write_text(key_file, json.dumps({"inputs": key}) + "\n")
+    return drawn
 
 
-def read(results: Results, folder: Path) -> tuple[list[Answered], Browser]:
-    """Read an experiment's answers with their questions, and the predictions that the page shows."""
-    questions = {
-        task: {question.id: question for path in paths for question in read_records(folder / path, Question)}
-        for task, paths in results.questions.items()
-    }
+class ExperimentAnswers(NamedTuple):
+    """The answers of each cell, and the predictions that the page shows."""
+
+    answers: list[CellAnswers]
+    browser: Browser
+
+
+def read_experiment(results: Results, folder: Path) -> ExperimentAnswers:
+    """Read the answers of an experiment with their questions.
+
+    Args:
+        results: The experiment.
+        folder: Its folder.
+    """
+    questions: dict[str, dict[str, Question]] = {}
+    for task, paths in results.questions.items():
+        by_id = questions.setdefault(task, {})
+        for path in paths:
+            for question in read_records(folder / path, Question):
+                by_id[question.id] = question
     unparsed = results.evaluation.unparsed
-    browser, answers = Browser(questions, expected=len(results.cells), unparsed=unparsed), []
+    browser = Browser(questions, expected=len(results.cells), unparsed=unparsed)
+    answers = []
     for cell in results.cells:
-        answered, predictions = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
-        answers.append(answered)
-        browser.add(cell, predictions)
-    return answers, browser
+        file = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
+        answers.append(file.answers)
+        browser.add(cell, file.predictions)
+    return ExperimentAnswers(answers, browser)
 
 
 # ---- files of answers
 
+# Task -> the predictions of one model.
+TaskPredictions = dict[str, list[Prediction]]
+
 
 def results_of_files(
-    files: Mapping[str, Path], names: ColumnNames, out: Path, task: str = "answers", unparsed: Unparsed = "fallback"
+    files: Mapping[str, Path],
+    names: ColumnNames,
+    out: Path,
+    *,
+    task: str = "answers",
+    unparsed: Unparsed = "fallback",
 ) -> Results:
-    """Write the answers of each model as predictions into `out`, and return the results to build a page from.
+    """Write the answers of each model as predictions, and return the results to build a page from.
 
-    files: the name of a model -> its answers, one to each question, in any form that `catto measure` reads. task: where
-    the rows name none. What rows do not hold is left empty; without labels, an answer is `right` or `wrong`.
+    Columns that a file does not have are left empty; without labels, an answer is `right` or `wrong`.
+
+    Args:
+        files: Name of a model -> file with one answer per question, in any form that `catto measure` reads.
+        names: Names of the columns.
+        out: Folder of the predictions.
+        task: Task of the rows that name none.
+        unparsed: Whether forced answers count as wrong.
     """
-    by_model: dict[str, dict[str, list[Prediction]]] = {}
+    by_model: dict[str, TaskPredictions] = {}
     for model, path in files.items():
         checked_name(model, "model", plus=True)
-        tasks = by_model.setdefault(model, {})
-        for prediction in _predictions(path, names, task, model, several=len(files) > 1):
-            tasks.setdefault(prediction.task, []).append(prediction)
-        for name, predictions in tasks.items():
-            with locating(path):
-                checked_name(name, "task")
-            if len({prediction.question for prediction in predictions}) < len(predictions):
-                what = "several answers to one question, expected one: `catto select --out` chooses among samples"
-                raise DataError(path, None, what)
+        by_model[model] = _read_model(path, names, model=model, task=task, has_other_files=len(files) > 1)
     _check_same_questions(files, by_model)
-    cells = []  # everything was read and checked: files are written now
+    # Everything was read and checked, so files are written from here on.
+    cells = []
     for model, tasks in by_model.items():
         for name, predictions in tasks.items():
-            cell = Cell(task=name, trained_on=name, method=model, budget=None, seed=0, predictions="")
-            place = f"predictions/{cell.stem}-{model}.jsonl"
-            write_records(out / place, predictions)
-            cells.append(cell.model_copy(update={"predictions": place}))
-    about: Any = {"recipe": {"evaluation": {"unparsed": unparsed}}, "recipe_hash": "", "versions": library_versions()}
-    return Results(name=" and ".join(files), cells=tuple(cells), questions={}, **about)
+            cells.append(_write_cell(out, model, name, predictions))
+    return Results(
+        name=" and ".join(files),
+        recipe={"evaluation": {"unparsed": unparsed}},
+        recipe_hash="",
+        versions=library_versions(),
+        cells=tuple(cells),
+        questions={},
+    )
 
 
-def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, Mapping[str, list[Prediction]]]) -> None:
-    """Raise DataError, which names both files, where two models did not answer the same questions of a task."""
+def _read_model(path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool) -> TaskPredictions:
+    """Read the predictions of one model by task, and check the names of tasks and that no question repeats."""
+    tasks: TaskPredictions = {}
+    for prediction in _read_predictions(path, names, model=model, task=task, has_other_files=has_other_files):
+        tasks.setdefault(prediction.task, []).append(prediction)
+    for name, predictions in tasks.items():
+        with locating(path):
+            checked_name(name, "task")
+        questions = {prediction.question for prediction in predictions}
+        if len(questions) < len(predictions):
+            problem = "several answers to one question, expected one: `catto select --out` chooses among samples"
+            raise DataError(path, None, problem)
+    return tasks
+
+
+def _write_cell(out: Path, model: str, task: str, predictions: Sequence[Prediction]) -> Cell:
+    cell = Cell(task=task, trained_on=task, method=model, budget=None, seed=0, predictions="")
+    path = f"predictions/{cell.stem}-{model}.jsonl"
+    write_records(out / path, predictions)
+    return cell.model_copy(update={"predictions": path})
+
+
+def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, TaskPredictions]) -> None:
+    """Raise DataError, which names both files, if two models did not answer the same questions of a task."""
     first_model: dict[str, str] = {}  # task -> the model that the others are compared with
     for model, tasks in by_model.items():
         for task, predictions in tasks.items():
             other = first_model.setdefault(task, model)
-            ours = {prediction.question for prediction in predictions}
-            theirs = {prediction.question for prediction in by_model[other][task]}
-            for here, there, missing in ((model, other, theirs - ours), (other, model, ours - theirs)):
-                if missing:
-                    what = (
-                        f"does not answer {len(missing):,} of the questions in {files[there]}, such as {min(missing)!r}"
-                    )
-                    raise DataError(files[here], None, f"{what}; models are compared on the same questions")
+            questions = {prediction.question for prediction in predictions}
+            other_questions = {prediction.question for prediction in by_model[other][task]}
+            _refuse_missing(files[model], files[other], other_questions - questions)
+            _refuse_missing(files[other], files[model], questions - other_questions)
 
 
-def _predictions(path: Path, names: ColumnNames, task: str, model: str, several: bool) -> Iterator[Prediction]:
+def _refuse_missing(path: Path, other: Path, missing: set[str]) -> None:
+    if not missing:
+        return
+    problem = f"does not answer {len(missing):,} of the questions in {other}, such as {min(missing)!r}"
+    raise DataError(path, None, f"{problem}; models are compared on the same questions")
+
+
+def _read_predictions(
+    path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool
+) -> Iterator[Prediction]:
     answers = read_graded(path, names)
-    if answers.question is None and several:
+    if answers.question is None and has_other_files:
         raise DataError(path, None, "no column that names the question to pair the files by: name it with --question")
-    for place, (row, fields) in enumerate(read_answers(path, names)):
-        right = bool(answers.correct[place])
-        graded: tuple[str | None, str] = ("right" if right else "wrong", "right")
-        label, gold = graded
-        with suppress(ValueError):
-            label, gold = answer_of(names.prediction or "label", fields), text_of(names.gold or "gold", fields)
-        if (label == gold) != right:
-            label, gold = graded
-        text, name = (fields.get(field) for field in ("text", "task"))
-        read_as: Any = "free" if answers.read_as is None else answers.read_as[place]
+    for index, (row, fields) in enumerate(read_answers(path, names)):
+        if answers.question is None:
+            question = f"row {row}"
+        else:
+            question = answers.question[index]
+        labels = _read_labels(fields, names, is_correct=bool(answers.correct[index]))
+        text = fields.get("text")
+        task_of_row = fields.get("task")
+        source: Any = "free" if answers.read_as is None else answers.read_as[index]
         yield Prediction(
-            question=f"row {row}" if answers.question is None else answers.question[place],
-            task=name if isinstance(name, str) else task,
+            question=question,
+            task=task_of_row if isinstance(task_of_row, str) else task,
             split="test",
-            gold=gold,
+            gold=labels.gold,
             sample=0,
             text=text if isinstance(text, str) else "",
-            label=label,
-            source=read_as,
-            confidence=float(answers.confidence[place]),
+            label=labels.label,
+            source=source,
+            confidence=float(answers.confidence[index]),
             temperature=0.0,
             seed=0,
             engine="file",
@@ -176,101 +249,207 @@ def _predictions(path: Path, names: ColumnNames, task: str, model: str, several:
         )
 
 
+class _LabelAndGold(NamedTuple):
+    label: str | None
+    gold: str
+
+
+def _read_labels(fields: Fields, names: ColumnNames, *, is_correct: bool) -> _LabelAndGold:
+    """Return label and gold of a row; `right` or `wrong` if it has none, or if they contradict `is_correct`."""
+    judged = _LabelAndGold("right" if is_correct else "wrong", "right")
+    try:
+        label = answer_of(names.prediction or "label", fields)
+        gold = text_of(names.gold or "gold", fields)
+    except ValueError:
+        return judged
+    if (label == gold) != is_correct:
+        return judged
+    return _LabelAndGold(label, gold)
+
+
 # ---- cards
 
 
-def model_card(
-    model: str, task: str, split: str, rows: int, metrics: Mapping[str, Interval], picture: str, **chance: Any
-) -> str:
-    """Return a model card: the results as `model-index` metadata, and as a table with the reliability diagram.
+@dataclass(frozen=True)
+class CardContent:
+    """What a model card shows.
 
-    model, task: names of any origin, which are escaped. rows: the number of answers. picture: the diagram as seen from
-    the card. chance: `null`, the null band of the ECE, and `sources`, how the answers were read; None where it is not
-    known.
+    Attributes:
+        model: Name of the model, of any origin; it is escaped.
+        task: Name of the task, of any origin; it is escaped.
+        split: Split of the questions.
+        rows: Number of answers.
+        metrics: Metric -> value with its interval, at least those of REPORTED.
+        picture: Path of the reliability diagram as seen from the card.
+        null: Null band of the ECE; None if it is not known.
+        sources: How the answers were parsed; None if it is not known.
     """
-    model_title = display_name(model, "a model without a name")
-    task_title = display_name(task, "a task without a name")
-    source = TASKS.get(task)
-    results = [
-        EvalResult(
+
+    model: str
+    task: str
+    split: str
+    rows: int
+    metrics: Mapping[str, Interval]
+    picture: str
+    null: NullBand | None
+    sources: ParseCounts | None
+
+
+def render_model_card(content: CardContent) -> str:
+    """Render a model card: the results as `model-index` metadata, and as a table with the reliability diagram."""
+    model_title = display_name(content.model, "a model without a name")
+    task_title = display_name(content.task, "a task without a name")
+    dataset = task_title
+    dataset_config = None
+    task = TASKS.get(content.task)
+    if task is not None:
+        dataset = task.hub or task_title
+        dataset_config = task.config
+    results = []
+    shown = {}
+    for name in REPORTED:
+        metric = METRICS[name]
+        interval = content.metrics[name]
+        shown[name] = (metric, interval)
+        result = EvalResult(
             task_type="multiple-choice",
-            dataset_type=(source.hub if source else None) or task_title,
+            dataset_type=dataset,
             dataset_name=task_title,
-            dataset_config=source.config if source else None,
-            dataset_split=split,
-            dataset_args={"answers": rows},
+            dataset_config=dataset_config,
+            dataset_split=content.split,
+            dataset_args={"answers": content.rows},
             metric_type=name,
-            metric_name=METRICS[name].title,
-            metric_value=metrics[name].value,
+            metric_name=metric.title,
+            metric_value=interval.value,
         )
-        for name in REPORTED
-    ]
-    shown = {name: (METRICS[name], metrics[name]) for name in REPORTED}
-    texts = {
-        "model": escape_markdown(model_title),
-        "task": escape_markdown(task_title),
-        "split": split,
-        "rows": rows,
-        "metrics": shown,
-        "picture": picture,
-        **chance,
-    }
-    data = ModelCardData(model_name=model_title, tags=TAGS, eval_results=results)
-    return f"{ModelCard.from_template(data, str(TEMPLATES / 'model_card.md.j2'), **texts)}\n"
+        results.append(result)
+    card = ModelCard.from_template(
+        ModelCardData(model_name=model_title, tags=TAGS, eval_results=results),
+        str(TEMPLATES / "model_card.md.j2"),
+        model=escape_markdown(model_title),
+        task=escape_markdown(task_title),
+        split=content.split,
+        rows=content.rows,
+        metrics=shown,
+        picture=content.picture,
+        null=content.null,
+        sources=content.sources,
+    )
+    return f"{card}\n"
 
 
 def display_name(name: str, otherwise: str) -> str:
-    """Return a name on one line of at most 120 characters, without control characters; `otherwise` for an empty one.
+    """Return a name on one line of at most 120 characters, without control characters.
+
+    Args:
+        name: A name of any origin.
+        otherwise: Returned for an empty name.
 
     >>> display_name("tiny\\nmodel", "unknown")
     'tiny model'
     """
-    return shortened(name, MOST_IN_NAME) or otherwise
+    return shortened(name, MAX_NAME_LENGTH) or otherwise
 
 
-def experiment_cards(numbers: Numbers) -> Iterator[tuple[str, str]]:
-    """Yield name and text of a card for each model and task of the first seed, which has a diagram of that name.
+class NamedCard(NamedTuple):
+    """The text of a card, and its file name without the suffix."""
+
+    name: str
+    text: str
+
+
+def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
+    """Yield a card for each model and task of the first seed; a reliability diagram has the same name.
 
     Temperature-scaled methods have none: their confidence is not the model's own.
     """
-    first = min(cell.seed for cell in numbers.cells)
+    first_seed = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
-        if cell.seed == first and unscaled(cell.method) == cell.method:
-            name = "-".join(filter(None, (cell.stem, cell.method, cell.budget)))
-            picture, chance = f"../figures/reliability-{name}.svg", {"null": cell.null, "sources": cell.sources}
-            yield name, model_card(name, cell.task, "test", cell.n, cell.metrics, picture, **chance)
+        is_scaled = unscaled(cell.method) != cell.method
+        if is_scaled or cell.seed != first_seed:
+            continue
+        name = f"{cell.stem}-{cell.method}"
+        if cell.budget is not None:
+            name = f"{name}-{cell.budget}"
+        content = CardContent(
+            model=name,
+            task=cell.task,
+            split="test",
+            rows=cell.n,
+            metrics=cell.metrics,
+            picture=f"../figures/reliability-{name}.svg",
+            null=cell.null,
+            sources=cell.sources,
+        )
+        yield NamedCard(name, render_model_card(content))
 
 
 def write_cards(path: Path) -> list[str]:
-    """Write reliability.png, model_card.md and the dataset card README.md beside predictions; return their names.
+    """Write reliability.png, model_card.md and the dataset card README.md next to predictions.
 
-    With the dataset card, `datasets.load_dataset` reads the folder. A README.md of other contents is kept: the folder
-    may be that of the model.
+    With the dataset card, `datasets.load_dataset` reads the folder. A README.md with other contents is kept: the folder
+    may be the model's.
+
+    Args:
+        path: File of predictions.
+
+    Returns:
+        Names of the files written.
     """
-    answers, first = read_graded(path), next(iter(read_records(path, Prediction)))
-    model, picture = display_name(Path(first.model).name, "a model"), path.with_name("reliability.png")
-    task = display_name(first.task, "a task")
+    answers = read_graded(path)
+    first = next(iter(read_records(path, Prediction)))
+    model = display_name(Path(first.model).name, "a model")
     summary = summarise(answers, MeasureSettings(REPORTED))
-    metrics = {name: metric.interval for name, metric in summary.metrics.items()}
-    chance: Any = {"null": summary.metrics["ece"].null, "sources": summary.sources}
-    panel = Panel(model, reliability(answers.confidence, answers.correct), **chance)
+    null = summary.metrics["ece"].null
+
+    picture = path.with_name("reliability.png")
+    bins = reliability(answers.confidence, answers.correct)
+    panel = Panel(model, bins, null=null, sources=summary.sources)
     write_figure(partial(reliability_figure, [panel]), picture)
-    card = model_card(model, first.task, first.split, summary.rows, metrics, picture.name, **chance)
-    write_text(path.with_name("model_card.md"), card)
+
+    content = CardContent(
+        model=model,
+        task=first.task,
+        split=first.split,
+        rows=summary.rows,
+        metrics={name: metric.interval for name, metric in summary.metrics.items()},
+        picture=picture.name,
+        null=null,
+        sources=summary.sources,
+    )
+    card = path.with_name("model_card.md")
+    write_text(card, render_model_card(content))
+    written = [picture.name, card.name]
+
     readme = path.with_name("README.md")
-    if readme.exists() and f"# {TITLE}" not in readme.read_text(encoding="utf-8", errors="replace"):
-        return [picture.name, "model_card.md"]
-    columns = Prediction.model_json_schema()["properties"]
-    kinds = {name: column.get("type") or column["anyOf"][0]["type"] for name, column in columns.items()}
-    title = f"{TITLE} {model} on {task}"
+    is_ours = not readme.exists() or f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace")
+    if is_ours:
+        task = display_name(first.task, "a task")
+        title = f"{TITLE} {model} on {task}"
+        write_text(readme, render_dataset_card(title, split=first.split, file=path.name))
+        written.append(readme.name)
+    return written
+
+
+def render_dataset_card(title: str, *, split: str, file: str) -> str:
+    """Render the dataset card of a folder with predictions.
+
+    Args:
+        title: Title of the card.
+        split: Split of the questions.
+        file: Name of the file of predictions.
+    """
+    features = []
+    for name, column in Prediction.model_json_schema()["properties"].items():
+        kind = column.get("type") or column["anyOf"][0]["type"]
+        features.append({"name": name, "dtype": DTYPES[kind]})
     data = DatasetCardData(
         pretty_name=title,
         task_categories=["multiple-choice"],
         tags=TAGS,
-        configs=[{"config_name": "default", "data_files": [{"split": first.split, "path": path.name}]}],
-        dataset_info={"features": [{"name": name, "dtype": DTYPES[kind]} for name, kind in kinds.items()]},
+        configs=[{"config_name": "default", "data_files": [{"split": split, "path": file}]}],
+        dataset_info={"features": features},
     )
     template = str(TEMPLATES / "predictions_card.md.j2")
-    texts = {"title": escape_markdown(title), "split": first.split}
-    write_text(readme, f"{DatasetCard.from_template(data, template, **texts)}\n")
-    return [picture.name, "model_card.md", readme.name]
+    card = DatasetCard.from_template(data, template, title=escape_markdown(title), split=split)
+    return f"{card}\n"

@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from catto.files import replacing_bytes
-from catto.measure import Sources
+from catto.measure import ParseCounts
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
 from catto.report.numbers import supported_decimals
@@ -101,7 +101,7 @@ class Panel:
     title: str
     bins: Reliability
     null: NullBand | None = None
-    sources: Sources | None = None
+    sources: ParseCounts | None = None
 
     def note(self) -> str:
         """Return the lines under the title: share of forced answers if too high, ECE, its null band, N and bins."""

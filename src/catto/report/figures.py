@@ -21,7 +21,7 @@ from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
 from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
-from catto.report.measuring import Answered
+from catto.report.measuring import CellAnswers
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.tables import TrainedCell, method_order, method_title, setting_title, task_order, task_title
 
@@ -67,6 +67,8 @@ LOOKS = {
     "ipo": MethodLook("#7A7A1F", "h"),
     "dpo+robust": MethodLook("#C98BA0", "s"),
     "dpo+sft": MethodLook("#4F7F7A", "o"),
+    "outcome+decoupled": MethodLook("#3A0CA3", "D"),
+    "outcome+dpo": MethodLook("#B08968", "^"),
 }
 SCALED_LOOKS: dict[ScalingKind, PalerLook] = {
     "raw": PalerLook(0.38, "d"),
@@ -144,7 +146,7 @@ class TitledContent(NamedTuple):
 class HistogramContent(NamedTuple):
     """Answers, and the number of bins for their confidences."""
 
-    answers: Answered
+    answers: CellAnswers
     bins: int
 
 
@@ -195,7 +197,7 @@ class Picture:
         return draw_panels(KINDS[self.kind], self.contents, looks)
 
 
-def make_pictures(results: Results, numbers: Numbers, answers: Sequence[Answered]) -> Iterator[Picture]:
+def make_pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[Picture]:
     """Yield every figure of the report, those of the training last.
 
     Args:
@@ -263,10 +265,10 @@ class MeasuredAnswers(NamedTuple):
     """The numbers and the answers of one cell."""
 
     cell: CellNumbers
-    answers: Answered
+    answers: CellAnswers
 
 
-def make_answer_pictures(numbers: Numbers, answers: Sequence[Answered], budget: Budget | None) -> Iterator[Picture]:
+def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budget: Budget | None) -> Iterator[Picture]:
     """Yield reliability, histograms and risk-coverage of the first seed, for each training set and task."""
     tests: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
     for cell, answered in zip(numbers.cells, answers, strict=True):

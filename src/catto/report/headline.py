@@ -89,7 +89,7 @@ def _warn_of_forced_answers(group: GroupNumbers) -> str:
     differs_by_budget = methods.known(group.method) and methods.method(group.method).budgeted
     if group.budget is not None and differs_by_budget:
         subject += f", {BUDGET_TITLES[group.budget].lower()}"
-    return f"{subject}: {group.sources.counted}: its numbers describe the fallback, not the model."
+    return f"{subject}: {group.sources.summary}: its numbers describe the fallback, not the model."
 
 
 # ---- the verdict

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from catto.files import read_records, sha256
-from catto.measure import GAP, GradedAnswers, MeasureSettings, Sources, Unparsed, compare_runs, measure_runs
+from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
@@ -27,32 +26,40 @@ from catto.metrics.vector import scale_by_vector
 from catto.problems import DataError, locating
 from catto.records import PairMargin, Prediction, Question, content_hash
 from catto.report import VERSION
-from catto.report.numbers import Cell, CellNumbers, GroupNumbers, Numbers, Place, Results, Training, Verdict
+from catto.report.numbers import Cell, CellNumbers, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict
 
 BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
-# The metrics with an interval; the other headline ones are slow to resample, and read beside these.
+# The metrics with an interval. The other headline metrics are slow to resample, and are read next to these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
-# Held-out preference accuracy -> what of the responses it reads.
+# Held-out preference accuracy -> the part of the responses it is computed from.
 PREFERENCE: Mapping[str, Part] = {"preference_accuracy": "whole", "preference_accuracy_reasoning": "reasoning"}
-# Swaps for each comparison of a table: m comparisons multiply the smallest p-value by m, which is then m / (1 + 50 m)
-# < 0.02. With a fixed number of swaps nothing in a large table could be shown.
+# Swaps for each comparison of a table. Correcting for m comparisons multiplies the smallest p-value by m, which gives
+# m / (1 + 50 m) < 0.02. With a fixed number of swaps, no difference in a large table could be significant.
 SWAPS = 50
-# The error rate that a threshold keeps, and the probability that it fails to.
-RISK, DELTA = 0.05, 0.05
+# The error rate that a threshold keeps.
+RISK = 0.05
+# The probability that the threshold fails to keep it.
+DELTA = 0.05
 
-Progress = Callable[[int, int], object]  # steps that are done, and their total
+# Called with the number of finished steps and their total.
+ProgressCallback = Callable[[int, int], object]
 
 
-def silent(_done: int, _total: int) -> None:
+def ignore_progress(_done: int, _total: int) -> None:
     """Show no progress."""
 
 
 @dataclass(frozen=True)
-class Answered(GradedAnswers):
-    """The answers of one cell, one for each question. label: N texts, None for an answer that could not be read.
+class CellAnswers(GradedAnswers):
+    """The answers of one cell, one per question.
 
-    asked: the N questions; empty where they are not known. margins: of held-out preference pairs, where there are any.
+    Attributes:
+        cell: The cell.
+        label: N labels; None for an answer that could not be parsed.
+        model: Name of the model.
+        asked: The N questions; empty if they are not known.
+        margins: Margins of held-out preference pairs; empty if none were scored.
     """
 
     cell: Cell
@@ -63,222 +70,437 @@ class Answered(GradedAnswers):
 
     @property
     def posteriors(self) -> list[dict[str, float]]:
-        """The exact posterior of each question; empty where one of them has none."""
-        exact = [question.posterior for question in self.asked if question.posterior is not None]
-        return exact if len(exact) == len(self) else []
+        """The exact posterior of each question; empty if any question has none."""
+        exact = []
+        for question in self.asked:
+            if question.posterior is not None:
+                exact.append(question.posterior)
+        if len(exact) != len(self):
+            return []
+        return exact
 
     @property
     def truth(self) -> Floats:
-        """The exact probability of each answer, where there are posteriors. (N,)."""
-        pairs = zip(self.posteriors, self.label, strict=True)
-        return np.array([posterior.get(label or "", 0.0) for posterior, label in pairs])
+        """The exact probability of each answer, (N,). Every question must have a posterior."""
+        probabilities = []
+        for posterior, label in zip(self.posteriors, self.label, strict=True):
+            probabilities.append(posterior.get(label or "", 0.0))
+        return np.array(probabilities)
 
 
-def read_cell(
-    cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed: Unparsed
-) -> tuple[Answered, list[Prediction]]:
-    """Read the predictions of a cell, each of its task and the only one of its question, and put them into columns.
+class CellFile(NamedTuple):
+    """The predictions of a cell, as columns and as they are in the file."""
 
-    asked: the questions of its task by their id; empty where they are not known.
+    answers: CellAnswers
+    predictions: list[Prediction]
+
+
+def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed: Unparsed) -> CellFile:
+    """Read the predictions of a cell: one per question, all of the cell's task.
+
+    Args:
+        cell: The cell.
+        folder: Folder of the experiment.
+        asked: The questions of the cell's task by id; empty if they are not known.
+        unparsed: Whether forced answers count as wrong.
+
+    Returns:
+        The answers as columns, and the predictions.
     """
-    path, answers = folder / cell.predictions, dict[str, Prediction]()
-    for row, prediction in enumerate(read_records(path, Prediction), 1):
-        name = prediction.question
-        if prediction.task != cell.task:
-            raise DataError(path, row, f"task: expected {cell.task!r}, got {prediction.task!r}")
-        if name in answers:
-            raise DataError(path, row, f"question: {name!r} is answered twice; expected one line each")
-        if asked and name not in asked:
-            raise DataError(path, row, f"question: {name!r} is not among the task's questions")
-        answers[name] = prediction
-    if not answers:
-        raise DataError(path, None, "holds no rows")
-    predictions = list(answers.values())
-    margins = [] if cell.preference is None else list(read_records(folder / cell.preference, PairMargin))
-    answered = Answered(
+    path = folder / cell.predictions
+    by_question = _read_predictions(path, cell.task, asked)
+    predictions = list(by_question.values())
+    margins: list[PairMargin] = []
+    if cell.preference is not None:
+        margins = list(read_records(folder / cell.preference, PairMargin))
+    questions = []
+    if asked:
+        questions = [asked[name] for name in by_question]
+    answers = CellAnswers(
         source=path,
         confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
-        question=list(answers),
+        question=list(by_question),
         read_as=[prediction.source for prediction in predictions],
         by=None,
         correct=np.array([prediction.label == prediction.gold for prediction in predictions]),
         cell=cell,
         label=[prediction.label for prediction in predictions],
         model=predictions[0].model,
-        asked=[asked[name] for name in answers if asked],
+        asked=questions,
         margins=margins,
     )
-    return answered.unparsed_wrong() if unparsed == "wrong" else answered, predictions
+    if unparsed == "wrong":
+        answers = answers.count_unparsed_as_wrong()
+    return CellFile(answers, predictions)
 
 
-class Group(NamedTuple):
-    """Cells that differ by seed alone, and the DPO cells of the same seeds and budget; both as indices of the cells.
+def _read_predictions(path: Path, task: str, asked: Mapping[str, Question]) -> dict[str, Prediction]:
+    """Read question id -> prediction."""
+    by_question: dict[str, Prediction] = {}
+    for row, prediction in enumerate(read_records(path, Prediction), 1):
+        name = prediction.question
+        if prediction.task != task:
+            raise DataError(path, row, f"task: expected {task!r}, got {prediction.task!r}")
+        if name in by_question:
+            raise DataError(path, row, f"question: {name!r} is answered twice; expected one line each")
+        if asked and name not in asked:
+            raise DataError(path, row, f"question: {name!r} is not among the task's questions")
+        by_question[name] = prediction
+    if not by_question:
+        raise DataError(path, None, "holds no rows")
+    return by_question
 
-    table: the budget, and whether the cells are tested on the task that they were trained on.
+
+class SeedGroup(NamedTuple):
+    """Cells that differ by seed alone, and the DPO cells of the same seeds and budget.
+
+    Attributes:
+        budget: The budget of the group; None if no cell has one.
+        in_distribution: Whether the cells are tested on the task that they were trained on.
+        cells: Indices of the group's cells, by seed.
+        baseline: Indices of the DPO cells of the same seeds; empty for DPO itself, and if one of them is missing.
     """
 
-    table: tuple[Budget | None, bool]
+    budget: Budget | None
+    in_distribution: bool
     cells: list[int]
     baseline: list[int]
 
+    @property
+    def table(self) -> tuple[Budget | None, bool]:
+        """Groups with the same value are in one table."""
+        return self.budget, self.in_distribution
 
-def plan_groups(cells: Sequence[Cell]) -> list[Group]:
+
+class _GroupPlace(NamedTuple):
+    trained_on: str
+    task: str
+    method: str
+
+
+def plan_groups(cells: Sequence[Cell]) -> list[SeedGroup]:
     """Group the cells by budget, method, training set and task, in the order of the tables.
 
     A method that is the same in both budgets has a group in each.
     """
-    groups, used = [], {cell.budget for cell in cells}
-    budgets: Sequence[Budget | None] = [budget for budget in BUDGETS if budget in used]
-    for budget in budgets or [None]:
-        places: dict[tuple[str, str, str], dict[int, int]] = {}  # -> seed -> index
-        for index, cell in sorted(enumerate(cells), key=lambda pair: order(pair[1].method)):
-            if cell.budget in (None, budget):
-                seeds = places.setdefault((cell.trained_on, cell.task, cell.method), {})
-                if seeds.setdefault(cell.seed, index) != index:
-                    raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
-        for (trained_on, task, name), seeds in places.items():
-            baseline = places.get((trained_on, task, BASELINE), {})
-            paired = sorted(seeds) if name != BASELINE and seeds.keys() <= baseline.keys() else []
-            mine = [seeds[seed] for seed in sorted(seeds)]
-            groups.append(Group((budget, trained_on == task), mine, [baseline[seed] for seed in paired]))
+    used = {cell.budget for cell in cells}
+    budgets: list[Budget | None] = [budget for budget in BUDGETS if budget in used]
+    if not budgets:
+        budgets = [None]
+    groups = []
+    for budget in budgets:
+        places = _find_seeds(cells, budget)
+        for place, seeds in places.items():
+            baseline_seeds = places.get(_GroupPlace(place.trained_on, place.task, BASELINE), {})
+            is_paired = place.method != BASELINE and seeds.keys() <= baseline_seeds.keys()
+            members = [seeds[seed] for seed in sorted(seeds)]
+            baseline = []
+            if is_paired:
+                baseline = [baseline_seeds[seed] for seed in sorted(seeds)]
+            groups.append(SeedGroup(budget, place.trained_on == place.task, members, baseline))
     return groups
 
 
+def _find_seeds(cells: Sequence[Cell], budget: Budget | None) -> dict[_GroupPlace, dict[int, int]]:
+    """Return the index of the cell of each seed, place by place, in the order of the methods."""
+    places: dict[_GroupPlace, dict[int, int]] = {}
+    in_order = sorted(range(len(cells)), key=lambda index: order(cells[index].method))
+    for index in in_order:
+        cell = cells[index]
+        if cell.budget not in (None, budget):
+            continue
+        seeds = places.setdefault(_GroupPlace(cell.trained_on, cell.task, cell.method), {})
+        if cell.seed in seeds:
+            raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
+        seeds[cell.seed] = index
+    return places
+
+
 def measure_results(
-    results: Results, folder: Path, cells: Sequence[Answered], known: Numbers | None = None, progress: Progress = silent
+    results: Results,
+    folder: Path,
+    cells: Sequence[CellAnswers],
+    known: Numbers | None = None,
+    progress: ProgressCallback = ignore_progress,
 ) -> Numbers:
-    """Measure all cells and groups; the numbers of `known` whose files are the same are kept."""
-    evaluation, total = results.evaluation, len(cells) + len(plan_groups([answered.cell for answered in cells]))
+    """Measure all cells and groups.
+
+    Args:
+        results: The experiment.
+        folder: Its folder.
+        cells: The answers of each of its cells.
+        known: Numbers of an earlier build; those whose files have not changed are kept.
+        progress: Called after each cell and group.
+    """
+    evaluation = results.evaluation
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
-    old: dict[str, Any] = {measured.input: measured for measured in (*known.cells, *known.groups)} if known else {}
+    groups = plan_groups([answers.cell for answers in cells])
+    total = len(cells) + len(groups)
+    known_cells = {} if known is None else {cell.input: cell for cell in known.cells}
+    known_groups = {} if known is None else {group.input: group for group in known.groups}
+
+    keys = _hash_cells(results, folder, cells)
+    cell_numbers: list[CellNumbers] = []
+    for answers, key in zip(cells, keys, strict=True):
+        measured = known_cells.get(key)
+        if measured is None:
+            measured = measure_cell(answers, folder, settings=settings, unparsed=evaluation.unparsed, key=key)
+        cell_numbers.append(measured)
+        progress(len(cell_numbers), total)
+
+    group_numbers: list[GroupNumbers] = []
+    for inputs in gather_group_inputs(groups, results, cells=cells, numbers=cell_numbers):
+        group = known_groups.get(inputs.key)
+        if group is None:
+            group = measure_group(inputs, settings)
+        group_numbers.append(group)
+        progress(len(cell_numbers) + len(group_numbers), total)
+
+    numbers = Numbers(
+        level=settings.level,
+        bins=evaluation.bins,
+        resamples=evaluation.resamples,
+        cells=tuple(cell_numbers),
+        groups=tuple(correct_group_p_values(group_numbers)),
+    )
+    verdict = decide_verdict(numbers.first_screen, cells, settings, known)
+    return numbers.model_copy(update={"verdict": verdict})
+
+
+def _hash_cells(results: Results, folder: Path, cells: Sequence[CellAnswers]) -> Iterator[str]:
+    """Yield a hash of everything that the numbers of each cell depend on."""
+    evaluation = results.evaluation
     protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
-    digests: dict[str | None, str | None] = {None: None}  # the questions of a task are those of many cells
-    numbers: list[CellNumbers] = []
-    groups: list[GroupNumbers] = []
-    for answered in cells:
-        cell = answered.cell
+    digests: dict[str | None, str | None] = {None: None}  # many cells read the same files of questions
+    for answers in cells:
+        cell = answers.cell
         files = [cell.predictions, cell.candidates, cell.validation, cell.preference]
         files += results.questions.get(cell.task, ())
-        digests |= {name: sha256(folder / name)[:16] for name in files if name is not None and name not in digests}
-        place = cell.model_dump(include={*Place.model_fields, "seed", "tau", "sampling_temperature"})
-        key = content_hash([protocol, place, [digests[name] for name in files]])
-        numbers.append(old.get(key) or measure_cell(answered, folder, settings, evaluation.unparsed, key))
-        progress(len(numbers), total)
-    for group in measure_groups(results, cells, numbers, settings, old):
-        groups.append(group)
-        progress(len(numbers) + len(groups), total)
-    measured: Any = {"cells": tuple(numbers), "groups": tuple(correct_groups(groups))}
-    made = Numbers(level=settings.level, bins=evaluation.bins, resamples=evaluation.resamples, **measured)
-    return made.model_copy(update={"verdict": decide(made.first_screen, cells, settings, known)})
+        for name in files:
+            if name is not None and name not in digests:
+                digests[name] = sha256(folder / name)[:16]
+        place = cell.model_dump(include={*CellPlace.model_fields, "seed", "tau", "sampling_temperature"})
+        yield content_hash([protocol, place, [digests[name] for name in files]])
 
 
 # ---- cells
 
 
-def measure_cell(mine: Answered, folder: Path, settings: MeasureSettings, unparsed: Unparsed, key: str) -> CellNumbers:
-    """Measure one method on one task at one seed."""
-    resampled, sources = measure_runs([mine.by_question], settings), Sources.of(mine.read_as or ())
-    metrics = {name: metric.interval for name, metric in resampled.items()}
-    gap, null = metrics.pop(GAP), resampled["ece"].null
-    assert null is not None  # as of every calibration metric
-    others = replace(settings, metrics=tuple(name for name in HEADLINE if name not in metrics)).functions()
-    split = brier_split(mine.confidence, mine.correct, bins=settings.bins)
-    values = {name: metric(mine.confidence, mine.correct) for name, metric in others.items()}
-    values |= {f"brier_{part}": getattr(split, part) for part in ("reliability", "resolution", "uncertainty")}
-    metrics |= {name: Interval(value, nan, nan, settings.level) for name, value in values.items()}
-    metrics |= preference_of([mine], settings)
-    selection, sampled = selection_of(mine.cell, folder, unparsed)
+def measure_cell(
+    answers: CellAnswers, folder: Path, *, settings: MeasureSettings, unparsed: Unparsed, key: str
+) -> CellNumbers:
+    """Measure one method on one task at one seed.
+
+    Args:
+        answers: The answers of the cell.
+        folder: Folder of the experiment.
+        settings: The resampled metrics, their bins and resamples.
+        unparsed: Whether forced answers count as wrong.
+        key: Hash of everything that is read.
+    """
+    resampled = measure_runs([answers.by_question], settings)
+    null = resampled["ece"].null
+    assert null is not None  # every calibration metric has a null band
+    metrics = {}
+    for name, metric in resampled.items():
+        if name != GAP:
+            metrics[name] = metric.interval
+    for name, value in _measure_without_interval(answers, settings).items():
+        metrics[name] = Interval(value, nan, nan, settings.level)
+    metrics |= measure_preference([answers], settings)
+
+    sources = ParseCounts.of(answers.read_as or ())
+    selection = measure_selection(answers.cell, folder, unparsed)
+    others = compare_with_posterior(answers)
+    others["fallback_rate"] = sources.share("fallback")
+    others["plain_rate"] = sources.share("plain")
+    others["accuracy_unparsed_wrong"] = float(answers.count_unparsed_as_wrong().correct.mean())
+    others |= selection.others
+    others |= measure_risk(answers, folder, unparsed)
+    if answers.margins:
+        others["preference_pairs"] = float(len(answers.margins))
     return CellNumbers(
-        **mine.cell.model_dump(include={*Place.model_fields, "seed"}),
+        **answers.cell.model_dump(include={*CellPlace.model_fields, "seed"}),
         input=key,
-        n=len(mine),
-        model=mine.model,
+        n=len(answers),
+        model=answers.model,
         metrics=metrics,
-        gap=gap,
+        gap=resampled[GAP].interval,
         null=null,
         sources=sources,
-        selection=selection,
-        others={
-            **against_posterior(mine),
-            "fallback_rate": sources.share("fallback"),
-            "plain_rate": sources.share("plain"),
-            "accuracy_unparsed_wrong": float(mine.unparsed_wrong().correct.mean()),
-            **sampled,
-            **risk_of(mine, folder, unparsed),
-            **({"preference_pairs": float(len(mine.margins))} if mine.margins else {}),
-        },
+        selection=selection.accuracy,
+        others=others,
     )
 
 
-def selection_of(
-    cell: Cell, folder: Path, unparsed: Unparsed
-) -> tuple[dict[int, dict[str, Interval]], dict[str, float]]:
-    """Measure every rule at k = 1, 2, 4, ... and at the number of candidates: k -> rule -> accuracy.
+def _measure_without_interval(answers: CellAnswers, settings: MeasureSettings) -> dict[str, float]:
+    """Measure the headline metrics that are not resampled, and the parts of the Brier score."""
+    names = tuple(name for name in HEADLINE if name not in settings.metrics)
+    values: dict[str, float] = {}
+    for name, function in replace(settings, metrics=names).functions().items():
+        values[name] = function(answers.confidence, answers.correct)
+    split = brier_split(answers.confidence, answers.correct, bins=settings.bins)
+    values["brier_reliability"] = split.reliability
+    values["brier_resolution"] = split.resolution
+    values["brier_uncertainty"] = split.uncertainty
+    return values
 
-    With it: AUROC within questions, the number of questions that have a right and a wrong sample, the fallback rate,
-    and the temperatures at which the samples were drawn and are compared.
+
+class SelectionNumbers(NamedTuple):
+    """What choosing among sampled answers gives.
+
+    Attributes:
+        accuracy: k -> rule -> accuracy of the chosen answers.
+        others: auroc_within (where there are pairs), questions_with_both (a right and a wrong sample),
+            sample_fallback_rate, and the temperatures sampling_temperature and tau, at which the samples were drawn
+            and are compared.
+    """
+
+    accuracy: dict[int, dict[str, Interval]]
+    others: dict[str, float]
+
+
+def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> SelectionNumbers:
+    """Measure every rule that chooses among k samples, at k = 1, 2, 4, ... and at the number of samples.
+
+    Args:
+        cell: The cell; without candidates there are no numbers.
+        folder: Folder of the experiment.
+        unparsed: Whether forced answers count as wrong.
     """
     if cell.candidates is None:
-        return {}, {}
+        return SelectionNumbers({}, {})
     path = folder / cell.candidates
     predictions = list(read_records(path, Prediction))
     with locating(path):
-        # Without the vocabulary's logsumexp a confidence is known at temperature 1 alone.
-        scalable = any(prediction.logsumexp is not None for prediction in predictions)
-        tau = (predictions[0].temperature or 1.0 if cell.tau is None else cell.tau) if scalable else 1.0
-        scaled = rescaled(predictions, tau)  # while forced answers have a label, without which none is rescaled
-        wrong = [row.model_copy(update={"label": None}) if row.source == "fallback" else row for row in scaled]
-        given = gather_candidates(wrong if unparsed == "wrong" else scaled)
-    sizes = sorted({*(2**power for power in range(given.label.shape[1].bit_length())), given.label.shape[1]})
-    chosen = {k: measure_rules(given, k) for k in sizes}
-    rules = {k: {each.rule: Interval(each.accuracy, each.low, each.high, LEVEL) for each in chosen[k]} for k in chosen}
-    within = within_questions(given)
-    drawn = predictions[0].temperature if cell.sampling_temperature is None else cell.sampling_temperature
-    sampled = {
+        tau = _comparison_temperature(cell, predictions)
+        # Rescaling needs the label of a forced answer, so it comes before that label is dropped.
+        compared = rescaled(predictions, tau)
+        if unparsed == "wrong":
+            compared = _drop_forced_labels(compared)
+        candidates = gather_candidates(compared)
+
+    accuracy: dict[int, dict[str, Interval]] = {}
+    for k in _sample_counts(candidates.label.shape[1]):
+        accuracy[k] = {}
+        for selected in measure_rules(candidates, k):
+            accuracy[k][selected.rule] = Interval(selected.accuracy, selected.low, selected.high, LEVEL)
+
+    within = within_questions(candidates)
+    sources = ParseCounts.of(prediction.source for prediction in predictions)
+    drawn_at = cell.sampling_temperature
+    if drawn_at is None:
+        drawn_at = predictions[0].temperature
+    others = {
         "questions_with_both": float(within.questions),
-        "sample_fallback_rate": Sources.of(prediction.source for prediction in predictions).share("fallback"),
-        "sampling_temperature": drawn,
+        "sample_fallback_rate": sources.share("fallback"),
+        "sampling_temperature": drawn_at,
         "tau": tau,
     }
-    return rules, sampled | ({"auroc_within": within.value} if within.pairs else {})
+    if within.pairs:
+        others["auroc_within"] = within.value
+    return SelectionNumbers(accuracy, others)
 
 
-def risk_of(answered: Answered, folder: Path, unparsed: Unparsed) -> dict[str, float]:
+def _comparison_temperature(cell: Cell, predictions: Sequence[Prediction]) -> float:
+    """Return the temperature at which the confidences of samples are compared."""
+    # Without the vocabulary's logsumexp, a confidence is known at temperature 1 alone.
+    can_rescale = any(prediction.logsumexp is not None for prediction in predictions)
+    if not can_rescale:
+        return 1.0
+    if cell.tau is not None:
+        return cell.tau
+    return predictions[0].temperature or 1.0
+
+
+def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return the predictions with no label where the answer was forced: no label is never right."""
+    changed = []
+    for prediction in predictions:
+        if prediction.source == "fallback":
+            changed.append(prediction.model_copy(update={"label": None}))
+        else:
+            changed.append(prediction)
+    return changed
+
+
+def _sample_counts(most: int) -> list[int]:
+    """Return the powers of two up to `most`, and `most` itself."""
+    counts = []
+    count = 1
+    while count < most:
+        counts.append(count)
+        count *= 2
+    return [*counts, most]
+
+
+def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict[str, float]:
     """Fit the threshold that keeps the RISK on the validation answers, and apply it to the test answers.
 
-    risk_promised: 1, or 0 where no threshold can promise it and nothing is answered.
+    Args:
+        answers: The test answers.
+        folder: Folder of the experiment.
+        unparsed: Whether forced answers count as wrong.
+
+    Returns:
+        Nothing without validation answers. Else risk_promised, which is 0 if no threshold can promise the risk and
+        nothing is answered, and risk_coverage, the share of test questions that are answered. With a threshold also
+        risk_threshold, risk_bound and, if any question is answered, risk_errors.
     """
-    cell = answered.cell
+    cell = answers.cell
     if cell.validation is None:
         return {}
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
     with locating(path):
-        is_scaled, kind = unscaled(cell.method) != cell.method, scaled_kind(cell.method)
-        if cell.vector is not None:
-            predictions = scale_by_vector(predictions, cell.vector)
-        elif cell.tau is not None and is_scaled and kind != "vector":
-            predictions = rescaled(predictions, cell.tau, kind)
-        wrong = "fallback" if unparsed == "wrong" else None  # the source of answers that count as wrong
-        correct = [prediction.label == prediction.gold and prediction.source != wrong for prediction in predictions]
-        fitted = threshold_for_risk([prediction.confidence for prediction in predictions], correct, RISK, DELTA)
+        predictions = _rescale_like_cell(cell, predictions)
+        confidence = []
+        correct = []
+        for prediction in predictions:
+            counts_as_wrong = unparsed == "wrong" and prediction.source == "fallback"
+            confidence.append(prediction.confidence)
+            correct.append(prediction.label == prediction.gold and not counts_as_wrong)
+        fitted = threshold_for_risk(confidence, correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
-    right = answered.correct[answered.confidence >= fitted.threshold]
-    numbers = {"risk_promised": 1.0, "risk_threshold": fitted.threshold, "risk_bound": fitted.bound}
-    numbers["risk_coverage"] = len(right) / len(answered)
-    return numbers | ({"risk_errors": float((~right).mean())} if len(right) else {})
+    answered = answers.correct[answers.confidence >= fitted.threshold]
+    numbers = {
+        "risk_promised": 1.0,
+        "risk_threshold": fitted.threshold,
+        "risk_bound": fitted.bound,
+        "risk_coverage": len(answered) / len(answers),
+    }
+    if len(answered) > 0:
+        numbers["risk_errors"] = float((~answered).mean())
+    return numbers
 
 
-def preference_of(runs: Sequence[Answered], settings: MeasureSettings) -> dict[str, Interval]:
-    """Measure the held-out preference accuracy, a mean over runs; nothing where a run has no pairs.
+def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Prediction]:
+    """Rescale the model's own confidences as the cell's method does; a method without scaling keeps them."""
+    if cell.vector is not None:
+        return scale_by_vector(predictions, cell.vector)
+    is_scaled = unscaled(cell.method) != cell.method
+    kind = scaled_kind(cell.method)
+    if cell.tau is None or not is_scaled or kind == "vector":
+        return predictions
+    return rescaled(predictions, cell.tau, kind)
 
-    That of the reasoning is left out where no two responses of a run differ in their reasoning.
+
+def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -> dict[str, Interval]:
+    """Measure the held-out preference accuracy as a mean over runs.
+
+    Args:
+        runs: The cells of one method, one per seed.
+        settings: Number of resamples, level and seed.
+
+    Returns:
+        Name in PREFERENCE -> accuracy. Nothing if a run has no pairs. The accuracy of the reasoning is left out if no
+        two responses of a run differ in their reasoning.
     """
     pairs = [run.margins for run in runs]
     if not all(pairs):
         return {}
-    resamples = settings.draws(max(len(run) for run in pairs))
+    resamples = settings.draws(max(len(margins) for margins in pairs))
     intervals = {}
     for name, part in PREFERENCE.items():
         interval = preference_interval(pairs, part, resamples=resamples, level=settings.level, seed=settings.seed)
@@ -287,168 +509,339 @@ def preference_of(runs: Sequence[Answered], settings: MeasureSettings) -> dict[s
     return intervals
 
 
-def against_posterior(answered: Answered) -> dict[str, float]:
-    """Compare with the exact posterior; nothing where the questions carry none. All in [0, 1].
+def compare_with_posterior(answers: CellAnswers) -> dict[str, float]:
+    """Compare the confidences with the exact posterior.
 
-    true_error: mean |confidence - posterior(answer)|. bayes_accuracy: share of questions whose most probable label is
-    the gold one. regret: mean of the largest posterior probability less that of the answer given.
+    Returns:
+        Nothing if the questions carry no posterior. Else three numbers in [0, 1]: true_error, the mean
+        |confidence - posterior(answer)|; bayes_accuracy, the share of questions whose most probable label is the gold
+        label; regret, the mean of the largest posterior probability minus that of the given answer.
     """
-    posteriors = answered.posteriors
+    posteriors = answers.posteriors
     if not posteriors:
         return {}
-    best = [max(posterior, key=posterior.__getitem__) for posterior in posteriors]
-    right = [label == question.gold for label, question in zip(best, answered.asked, strict=True)]
+    truth = answers.truth
+    is_gold_likeliest = []
+    largest = []
+    for posterior, question in zip(posteriors, answers.asked, strict=True):
+        likeliest = max(posterior, key=posterior.__getitem__)
+        is_gold_likeliest.append(likeliest == question.gold)
+        largest.append(posterior[likeliest])
     return {
-        "true_error": float(np.abs(answered.confidence - answered.truth).mean()),
-        "bayes_accuracy": float(np.mean(right)),
-        "regret": float(np.mean([max(posterior.values()) for posterior in posteriors] - answered.truth)),
+        "true_error": float(np.abs(answers.confidence - truth).mean()),
+        "bayes_accuracy": float(np.mean(is_gold_likeliest)),
+        "regret": float(np.mean(np.array(largest) - truth)),
     }
 
 
 # ---- groups
 
 
-def measure_groups(
-    results: Results, cells: Sequence[Answered], numbers: Sequence[CellNumbers], settings: MeasureSettings, old: Any
-) -> Iterator[GroupNumbers]:
-    """Measure each method on each task over its seeds, and against DPO. old: groups of an earlier build, by input."""
-    planned = plan_groups([answered.cell for answered in cells])
-    methods = Counter(group.table for group in planned if group.baseline)
-    for group in planned:
-        budget, seeds = group.table[0], [numbers[index] for index in group.cells]
-        swaps = max(results.evaluation.resamples, SWAPS * len(COMPARED) * methods[group.table])
-        members = [cells[index].cell for index in group.cells]
-        papers = all(papers_budget(cell.method, budget, trained_model(cell, budget, results)) for cell in members)
-        key = content_hash([budget, swaps, papers, [numbers[index].input for index in (*group.cells, *group.baseline)]])
-        if key in old:
-            yield old[key]
-            continue
-        # The seeds of a method share their questions.
-        runs, baseline = ([cells[index].by_question for index in indices] for indices in (group.cells, group.baseline))
-        resampled = measure_runs(runs, replace(settings, metrics=(*COMPARED, GAP)))
-        null, compared = resampled["ece"].null, replace(settings, metrics=COMPARED)
-        assert null is not None  # as of every calibration metric
-        yield GroupNumbers(
-            **seeds[0].model_dump(include={"task", "trained_on", "method"}),
-            budget=budget,
-            seeds=tuple(cell.seed for cell in seeds),
-            input=key,
-            n=max(cell.n for cell in seeds),
-            metrics=_spreads([cell.metrics for cell in seeds]),
-            intervals={
-                **{name: resampled[name].interval for name in COMPARED},
-                **preference_of([cells[index] for index in group.cells], settings),
-            },
-            gap=resampled[GAP].interval,
-            null=null,
-            sources=Sources.total_of(cell.sources for cell in seeds),
-            papers_budget=papers,
-            versus=_versus(runs, baseline, compared, swaps),
-            versus_seed={
-                cell.seed: _versus([run], [base], compared)
-                for cell, run, base in zip(seeds, runs, baseline, strict=False)
-            },
-            selection={
-                k: _spreads([cell.selection[k] for cell in seeds])
-                for k in sorted(set.intersection(*(set(cell.selection) for cell in seeds)))
-            },
-            others=_spreads([cell.others for cell in seeds]),
+class GroupInputs(NamedTuple):
+    """What a group is measured from.
+
+    Attributes:
+        key: Hash of everything below.
+        budget: The budget of the group.
+        has_papers_budget: Whether every model had the paper's training.
+        swaps: Number of swaps of each comparison with DPO.
+        cells: The answers of each seed.
+        numbers: The numbers of each seed.
+        baseline: The answers of DPO for the same seeds; empty if there is no comparison.
+    """
+
+    key: str
+    budget: Budget | None
+    has_papers_budget: bool
+    swaps: int
+    cells: list[CellAnswers]
+    numbers: list[CellNumbers]
+    baseline: list[CellAnswers]
+
+
+def gather_group_inputs(
+    groups: Sequence[SeedGroup], results: Results, *, cells: Sequence[CellAnswers], numbers: Sequence[CellNumbers]
+) -> Iterator[GroupInputs]:
+    """Yield what each group is measured from.
+
+    Args:
+        groups: The groups, with indices of `cells`.
+        results: The experiment.
+        cells: The answers of each cell.
+        numbers: The numbers of each cell.
+    """
+    methods_per_table = Counter(group.table for group in groups if group.baseline)
+    for group in groups:
+        comparisons = len(COMPARED) * methods_per_table[group.table]
+        swaps = max(results.evaluation.resamples, SWAPS * comparisons)
+        members = [cells[index] for index in group.cells]
+        papers_budget = all(_had_papers_training(answers.cell, group.budget, results) for answers in members)
+        inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
+        yield GroupInputs(
+            key=content_hash([group.budget, swaps, papers_budget, inputs]),
+            budget=group.budget,
+            has_papers_budget=papers_budget,
+            swaps=swaps,
+            cells=members,
+            numbers=[numbers[index] for index in group.cells],
+            baseline=[cells[index] for index in group.baseline],
         )
 
 
-def _spreads(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
-    """Summarise each number that all seeds have; a threshold over the seeds that can promise one."""
-    values: dict[str, list[float]] = defaultdict(list)
+def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumbers:
+    """Measure one method on one task over its seeds, and compare it with DPO."""
+    seeds = inputs.numbers
+    # The seeds of a method answer the same questions, which are resampled together.
+    runs = [answers.by_question for answers in inputs.cells]
+    baseline = [answers.by_question for answers in inputs.baseline]
+    resampled = measure_runs(runs, replace(settings, metrics=(*COMPARED, GAP)))
+    null = resampled["ece"].null
+    assert null is not None  # every calibration metric has a null band
+    intervals = {name: resampled[name].interval for name in COMPARED}
+    intervals |= measure_preference(inputs.cells, settings)
+
+    compared = replace(settings, metrics=COMPARED)
+    versus = {}
+    versus_seed = {}
+    if baseline:
+        versus = _compare_with_baseline(runs, baseline, compared, inputs.swaps)
+        for cell, run, baseline_run in zip(seeds, runs, baseline, strict=True):
+            versus_seed[cell.seed] = _compare_with_baseline([run], [baseline_run], compared)
+
+    shared_counts = set.intersection(*(set(cell.selection) for cell in seeds))
+    selection = {}
+    for k in sorted(shared_counts):
+        selection[k] = _summarise_numbers([cell.selection[k] for cell in seeds])
+    return GroupNumbers(
+        **seeds[0].model_dump(include={"task", "trained_on", "method"}),
+        budget=inputs.budget,
+        seeds=tuple(cell.seed for cell in seeds),
+        input=inputs.key,
+        n=max(cell.n for cell in seeds),
+        metrics=_summarise_numbers([cell.metrics for cell in seeds]),
+        intervals=intervals,
+        gap=resampled[GAP].interval,
+        null=null,
+        sources=ParseCounts.total_of(cell.sources for cell in seeds),
+        papers_budget=inputs.has_papers_budget,
+        versus=versus,
+        versus_seed=versus_seed,
+        selection=selection,
+        others=_summarise_numbers([cell.others for cell in seeds]),
+    )
+
+
+def _summarise_numbers(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
+    """Summarise each number that all seeds have; those of a threshold over the seeds that have one."""
+    values: dict[str, list[float]] = {}
     for seed in seeds:
         for name, number in seed.items():
             value = number.value if isinstance(number, Interval) else number
-            values[name] += [value] if isfinite(value) else []
-    full = {name: mine for name, mine in values.items() if len(mine) == len(seeds) or name.startswith("risk_")}
-    return {name: summarise_seeds(mine) for name, mine in full.items()}
+            finite = values.setdefault(name, [])
+            if isfinite(value):
+                finite.append(value)
+    summaries = {}
+    for name, finite in values.items():
+        if len(finite) == len(seeds) or name.startswith("risk_"):
+            summaries[name] = summarise_seeds(finite)
+    return summaries
 
 
-def _versus(
+def _compare_with_baseline(
     runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
 ) -> dict[str, Versus]:
-    """Compare with DPO, metric by metric; an AUROC that one side does not have is left out."""
-    comparisons = compare_runs(runs, baseline, settings, swaps=swaps) if baseline else {}
-    return {name: Versus(**vars(compared)) for name, compared in comparisons.items() if isfinite(compared.difference)}
+    """Compare with DPO, metric by metric; an AUROC that is undefined on one side is left out."""
+    versus = {}
+    for name, comparison in compare_runs(runs, baseline, settings, swaps=swaps).items():
+        if isfinite(comparison.difference):
+            versus[name] = Versus(**vars(comparison))
+    return versus
 
 
-def correct_groups(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
-    """Correct the p-values of each table by Holm; a comparison with mostly forced answers takes no part in it."""
-    forced = {(group.budget, group.trained_on, group.task, group.method) for group in groups if group.sources.forced}
-    families: dict[tuple[Budget | None, str], dict[tuple[int, str], float]] = defaultdict(dict)
-    for index, group in enumerate(groups):
-        place = group.budget, group.trained_on, group.task
-        if not forced & {(*place, group.method), (*place, BASELINE)}:
-            p_values = {(index, metric): versus.p_value for metric, versus in group.versus.items()}
-            families[group.budget, group.setting] |= p_values
-    corrected: dict[tuple[int, str], float] = {}
-    for family in families.values():
-        corrected |= zip(family, holm([*family.values()]), strict=True)
+class _ComparisonId(NamedTuple):
+    group: int
+    metric: str
+
+
+def correct_group_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+    """Correct the p-values of each table by Holm.
+
+    A comparison in which more than a fifth of either side's answers were forced is left out, and its corrected p-value
+    is nan.
+    """
+    corrected: dict[_ComparisonId, float] = {}
+    for p_values in _gather_p_values(groups):
+        corrected |= zip(p_values, holm(list(p_values.values())), strict=True)
     judged = []
     for index, group in enumerate(groups):
-        pairs = group.versus.items()
-        versus = {name: replace(value, p_corrected=corrected.get((index, name), nan)) for name, value in pairs}
-        judged.append(group.model_copy(update={"versus": versus}))
+        judged_versus = {}
+        for metric, versus in group.versus.items():
+            p_corrected = corrected.get(_ComparisonId(index, metric), nan)
+            judged_versus[metric] = replace(versus, p_corrected=p_corrected)
+        judged.append(group.model_copy(update={"versus": judged_versus}))
     return judged
 
 
-def decide(
-    groups: Sequence[GroupNumbers], answers: Sequence[Answered], settings: MeasureSettings, known: Numbers | None = None
-) -> Verdict | None:
-    """Compare the method with the lowest loss with all others; None where `Numbers` says that there is no verdict.
+def _gather_p_values(groups: Sequence[GroupNumbers]) -> list[dict[_ComparisonId, float]]:
+    """Return the p-values of each table, without comparisons of mostly forced answers."""
+    forced = set()
+    for group in groups:
+        if group.sources.forced:
+            forced.add((group.budget, group.trained_on, group.task, group.method))
+    tables: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
+    for index, group in enumerate(groups):
+        place = (group.budget, group.trained_on, group.task)
+        is_forced = (*place, group.method) in forced or (*place, BASELINE) in forced
+        if is_forced:
+            continue
+        p_values = tables[group.budget, group.setting]
+        for metric, versus in group.versus.items():
+            p_values[_ComparisonId(index, metric)] = versus.p_value
+    return list(tables.values())
 
-    The loss of an answer is |confidence - posterior| where every posterior is known, and the Brier score elsewhere:
-    both are means over questions, which an ECE is not. The first is picked after the fact, so p-values are multiplied
-    by the number of all pairs.
+
+# ---- the verdict
+
+
+class _RunPlace(NamedTuple):
+    task: str
+    trained_on: str
+    seed: int
+
+
+# Method -> its runs. The `confidence` of such a run is the loss of each answer.
+_LossRuns = dict[str, list[Answers]]
+
+
+def decide_verdict(
+    groups: Sequence[GroupNumbers],
+    answers: Sequence[CellAnswers],
+    settings: MeasureSettings,
+    known: Numbers | None = None,
+) -> Verdict | None:
+    """Compare the method with the lowest loss with all others.
+
+    The loss of an answer is |confidence - posterior| if every posterior is known, and the Brier score otherwise. Both
+    are means over questions, which an ECE is not. The best method is known only after the fact, so p-values are
+    multiplied by the number of all pairs.
+
+    Args:
+        groups: The groups to judge.
+        answers: The answers of all cells.
+        settings: How runs are resampled.
+        known: Numbers of an earlier build; its verdict is kept if the groups are the same.
+
+    Returns:
+        None where there is no verdict, see `Numbers`.
     """
     key = content_hash([[group.input, group.sources.forced] for group in groups])
     if known is not None and known.verdict is not None and known.verdict.input == key:
         return known.verdict
-    forced = {group.method for group in groups if group.sources.forced}
-    exact = all("true_error" in group.others for group in groups)
-    runs: dict[str, dict[tuple[str, str, int], Answers]] = defaultdict(dict)
-    for group, answered in product(groups, answers):
-        if group.method not in forced and group.holds(answered.cell):
-            loss = np.abs(answered.confidence - (answered.truth if exact else answered.correct))
-            names = [(group.task, name) for name in answered.question or ()]
-            place = group.task, group.trained_on, answered.cell.seed
-            runs[group.method][place] = Answers(names, loss if exact else loss**2, answered.correct)
-    places = sorted({place for mine in runs.values() for place in mine})
-    complete = {name: [mine[place] for place in places] for name, mine in runs.items() if len(mine) == len(places)}
-    means = {name: np.mean([np.asarray(run.confidence).mean() for run in mine]) for name, mine in complete.items()}
-    losses = {name: float(loss) for name, loss in sorted(means.items(), key=lambda pair: pair[1])}
-    outcomes = {right for mine in complete.values() for run in mine for right in np.unique(run.correct)}
-    if len(losses) < 2 or (len(outcomes) == 1 and not exact):
+    is_exact = all("true_error" in group.others for group in groups)
+    runs = _gather_losses(groups, answers, is_exact)
+    if len(runs) < 2:
         return None
-    first, *others = losses
-    pairs, settings = len(losses) * (len(losses) - 1) // 2, replace(settings, metrics=("mean_confidence",))
+    if not is_exact and not _has_both_outcomes(runs):
+        return None
+
+    losses = _rank_methods(runs)
+    best, *others = losses
+    pairs = len(losses) * (len(losses) - 1) // 2
+    mean_loss = replace(settings, metrics=("mean_confidence",))  # the confidences of these runs are losses
     behind = {}
-    for name in others:  # the mean "confidence" is that of the losses
-        (difference,) = compare_runs(complete[name], complete[first], settings, SWAPS * pairs).values()
+    for name in others:
+        comparisons = compare_runs(runs[name], runs[best], mean_loss, swaps=SWAPS * pairs)
+        difference = comparisons["mean_confidence"]
         behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
-    n = min(group.n for group in groups)
-    return Verdict(input=key, metric="true_error" if exact else "brier", n=n, losses=losses, behind=behind)
+    return Verdict(
+        input=key,
+        metric="true_error" if is_exact else "brier",
+        n=min(group.n for group in groups),
+        losses=losses,
+        behind=behind,
+    )
 
 
-def papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
+def _gather_losses(groups: Sequence[GroupNumbers], answers: Sequence[CellAnswers], is_exact: bool) -> _LossRuns:
+    """Return the losses of each method that was run everywhere and had no group of mostly forced answers."""
+    forced = {group.method for group in groups if group.sources.forced}
+    by_method: dict[str, dict[_RunPlace, Answers]] = {}
+    for group in groups:
+        if group.method in forced:
+            continue
+        for run in answers:
+            if group.holds(run.cell):
+                place = _RunPlace(group.task, group.trained_on, run.cell.seed)
+                by_method.setdefault(group.method, {})[place] = _compute_losses(run, group.task, is_exact)
+    all_places: set[_RunPlace] = set()
+    for places in by_method.values():
+        all_places |= places.keys()
+    complete = {}
+    for name, places in by_method.items():
+        if len(places) == len(all_places):
+            complete[name] = [places[place] for place in sorted(all_places)]
+    return complete
+
+
+def _compute_losses(run: CellAnswers, task: str, is_exact: bool) -> Answers:
+    questions = [(task, name) for name in run.question or ()]
+    if is_exact:
+        losses = np.abs(run.confidence - run.truth)
+    else:
+        losses = np.abs(run.confidence - run.correct) ** 2
+    return Answers(questions, losses, run.correct)
+
+
+def _has_both_outcomes(runs: _LossRuns) -> bool:
+    """Return whether some answers are right and some wrong."""
+    outcomes: set[bool] = set()
+    for method_runs in runs.values():
+        for run in method_runs:
+            outcomes.update(np.unique(run.correct).tolist())
+    return len(outcomes) > 1
+
+
+def _rank_methods(runs: _LossRuns) -> dict[str, float]:
+    """Return the mean loss of each method over its runs, lowest first."""
+    means = {}
+    for name, method_runs in runs.items():
+        means[name] = float(np.mean([np.asarray(run.confidence).mean() for run in method_runs]))
+    return dict(sorted(means.items(), key=lambda item: item[1]))
+
+
+# ---- the paper's budget
+
+
+def has_papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
     """Return whether a model had the paper's training: its budget, and its epochs and pairs as far as recorded.
 
-    A method that both budgets share is the same model in both. training: of the model itself, or of the one that is
-    rescaled; None where nothing is recorded.
+    Args:
+        name: Name of the method. A method that both budgets share is the same model in both.
+        budget: The budget of its group.
+        training: How the model was trained, or the model that is rescaled; None if nothing is recorded.
     """
-    if not known(name) or (budget == "matched" and method(name).budgeted):
+    if not known(name):
+        return False
+    if budget == "matched" and method(name).budgeted:
         return False
     if training is None:
         return True
     effort = METHODS[unscaled(name)].effort["paper"]
-    return training.epochs in (None, effort.epochs) and (effort.pairs is None or training.rows in (None, effort.pairs))
+    same_epochs = training.epochs is None or training.epochs == effort.epochs
+    same_pairs = effort.pairs is None or training.rows is None or training.rows == effort.pairs
+    return same_epochs and same_pairs
 
 
-def trained_model(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
-    """Return how the model of a cell, or the one that it rescales, was trained; None where nothing is recorded."""
-    wanted = (cell.task, cell.trained_on, unscaled(cell.method), cell.seed)
-    models = (other for other in results.cells if (other.task, other.trained_on, other.method, other.seed) == wanted)
-    return next((other.training for other in models if other.budget in (None, budget)), None)
+def _had_papers_training(cell: Cell, budget: Budget | None, results: Results) -> bool:
+    training = find_training(cell, budget, results)
+    return has_papers_budget(cell.method, budget, training)
+
+
+def find_training(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
+    """Return how the model of a cell, or the model that it rescales, was trained; None if nothing is recorded."""
+    model = unscaled(cell.method)
+    for other in results.cells:
+        same_place = other.task == cell.task and other.trained_on == cell.trained_on and other.seed == cell.seed
+        if same_place and other.method == model and other.budget in (None, budget):
+            return other.training
+    return None

@@ -1,7 +1,7 @@
-"""The records of a report: what a finished experiment hands to it (`Results`), and what it measures (`Numbers`).
+"""The records of a report: the experiment it is made from (`Results`), and what it measures (`Numbers`).
 
-`numbers.json` holds the fields of intervals, null bands and comparisons that a report shows. A number that is undefined
-is null there and nan in memory.
+`numbers.json` holds the fields of intervals, null bands and comparisons that a report shows. An undefined number is
+null in the file and nan in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.measure import Sources, shows_gap
+from catto.measure import ParseCounts, shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.catalogue import Versus
@@ -27,67 +27,120 @@ from catto.report import VERSION
 
 
 def supported_decimals(n: int) -> int:
-    """Return how many decimals of a per cent n questions support: the last digit is worth at least one question.
+    """Return how many decimals of a percentage n questions support: the last digit is worth at least one question.
+
+    Args:
+        n: Number of questions.
+
+    Returns:
+        0, 1 or 2.
 
     >>> [supported_decimals(n) for n in (400, 1000, 20_000)]
     [0, 1, 2]
     """
-    return min(max(len(str(n)) - 3, 0), 2)
+    digits = len(str(n))
+    return min(max(digits - 3, 0), 2)
 
 
 class Training(Record):
-    """How the model of a cell was trained. Seconds and tokens are those of its own stage, not of its start's."""
+    """How the model of a cell was trained.
+
+    Attributes:
+        learning_rate: The learning rate.
+        seconds: Duration of its own training, without that of the model it starts from.
+        tokens: Number of tokens of its own training.
+        rows: Number of SFT rows or pairs it was trained on.
+        dropped: `rows`, `pairs` or `stream` -> how many were too long for the context.
+        epochs: Number of epochs.
+        steps: Number of optimizer steps.
+        kept_step: The step whose weights were kept.
+        kept_epochs: Number of epochs up to that step.
+        reward_accuracy: Share of pairs ordered as preferred, over the last quarter of the steps.
+        history: step, val_accuracy, val_ece, ..., reward_margin at every checkpoint.
+    """
 
     learning_rate: float | None = None
     seconds: float | None = None
     tokens: int | None = None
-    rows: int | None = None  # SFT rows or pairs that it was trained on
-    dropped: dict[str, int] = Field(default_factory=dict)  # rows, pairs, stream: too long for the context
+    rows: int | None = None
+    dropped: dict[str, int] = Field(default_factory=dict)
     epochs: float | None = None
     steps: int | None = None
-    kept_step: int | None = None  # the step whose weights were kept, and the epochs up to it
+    kept_step: int | None = None
     kept_epochs: float | None = None
-    reward_accuracy: float | None = None  # share of pairs ordered as preferred, over the last quarter of the steps
-    history: tuple[dict[str, float], ...] = ()  # step, val_accuracy, val_ece, ..., reward_margin at every checkpoint
+    reward_accuracy: float | None = None
+    history: tuple[dict[str, float], ...] = ()
 
 
-class Place(Record):
-    """One method on one task."""
+class CellPlace(Record):
+    """One method on one task.
 
-    # Tables and figures are files named for these.
+    Attributes:
+        task: The task it is tested on.
+        trained_on: The task it was trained on.
+        method: Name of the method.
+        budget: None if the method is the same in both budgets.
+    """
+
+    # These are parts of file names.
     task: Annotated[str, AfterValidator(partial(checked_name, what="task"))]
     trained_on: Annotated[str, AfterValidator(partial(checked_name, what="trained_on"))]
     method: Annotated[str, AfterValidator(partial(checked_name, what="method", plus=True))]
-    budget: Budget | None  # None: the method is the same in both
+    budget: Budget | None
 
     @property
     def setting(self) -> Literal["in", "out"]:
-        """In distribution: tested on the task that it was trained on."""
+        """`in` (distribution) if it is tested on the task that it was trained on."""
         return "in" if self.task == self.trained_on else "out"
 
     @property
     def stem(self) -> str:
-        """The part of a file's name that says what was tested, and what it was trained on where that is another."""
-        return self.task if self.setting == "in" else f"{self.task}-from-{self.trained_on}"
+        """The part of a file name that identifies the task, and the training task if that is another one."""
+        if self.setting == "in":
+            return self.task
+        return f"{self.task}-from-{self.trained_on}"
 
 
-class Cell(Place):
-    """One method on one task at one seed. Paths are relative to the experiment's folder."""
+class Cell(CellPlace):
+    """One method on one task at one seed. Paths are relative to the experiment's folder.
+
+    Attributes:
+        seed: The seed.
+        predictions: File with one prediction per test question.
+        candidates: File with k sampled predictions per test question.
+        validation: File with greedy predictions for the validation questions of the task.
+        preference: File with the margins of held-out pairs, for a model that was trained from another one.
+        tau: The temperature of temperature scaling, or the one at which the confidences of candidates are compared.
+        vector: The weights of vector scaling.
+        sampling_temperature: Temperature at which the candidates were drawn.
+        candidates_fallback_rate: Share of the candidates whose answer had to be forced.
+        training: How the model was trained.
+    """
 
     seed: int
-    predictions: str  # one line for each test question
-    candidates: str | None = None  # k sampled lines for each test question
-    validation: str | None = None  # greedy predictions on the validation questions of the task
-    preference: str | None = None  # margins of held-out pairs, of a model that has a start to compare with
-    tau: float | None = None  # the temperature of scaling, or at which the candidates' confidences are compared
-    vector: VectorScaling | None = None  # of vector scaling
-    sampling_temperature: float | None = None  # at which the candidates were drawn
-    candidates_fallback_rate: float | None = None  # share of the candidates whose answer had to be forced
+    predictions: str
+    candidates: str | None = None
+    validation: str | None = None
+    preference: str | None = None
+    tau: float | None = None
+    vector: VectorScaling | None = None
+    sampling_temperature: float | None = None
+    candidates_fallback_rate: float | None = None
     training: Training | None = None
 
 
 class Results(Record):
-    """The whole experiment."""
+    """The whole experiment.
+
+    Attributes:
+        name: Title of the report.
+        recipe: The recipe.
+        recipe_hash: Its hash.
+        versions: Package -> version.
+        commit: The git commit, if known.
+        cells: Every method on every task at every seed.
+        questions: Task -> files of its test questions, one per seed.
+    """
 
     name: str
     recipe: dict[str, Any]
@@ -95,87 +148,122 @@ class Results(Record):
     versions: dict[str, str]
     commit: str | None = None
     cells: tuple[Cell, ...] = Field(min_length=1)
-    questions: dict[str, tuple[str, ...]]  # task -> files of its test questions, one for each seed
+    questions: dict[str, tuple[str, ...]]
 
     @property
     def evaluation(self) -> EvaluationSettings:
-        """The evaluation block of the recipe; what it leaves out is the default."""
-        return EvaluationSettings.model_validate(self.recipe.get("evaluation") or {})
+        """The evaluation block of the recipe, with defaults for missing settings."""
+        block = self.recipe.get("evaluation") or {}
+        return EvaluationSettings.model_validate(block)
 
 
-# The fields of the statistics that numbers.json does not hold.
-NOT_STORED = {"level": nan, "a": nan, "b": nan, "n": 0}
+# Fields of the statistics that numbers.json leaves out -> the placeholder they have after reading.
+PLACEHOLDERS = {"level": nan, "a": nan, "b": nan, "n": 0}
+# Fields for which null means None and not nan.
+NULLABLE_FIELDS = ("reason", "std")
 
 
-def _stored(kind: type[Any], names: str) -> tuple[BeforeValidator, PlainSerializer]:
-    """Read and write the named fields of a statistic; those that are not stored get a value that says nothing."""
-    others = {field.name: NOT_STORED[field.name] for field in fields(kind) if field.name in NOT_STORED}
+def _store_fields(kind: type[Any], *names: str) -> tuple[BeforeValidator, PlainSerializer]:
+    """Return how pydantic reads and writes a statistic of which only the named fields are stored."""
+    placeholders = {}
+    for field in fields(kind):
+        if field.name in PLACEHOLDERS:
+            placeholders[field.name] = PLACEHOLDERS[field.name]
 
-    def read(value: object) -> object:
+    def read_fields(value: object) -> object:
         if not isinstance(value, Mapping):
             return value
-        nullable = ("reason", "std")
-        return others | {key: nan if item is None and key not in nullable else item for key, item in value.items()}
+        restored: dict[str, Any] = dict(placeholders)
+        for name, item in value.items():
+            is_undefined = item is None and name not in NULLABLE_FIELDS
+            restored[name] = nan if is_undefined else item
+        return restored
 
-    def written(value: object) -> dict[str, Any]:
-        shown = {name: getattr(value, name) for name in names.split()}
-        return {name: None if isinstance(item, float) and not isfinite(item) else item for name, item in shown.items()}
+    def write_fields(value: object) -> dict[str, Any]:
+        stored = {}
+        for name in names:
+            item = getattr(value, name)
+            is_undefined = isinstance(item, float) and not isfinite(item)
+            stored[name] = None if is_undefined else item
+        return stored
 
-    return BeforeValidator(read), PlainSerializer(written)
-
-
-Number = Annotated[Interval, *_stored(Interval, "value low high reason")]
-Band = Annotated[NullBand, *_stored(NullBand, "mean low high")]
-Spread = Annotated[SeedSummary, *_stored(SeedSummary, "mean std")]
-Difference = Annotated[Versus, *_stored(Versus, "difference low high p_value p_corrected")]
+    return BeforeValidator(read_fields), PlainSerializer(write_fields)
 
 
-class MeasuredPlace(Place):
-    """What one seed and a group of seeds have in common.
+StoredInterval = Annotated[Interval, *_store_fields(Interval, "value", "low", "high", "reason")]
+StoredNullBand = Annotated[NullBand, *_store_fields(NullBand, "mean", "low", "high")]
+StoredSummary = Annotated[SeedSummary, *_store_fields(SeedSummary, "mean", "std")]
+StoredVersus = Annotated[Versus, *_store_fields(Versus, "difference", "low", "high", "p_value", "p_corrected")]
 
-    input: hash of everything that was read. gap: mean confidence minus accuracy. sources: how the answers were read.
+
+class MeasuredPlace(CellPlace):
+    """What the numbers of one seed and of a group of seeds have in common.
+
+    Attributes:
+        input: Hash of everything that was read.
+        n: Number of questions.
+        gap: Mean confidence minus accuracy.
+        null: Null band of the ECE.
+        sources: How the answers were parsed.
     """
 
     input: str
     n: int
-    gap: Number
-    null: Band
-    sources: Sources
+    gap: StoredInterval
+    null: StoredNullBand
+    sources: ParseCounts
 
 
 class CellNumbers(MeasuredPlace):
-    """One method on one task at one seed.
+    """The numbers of one method on one task at one seed.
 
-    metrics: also preference_accuracy and preference_accuracy_reasoning, where held-out pairs were scored; their number
-    is preference_pairs among the others. selection: k -> rule -> accuracy. others: numbers without an interval, by the
-    names that the page defines. Where the posterior is known: true_error, bayes_accuracy, regret; how answers were
-    read: fallback_rate, plain_rate, accuracy_unparsed_wrong; of sampled answers: auroc_within, ...; risk_*: the
-    threshold that keeps the risk, fitted on validation, and its effect.
+    Attributes:
+        seed: The seed.
+        model: Name of the model.
+        metrics: Metric -> value. If held-out pairs were scored, also preference_accuracy and
+            preference_accuracy_reasoning.
+        selection: k -> rule -> accuracy of choosing among k samples.
+        others: Numbers without an interval; the page defines them. If the posterior is known: true_error,
+            bayes_accuracy, regret. How answers were parsed: fallback_rate, plain_rate, accuracy_unparsed_wrong. For
+            sampled answers: auroc_within, questions_with_both, sample_fallback_rate, sampling_temperature, tau.
+            risk_*: the threshold fitted on validation and its effect. preference_pairs: the number of held-out pairs.
     """
 
     seed: int
     model: str
-    metrics: dict[str, Number]
-    selection: dict[int, dict[str, Number]]
+    metrics: dict[str, StoredInterval]
+    selection: dict[int, dict[str, StoredInterval]]
     others: dict[str, float]
 
 
 class GroupNumbers(MeasuredPlace):
-    """One method on one task in one budget, over its seeds. versus, versus_seed: metric -> difference to DPO."""
+    """The numbers of one method on one task in one budget, over its seeds.
+
+    Attributes:
+        seeds: The seeds.
+        metrics: Metric -> mean and deviation over the seeds.
+        intervals: Metric -> mean over the seeds with its interval over questions.
+        papers_budget: Whether the paper's numbers may be printed next to these.
+        versus: Metric -> difference to DPO.
+        versus_seed: Seed -> metric -> difference to DPO.
+        selection: k -> rule -> accuracy of choosing among k samples.
+        others: As `CellNumbers.others`.
+    """
 
     seeds: tuple[int, ...]
-    metrics: dict[str, Spread]
-    intervals: dict[str, Number]
-    papers_budget: bool  # whether the paper's numbers may be printed beside these
-    versus: dict[str, Difference]
-    versus_seed: dict[int, dict[str, Difference]]
-    selection: dict[int, dict[str, Spread]]
-    others: dict[str, Spread]
+    metrics: dict[str, StoredSummary]
+    intervals: dict[str, StoredInterval]
+    papers_budget: bool
+    versus: dict[str, StoredVersus]
+    versus_seed: dict[int, dict[str, StoredVersus]]
+    selection: dict[int, dict[str, StoredSummary]]
+    others: dict[str, StoredSummary]
 
-    def holds(self, cell: Place) -> bool:
+    def holds(self, cell: CellPlace) -> bool:
         """Return whether a cell is one of this group's seeds; a cell without a budget is in the groups of both."""
-        mine, its = ((place.task, place.trained_on, place.method) for place in (self, cell))
-        return mine == its and cell.budget in (None, self.budget)
+        same_tasks = cell.task == self.task and cell.trained_on == self.trained_on
+        same_budget = cell.budget is None or cell.budget == self.budget
+        return same_tasks and same_budget and cell.method == self.method
 
     @property
     def within_null(self) -> bool:
@@ -184,45 +272,63 @@ class GroupNumbers(MeasuredPlace):
 
     @property
     def shown_gap(self) -> float:
-        """The gap of a group that is measurably miscalibrated; nan where bins of both signs cancel, 0 of any other.
+        """The gap of a group that is measurably miscalibrated.
 
-        An ECE within its null band is outweighed by a gap that shows.
+        It is 0 for a group that is not, and nan where the signs of the bins cancel. A significant gap outweighs an ECE
+        within its null band.
         """
-        gap = self.gap
+        gap = self.gap.value
         if self.within_null:
-            return gap.value if shows_gap(gap, self.metrics["accuracy"].mean, self.n) else 0.0
-        return gap.value if abs(gap.value) >= self.metrics["ece"].mean / 2 else nan
+            is_significant = shows_gap(self.gap, self.metrics["accuracy"].mean, self.n)
+            return gap if is_significant else 0.0
+        signs_cancel = abs(gap) < self.metrics["ece"].mean / 2
+        return nan if signs_cancel else gap
 
-    def number(self, name: str) -> Spread | None:
-        """Look a number up by its name; None where the group does not have it."""
+    def number(self, name: str) -> StoredSummary | None:
+        """Look up a number by its name; None if the group does not have it."""
         return self.metrics.get(name) or self.others.get(name)
 
 
 class Verdict(Record):
-    """Whose confidence is best, by the strongest evidence: the true error if every posterior is known, or else Brier.
+    """Which method's confidence is best: by the true error if every posterior is known, by the Brier score otherwise.
 
-    losses: method -> mean over tasks and seeds, lowest first; methods with forced answers are not judged. behind: how
-    far the others are behind the first, with p-values corrected for all pairs of methods. n: questions of a task.
+    Attributes:
+        input: Hash of the groups that are judged.
+        metric: The loss that decides.
+        n: Number of questions of a task.
+        losses: Method -> mean loss over tasks and seeds, lowest first. Methods with mostly forced answers are left out.
+        behind: Method -> how far it is behind the first, with p-values corrected for all pairs of methods.
     """
 
     input: str
     metric: Literal["true_error", "brier"]
     n: int
     losses: dict[str, float]
-    behind: dict[str, Difference]
+    behind: dict[str, StoredVersus]
 
     @property
     def leaders(self) -> list[str]:
-        """The first method, and those that cannot be told apart from it."""
-        worse = [name for name, difference in self.behind.items() if difference.mark(self.metric)]
-        return [name for name in self.losses if name not in worse]
+        """The first method, and those that are not significantly worse."""
+        leaders = []
+        for name in self.losses:
+            is_first = name not in self.behind
+            if is_first or not self.behind[name].mark(self.metric):
+                leaders.append(name)
+        return leaders
 
 
 class Numbers(Record):
     """Everything that the report prints.
 
-    verdict: on the groups that the first screen shows; None of fewer than two, and where there is only a Brier score of
-    answers that are all right, or all wrong: it is best for whoever is surest, or least sure, whatever the question.
+    Attributes:
+        version: Version of the report that measured them.
+        level: Level of the intervals.
+        bins: Number of bins of binned metrics.
+        resamples: Number of bootstrap resamples.
+        cells: The numbers of each cell.
+        groups: The numbers of each group of seeds.
+        verdict: On the groups of the first screen. None for fewer than two methods. Also None if only a Brier score is
+            known and the answers are all right or all wrong: it then rewards whoever is most or least confident.
     """
 
     version: int = VERSION
@@ -234,24 +340,45 @@ class Numbers(Record):
     verdict: Verdict | None = None
 
     def block(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
-        """Return the groups of one block."""
-        return [group for group in self.groups if group.budget == budget and setting in ("any", group.setting)]
+        """Return the groups of one block of a table.
+
+        Args:
+            setting: In distribution, out of distribution, or both.
+            budget: The budget.
+        """
+        groups = []
+        for group in self.groups:
+            same_setting = setting in ("any", group.setting)
+            if same_setting and group.budget == budget:
+                groups.append(group)
+        return groups
 
     @property
     def first_screen(self) -> list[GroupNumbers]:
-        """The groups to show first: in distribution, and trained equally long, where there are."""
-        return self.block("in", self.budgets[-1]) or self.block("out", self.budgets[-1])
+        """The groups to show first: in distribution and with the matched budget, if there are any."""
+        last_budget = self.budgets[-1]
+        return self.block("in", last_budget) or self.block("out", last_budget)
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:
-        """The budgets for which there are blocks, in the order of the groups."""
+        """The budgets of the groups, in their order and without repetition."""
         return tuple(dict.fromkeys(group.budget for group in self.groups))
 
 
-def read(path: Path) -> Numbers | None:
-    """Read numbers written earlier; None where there are none, or of another version."""
-    text = path.read_bytes() if path.exists() else b""
-    if f'"version": {VERSION},'.encode() not in text[:200]:
+def read_numbers(path: Path) -> Numbers | None:
+    """Read the numbers of an earlier build.
+
+    Args:
+        path: The file numbers.json.
+
+    Returns:
+        None if there is no such file, or if another version wrote it.
+    """
+    if not path.exists():
+        return None
+    text = path.read_bytes()
+    version = f'"version": {VERSION},'.encode()
+    if version not in text[:200]:
         return None
     try:
         return Numbers.model_validate_json(text)

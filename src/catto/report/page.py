@@ -185,7 +185,7 @@ def _make_card(group: GroupNumbers, cells: Sequence[CellNumbers]) -> dict[str, A
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     card["forced"] = None
     if group.sources.forced:
-        card["forced"] = f"{group.sources.counted}: these numbers describe the fallback, not the model."
+        card["forced"] = f"{group.sources.summary}: these numbers describe the fallback, not the model."
     card["by_seed"] = [_describe_seed(cell) for cell in cells if group.holds(cell)]
     return _round_floats(card)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import isnan
 from pathlib import Path
@@ -21,30 +23,77 @@ from catto.problems import shortened
 from catto.report.numbers import GroupNumbers
 
 TEMPLATES = Path(__file__).parent / "templates"
-LATEX_SPECIAL = str.maketrans(
-    {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "†": r"$^{\dagger}$", "±": r"$\pm$"}
-    | {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
-)
-MARKDOWN_SPECIAL = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|~"})
+
+
+def _escape_by_backslash(signs: str) -> dict[str, str]:
+    return {sign: f"\\{sign}" for sign in signs}
+
+
+def _escape_by_entity(signs: str) -> dict[str, str]:
+    return {sign: f"&#{ord(sign)};" for sign in signs}
+
+
+LATEX_COMMANDS = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "|": r"\textbar{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "†": r"$^{\dagger}$",
+    "±": r"$\pm$",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+}
+LATEX_SPECIAL = str.maketrans(_escape_by_backslash("&%$#_{}") | LATEX_COMMANDS)
+MARKDOWN_SPECIAL = str.maketrans(_escape_by_backslash("\\`*_[]<>|~"))
 # For names that a server or a file chose. As entities, signs open no tag and make no link, whatever renders the page.
-MARKDOWN_FOREIGN = MARKDOWN_SPECIAL | str.maketrans(
-    {sign: f"\\{sign}" for sign in "()!#$"} | {sign: f"&#{ord(sign)};" for sign in "&<>:@"}
-)
-CSV_HEAD = (
-    *("table", "budget", "block", "method", "task", "column", "metric", "value", "std", "low", "high"),
-    *("null_low", "null_high", "difference_to_dpo", "difference_low", "difference_high", "p_value", "p_corrected"),
-    *("mark", "paper", "forced", "notes"),
+MARKDOWN_FOREIGN = MARKDOWN_SPECIAL | str.maketrans(_escape_by_backslash("()!#$") | _escape_by_entity("&<>:@"))
+# The columns of `csv_text`, each with the same name as a value of its rows.
+CSV_COLUMNS = (
+    "table",
+    "budget",
+    "block",
+    "method",
+    "task",
+    "column",
+    "metric",
+    "value",
+    "std",
+    "low",
+    "high",
+    "null_low",
+    "null_high",
+    "difference_to_dpo",
+    "difference_low",
+    "difference_high",
+    "p_value",
+    "p_corrected",
+    "mark",
+    "paper",
+    "forced",
+    "notes",
 )
 
 
 @dataclass
 class Entry:
-    """One number as it is printed, in the unit of its column (per cent, minutes, ...); without a value: none.
+    """One number as it is printed, in the unit of its column (per cent, minutes, ...).
 
-    group: where the number is from. scale: factor from the group's unit to the column's. notes: further lines below
-    the value. forced: a warning above the value, where the number describes the fallback and not the model.
+    Attributes:
+        value: The number; None if there is none.
+        text: The number as text.
+        std: Deviation over seeds.
+        interval: Both ends.
+        null: Both ends of the null band.
+        versus: Difference to DPO, in the group's unit.
+        mark: `*` for significantly better than DPO, a dagger for worse.
+        paper: The paper's number.
+        best: Whether it is printed bold.
+        group: The group that the number comes from.
+        scale: Factor from the group's unit to the column's.
+        notes: Further lines below the value.
+        forced: Warning above the value, if the number describes the fallback and not the model.
     """
 
     value: float | None = None
@@ -63,32 +112,66 @@ class Entry:
 
     def details(self) -> list[str]:
         """Return the lines below the value: interval or deviation, null band, notes, difference to DPO, the paper's."""
-        decimals = len(self.text.partition(".")[2])
         lines = []
         if self.interval is not None:
-            lines.append(f"[{', '.join(f'{end:.{decimals}f}' for end in self.interval)}]")
+            lines.append(f"[{self._format_ends(self.interval, separator=', ')}]")
         elif self.std is not None:
-            lines.append(f"± {self.std:.{decimals}f}")
+            lines.append(f"± {self.std:.{self._decimals}f}")
         if self.null is not None and self.value is not None:
-            lines.append(f"null {' to '.join(f'{end:.{decimals}f}' for end in self.null)}")
+            lines.append(f"null {self._format_ends(self.null, separator=' to ')}")
         lines += self.notes
-        if (versus := self.versus) is not None:
-            p = versus.p_corrected
-            judged = "" if isnan(p) else ", p < 0.001" if p < 0.001 else f", p = {p:.2g}"
-            lines.append(f"to DPO {self.scale * versus.difference:+z.{decimals}f}{judged}")
-            if not isnan(versus.low):
-                ends = (self.scale * versus.low, self.scale * versus.high)
-                lines.append(f"[{', '.join(f'{end:+z.{decimals}f}' for end in ends)}]")
-        return [*lines, f"paper: {self.paper}"] if self.paper else lines
+        if self.versus is not None:
+            lines += self._describe_difference(self.versus)
+        if self.paper:
+            lines.append(f"paper: {self.paper}")
+        return lines
+
+    @property
+    def _decimals(self) -> int:
+        """The number of decimals of the value's text, which all other numbers have too."""
+        _, _, decimals = self.text.partition(".")
+        return len(decimals)
+
+    def _format_ends(self, ends: tuple[float, float], *, separator: str) -> str:
+        low, high = ends
+        return f"{low:.{self._decimals}f}{separator}{high:.{self._decimals}f}"
+
+    def _describe_difference(self, versus: Versus) -> list[str]:
+        """Return the difference to DPO with its p-value, and its interval."""
+        difference = self._format_signed(versus.difference)
+        lines = [f"to DPO {difference}{_format_p_value(versus.p_corrected)}"]
+        if not isnan(versus.low):
+            lines.append(f"[{self._format_signed(versus.low)}, {self._format_signed(versus.high)}]")
+        return lines
+
+    def _format_signed(self, number: float) -> str:
+        return f"{self.scale * number:+z.{self._decimals}f}"
+
+
+def _format_p_value(p: float) -> str:
+    if isnan(p):
+        return ""
+    if p < 0.001:
+        return ", p < 0.001"
+    return f", p = {p:.2g}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, the number it shows, and the heading `top` that it shares with its neighbours.
+    """A column of a table. It shows a number of the group, or the accuracy of a rule that chooses among k samples.
 
-    in_paper: whether the paper's table has this column too. The number is the group's one named `metric`, in its unit
-    times `scale`; or the accuracy of a rule that picks one of k samples. note: its sentence in the caption of the first
-    table. optional: the column is left out where no group has the number.
+    Attributes:
+        name: Heading.
+        metric: Name of the group's number.
+        in_paper: Whether the paper's table has this column too.
+        scale: Factor from the group's unit to the column's.
+        decimals: Number of decimals.
+        rule: The rule that chooses among samples; empty for a number of the group.
+        k: The number of samples to choose from.
+        top: Second heading, which is shared with neighbouring columns.
+        task: The task, if the columns of a table differ by task.
+        note: Its sentence in the caption of the first table.
+        optional: Whether the column is left out if no group has the number.
     """
 
     name: str
@@ -109,15 +192,32 @@ class Column:
         return f"{self.top} {self.name}".strip()
 
     def fill(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
-        """Return the column with k or the seed put into its texts, and with other changes."""
+        """Return the column with k and the seed put into its texts, and with other changes.
+
+        Args:
+            k: The number of samples to choose from.
+            seed: The seed.
+            changes: New values of other fields.
+        """
         changed = replace(self, k=k, **changes)
-        texts = {key: getattr(changed, key).format(k=k, seed=seed) for key in ("name", "metric", "top")}
-        return replace(changed, **texts)
+        return replace(
+            changed,
+            name=changed.name.format(k=k, seed=seed),
+            metric=changed.metric.format(k=k, seed=seed),
+            top=changed.top.format(k=k, seed=seed),
+        )
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row: its method, its heading, the block that it belongs to, and one entry for each column."""
+    """A row of a table.
+
+    Attributes:
+        method: Name of the method.
+        title: Heading of the row.
+        block: The block that the row belongs to.
+        entries: One entry per column.
+    """
 
     method: str
     title: str
@@ -127,7 +227,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. name: the stem of its files; kind: the part of the page that shows it."""
+    """A table.
+
+    Attributes:
+        name: Name of its files, without the suffix.
+        title: Title.
+        caption: Caption.
+        columns: The columns.
+        lines: The rows, those of one block next to each other.
+        budget: The budget of its numbers.
+        kind: The part of the page that shows it.
+    """
 
     name: str
     title: str
@@ -139,9 +249,13 @@ class Table:
 
     def in_papers_shape(self) -> Table:
         """Return the table with the paper's columns only, for a page as narrow as the paper's."""
-        kept = [place for place, column in enumerate(self.columns) if column.in_paper]
-        lines = (replace(line, entries=tuple(line.entries[place] for place in kept)) for line in self.lines)
-        return replace(self, columns=tuple(self.columns[place] for place in kept), lines=tuple(lines))
+        kept = [index for index, column in enumerate(self.columns) if column.in_paper]
+        columns = tuple(self.columns[index] for index in kept)
+        lines = []
+        for line in self.lines:
+            entries = tuple(line.entries[index] for index in kept)
+            lines.append(replace(line, entries=entries))
+        return replace(self, columns=columns, lines=tuple(lines))
 
     def blocks(self) -> list[tuple[str, list[Line]]]:
         """Return the lines by block, in order."""
@@ -152,29 +266,42 @@ class Table:
 
     def tops(self) -> list[tuple[str, int]]:
         """Return the shared headings and the number of columns that each of them spans."""
-        return [(top, len(list(columns))) for top, columns in groupby(self.columns, key=lambda column: column.top)]
+        tops = []
+        for top, columns in groupby(self.columns, key=lambda column: column.top):
+            tops.append((top, len(list(columns))))
+        return tops
 
 
-# The templates of Markdown and LaTeX. Their signs are << >> and <% %>: LaTeX has braces of its own.
-FORMS = Environment(
-    *("<%", "%>", "<<", ">>", "<#", "#>"),
+def _translate_line(text: str, special: Mapping[int, str]) -> str:
+    """Escape a text and put it on one line."""
+    return " ".join(text.translate(special).split())
+
+
+# The templates of Markdown and LaTeX. Their signs are << >> and <% %> because LaTeX uses braces.
+TABLE_TEMPLATES = Environment(
+    block_start_string="<%",
+    block_end_string="%>",
+    variable_start_string="<<",
+    variable_end_string=">>",
+    comment_start_string="<#",
+    comment_end_string="#>",
     loader=FileSystemLoader(TEMPLATES),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-for name, special in (("md", MARKDOWN_SPECIAL), ("tex", LATEX_SPECIAL)):
-    FORMS.filters[name] = lambda text, special=special: " ".join(text.translate(special).split())
+TABLE_TEMPLATES.filters["md"] = partial(_translate_line, special=MARKDOWN_SPECIAL)
+TABLE_TEMPLATES.filters["tex"] = partial(_translate_line, special=LATEX_SPECIAL)
 
 
 def markdown(table: Table) -> str:
-    """Render for a page of Markdown: title, table, caption; the lines of an entry are separated by <br>."""
-    return FORMS.get_template("table.md.j2").render(table=table)
+    """Render as Markdown: title, table, caption; the lines of an entry are separated by <br>."""
+    return TABLE_TEMPLATES.get_template("table.md.j2").render(table=table)
 
 
 def escape_markdown(text: str) -> str:
-    """Return a text of unknown origin as one line of Markdown that shows it as it is: no tag, no link, no mention.
+    """Escape a text of unknown origin: one line of Markdown that shows it as it is, without tags, links or mentions.
 
     >>> escape_markdown("<b>[x](javascript:y)")
     '&#60;b&#62;\\\\[x\\\\]\\\\(javascript&#58;y\\\\)'
@@ -184,50 +311,97 @@ def escape_markdown(text: str) -> str:
 
 def latex(table: Table) -> str:
     """Render a booktabs table; it needs no other package."""
-    return FORMS.get_template("table.tex.j2").render(table=table)
+    return TABLE_TEMPLATES.get_template("table.tex.j2").render(table=table)
 
 
 def csv_text(table: Table) -> str:
-    """Render one row for each number, with everything that is known of it."""
+    """Render as CSV: one row for each number, with everything that is known of it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_HEAD)
+    writer.writerow(CSV_COLUMNS)
     for line in table.lines:
         for column, entry in zip(table.columns, line.entries, strict=True):
-            numbers = [entry.value, entry.std, *(entry.interval or (None, None)), *(entry.null or (None, None))]
-            if (versus := entry.versus) is None:
-                numbers += [None] * 5
-            else:
-                numbers += [entry.scale * end for end in (versus.difference, versus.low, versus.high)]
-                numbers += [versus.p_value, versus.p_corrected]
-            texts = [table.name, table.budget or "", line.block, line.method, column.task, column.heading]
-            texts += [column.metric, entry.mark, entry.paper, entry.forced, "; ".join(entry.notes)]
-            # One line: the writer quotes no carriage return, and some readers end a row there. A quote before what a
-            # spreadsheet would read as a formula.
-            texts = [" ".join(text.split()) for text in texts]
-            texts = [f"'{text}" if text.startswith(("=", "+", "-", "@")) else text for text in texts]
-            printed = ["" if number is None or isnan(number) else f"{number:.6g}" for number in numbers]
-            writer.writerow([*texts[:7], *printed, *texts[7:]])
+            texts = {
+                "table": table.name,
+                "budget": table.budget or "",
+                "block": line.block,
+                "method": line.method,
+                "task": column.task,
+                "column": column.heading,
+                "metric": column.metric,
+                "mark": entry.mark,
+                "paper": entry.paper,
+                "forced": entry.forced,
+                "notes": "; ".join(entry.notes),
+            }
+            cells = {name: _csv_cell(text) for name, text in texts.items()}
+            for name, number in _csv_numbers(entry).items():
+                cells[name] = "" if isnan(number) else f"{number:.6g}"
+            writer.writerow([cells.get(name, "") for name in CSV_COLUMNS])
     return out.getvalue()
+
+
+def _csv_cell(text: str) -> str:
+    """Put a text on one line, with a quote before anything that a spreadsheet would read as a formula."""
+    # The writer does not quote a carriage return, and some readers end a row there.
+    line = " ".join(text.split())
+    if line.startswith(("=", "+", "-", "@")):
+        return f"'{line}"
+    return line
+
+
+def _csv_numbers(entry: Entry) -> dict[str, float]:
+    """Return the numbers that an entry has, by the names in CSV_COLUMNS."""
+    numbers = {}
+    if entry.value is not None:
+        numbers["value"] = entry.value
+    if entry.std is not None:
+        numbers["std"] = entry.std
+    if entry.interval is not None:
+        numbers["low"], numbers["high"] = entry.interval
+    if entry.null is not None:
+        numbers["null_low"], numbers["null_high"] = entry.null
+    versus = entry.versus
+    if versus is not None:
+        numbers["difference_to_dpo"] = entry.scale * versus.difference
+        numbers["difference_low"] = entry.scale * versus.low
+        numbers["difference_high"] = entry.scale * versus.high
+        numbers["p_value"] = versus.p_value
+        numbers["p_corrected"] = versus.p_corrected
+    return numbers
 
 
 def terminal(table: Table) -> RichTable:
     """Render for the terminal; the lines below a value are dimmed."""
     shown = RichTable(
-        title=Text(table.title), caption=Text(table.caption), title_justify="left", caption_justify="left",
-        title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
-    )  # fmt: skip
+        title=Text(table.title),
+        title_justify="left",
+        title_style="bold",
+        caption=Text(table.caption),
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     shown.add_column("Method", overflow="fold")
-    for column in table.columns:  # as narrow as their numbers: method names are what is broken into lines
-        shown.add_column(Text(column.heading.rstrip(" ↑↓").replace(" ", "\n")), justify="right", no_wrap=True)
+    for column in table.columns:
+        heading = column.heading.rstrip(" ↑↓").replace(" ", "\n")
+        # A column is as narrow as its numbers: if there is no room, the names of methods are wrapped.
+        shown.add_column(Text(heading), justify="right", no_wrap=True)
     for _, lines in table.blocks():
         for line in lines:
-            cells = []
-            for entry in line.entries:
-                text = Text(f"{entry.forced}\n" if entry.forced else "")
-                text.append(entry.text + entry.mark, style="bold" if entry.best else "")
-                text.append("".join(f"\n{detail}" for detail in entry.details()), style="dim")
-                cells.append(text)
+            cells = [_terminal_cell(entry) for entry in line.entries]
             shown.add_row(Text(line.title), *cells)
         shown.add_section()
     return shown
+
+
+def _terminal_cell(entry: Entry) -> Text:
+    text = Text()
+    if entry.forced:
+        text.append(f"{entry.forced}\n")
+    text.append(entry.text + entry.mark, style="bold" if entry.best else "")
+    for detail in entry.details():
+        text.append(f"\n{detail}", style="dim")
+    return text

@@ -25,11 +25,11 @@ from catto import methods
 from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand, SeedSummary
-from catto.report.measuring import PREFERENCE, papers_budget
-from catto.report.numbers import Cell, GroupNumbers, Numbers, Place, Results, Training, Verdict, supported_decimals
+from catto.report.measuring import PREFERENCE, has_papers_budget
+from catto.report.numbers import Cell, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict, supported_decimals
 from catto.report.render import Column, Entry, Line, Table
 
-Setting = Literal["in", "out", "any"]  # see `Place.setting`
+Setting = Literal["in", "out", "any"]  # see `CellPlace.setting`
 
 # In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
@@ -90,7 +90,7 @@ def row_order(row: TableRow) -> tuple[object, ...]:
     return *method_order(row.method), row.budget != "paper"
 
 
-def setting_title(place: Place) -> str:
+def setting_title(place: CellPlace) -> str:
     """Name a task, and what the model was trained on if that is another task: `SNLI, trained on MMLU`."""
     title = task_title(place.task)
     if place.setting == "in":
@@ -717,7 +717,7 @@ def _make_training_entry(
         entry.text = f"{mean:g}"
     elif quantity == "kept":
         entry.text = f"{format_range(values)} of {format_range(steps)}"
-    if all(papers_budget(row.method, row.budget, training) for training in trainings):
+    if all(has_papers_budget(row.method, row.budget, training) for training in trainings):
         key = PaperKey(table=spec.kind, method=row.method, quantity=column.metric, task=column.task)
         entry.paper = read_papers_numbers().get(key, "")
     return entry
