@@ -286,7 +286,6 @@ SCHEMAS = {
         ],
         "question=question,options=mc1_targets,answer=mc1_targets",
         ["No, one.", "No."],
-        proposed=False,
     ),
     "medqa": Schema(
         [

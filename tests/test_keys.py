@@ -316,7 +316,10 @@ def test_the_fingerprint_sees_every_wording(monkeypatch: pytest.MonkeyPatch, tas
 
 
 # What prompts and endings are made by; the rest of the module reads responses.
-RENDERING = ("WORDING", "DEFAULT", "_NLI", "messages", "completion", "prompt_text", "fold_system")
+RENDERING = (
+    *("WORDING", "DEFAULT", "_NLI", "messages", "_render_system", "_render_fields", "_render_options"),
+    *("completion", "prompt_text", "fold_system"),
+)
 
 
 def literals() -> list[str]:

@@ -16,7 +16,7 @@ from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import SPLITS, Question
 from catto.tasks import TASKS, Task, load
-from catto.tasks.splits import permutation
+from catto.tasks.splits import draw_permutation
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tasks"
 
@@ -106,7 +106,7 @@ def test_nli_words_are_listed_in_an_order_of_the_questions_id_and_the_gold_is_th
     found = list(load(task, "train", files={split: tmp_path / f"{split}.jsonl" for split in SPLITS}))
     assert len(found) == 240
     for one in found:
-        assert one.labels == tuple(WORDS[index] for index in permutation(one.id, 3))
+        assert one.labels == tuple(WORDS[index] for index in draw_permutation(one.id, 3))
         assert one.gold == WORDS[int(one.fields["premise"][1:]) % 3]
         assert [option.text for option in one.options] == list(one.labels)
         listed = ", ".join(one.labels)
@@ -140,7 +140,7 @@ def test_commonsense_qa_tracks_the_gold_through_equal_option_texts(tmp_path: Pat
     rows = [{"id": f"k{n}", "question": f"Lock {n}?", "choices": choices, "answerKey": "D"} for n in range(30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     found = list(load("commonsense_qa", "train", files={"train": tmp_path / "train.jsonl"}))
-    orders = {one.id: permutation(one.id, 5) for one in found}
+    orders = {one.id: draw_permutation(one.id, 5) for one in found}
     assert {order.index(3) < order.index(1) for order in orders.values()} == {True, False}
     assert all(one.gold == "ABCDE"[orders[one.id].index(3)] for one in found)
     assert {gold_text(one) for one in found} == {"key"}
@@ -253,7 +253,7 @@ def test_option_order_depends_on_the_id_only() -> None:
         for split, seed in (("validation", 0), ("validation", 4))
     )
     assert first == second
-    order = permutation(first.id, 4)
+    order = draw_permutation(first.id, 4)
     assert [option.text for option in first.options] == [["Weight", "Time", "Heat", "Sound"][index] for index in order]
 
 

@@ -66,7 +66,7 @@ def test_several_question_fields_keep_their_names_and_nested_ones_are_reached(tm
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"q": "Q", "o": ["1", "2"]}, "a: missing"),
+        ({"q": "Q", "o": ["1", "2"]}, "a: missing (fields: q, o)"),
         ({"q": " ", "o": ["1", "2"], "a": "A"}, "q is empty"),
         ({"q": "Q", "o": ["1", "2"], "a": "C"}, "a 'C' is not one of A, B"),
         ({"q": "Q", "o": ["1"], "a": "A"}, "o: expected 2 to 26 options, got 1"),

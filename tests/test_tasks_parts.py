@@ -18,18 +18,18 @@ from catto.tasks.splits import (
     Cut,
     Draft,
     Entry,
-    assign,
+    assign_groups,
     content_key,
-    draw,
+    draw_entries,
+    draw_permutation,
     names_letters,
-    normalised,
-    permutation,
+    normalise_text,
 )
 
 
 def test_permutations_are_uniform() -> None:
     """4! = 24 orders, 24,000 keys: about 1,000 each; chi-squared (23 degrees) is under its 99.9 % point, 49.7."""
-    seen = Counter(tuple(permutation(f"q{n}", 4)) for n in range(24_000))
+    seen = Counter(tuple(draw_permutation(f"q{n}", 4)) for n in range(24_000))
     assert len(seen) == 24
     assert sum((count - 1000) ** 2 / 1000 for count in seen.values()) < 49.7
 
@@ -81,20 +81,20 @@ def test_options_that_carry_their_letter_do_not_move(form: str) -> None:
     ],
 )
 def test_normalisation_folds(left: str, right: str) -> None:
-    assert normalised(left) == normalised(right)
+    assert normalise_text(left) == normalise_text(right)
 
 
 @pytest.mark.parametrize(
     ("left", "right"), [("P \u2227 Q", "P \u2228 Q"), ("2 < 3", "2 > 3"), ("~P", "P"), ("?", "!"), ("$5", "£5")]
 )
 def test_normalisation_keeps_what_carries_meaning(left: str, right: str) -> None:
-    assert normalised(left) != normalised(right)
+    assert normalise_text(left) != normalise_text(right)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40))
 def test_normalisation_is_idempotent(text: str) -> None:
-    assert normalised(normalised(text)) == normalised(text)
+    assert normalise_text(normalise_text(text)) == normalise_text(text)
 
 
 def test_content_ignores_option_order_and_gold_but_not_where_a_text_stands() -> None:
@@ -111,10 +111,10 @@ def test_content_ignores_option_order_and_gold_but_not_where_a_text_stands() -> 
 def test_a_cut_keeps_groups_whole_and_meets_its_share(groups: list[int], seed: int, chance: random.Random) -> None:
     entries = [Entry(n, f"id{n}", bytes([group]), bytes([n])) for n, group in enumerate(groups)]
     cut = Cut("train", {"validation": 0.25, "test": 0.25}, rest="train")
-    parts = assign(entries, cut, "t", seed)
+    parts = assign_groups(entries, cut, "t", seed)
     again = list(entries)
     chance.shuffle(again)
-    assert assign(again, cut, "t", seed) == parts
+    assert assign_groups(again, cut, "t", seed) == parts
     assert set(parts) == {entry.group for entry in entries}
     rows = Counter(parts[entry.group] for entry in entries)
     target, largest = int(0.25 * len(entries) + 0.5), max(Counter(groups).values())
@@ -126,7 +126,7 @@ def test_a_draw_is_uniform_without_replacement() -> None:
     entries = [Entry(n, f"id{n}", b"", b"") for n in range(20)]
     seen: Counter[str] = Counter()
     for seed in range(4000):
-        drawn = [entry.id for entry in draw(entries, "t", "test", seed, 5)]
+        drawn = [entry.id for entry in draw_entries(entries, task="t", split="test", seed=seed, count=5)]
         assert len(set(drawn)) == 5
         seen.update(drawn)
     assert all(abs(count - 1000) < 5 * 27 for count in seen.values())

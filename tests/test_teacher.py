@@ -20,7 +20,7 @@ from catto.prompts import messages
 from catto.recipe import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run
-from catto.teacher.responses import Requests, draw
+from catto.teacher.responses import Requests, draw_sampling
 from openai_server import Reply, Seen, error
 from teacher_world import (
     LABELS,
@@ -48,15 +48,15 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_temperatures_are_uniform_in_the_range_and_depend_on_seed_question_and_sample_alone() -> None:
     """4,000 draws from U(0.6, 1.2): mean 0.9 within 4 standard errors (0.6 / sqrt(12) / sqrt(4000) = 0.0027)."""
-    drawn = [draw(TeacherSettings(), f"q{i}", sample) for i in range(400) for sample in range(10)]
+    drawn = [draw_sampling(TeacherSettings(), f"q{i}", sample) for i in range(400) for sample in range(10)]
     temperatures = [temperature for temperature, _ in drawn]
     assert 0.6 <= min(temperatures) < 0.602
     assert 1.198 < max(temperatures) <= 1.2
     assert abs(sum(temperatures) / 4000 - 0.9) < 4 * 0.0027
     assert len({seed for _, seed in drawn}) > 3990
     assert all(0 <= seed < 2**31 for _, seed in drawn)
-    assert draw(TeacherSettings(), "q1", 2) == draw(TeacherSettings(n=3, concurrency=1), "q1", 2)
-    assert draw(TeacherSettings(), "q1", 2) != draw(TeacherSettings(seed=1), "q1", 2)
+    assert draw_sampling(TeacherSettings(), "q1", 2) == draw_sampling(TeacherSettings(n=3, concurrency=1), "q1", 2)
+    assert draw_sampling(TeacherSettings(), "q1", 2) != draw_sampling(TeacherSettings(seed=1), "q1", 2)
 
 
 def test_requests_are_made_on_demand_whenever_they_are_read() -> None:
@@ -93,7 +93,9 @@ def test_what_is_asked_is_the_prompt_and_what_is_kept_is_the_answer(tmp_path: Pa
     for response in found:
         question = questions(4)[int(response.question[1:])]
         body = bodies[response.seed]
-        assert (response.temperature, response.seed) == draw(given_settings, response.question, response.sample)
+        assert (response.temperature, response.seed) == draw_sampling(
+            given_settings, response.question, response.sample
+        )
         assert body["temperature"] == response.temperature
         assert body["messages"] == [message.model_dump() for message in messages(question)]
         assert response.text == answer(body)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from catto.engines import Key
-from catto.teacher.responses import draw
+from catto.teacher.responses import draw_sampling
 from openai_server import Reply, Seen
 from teacher_world import calm, faults_of, questions, serve, server_settings, stormy, teach
 
@@ -85,7 +85,7 @@ def test_killed_five_times_it_loses_nothing_and_ends_the_same(tmp_path: Path) ->
         assert start(out, server.url).wait() == 0
         asked = len(server.seen)
     settings = server_settings(server.url)
-    seeds = [draw(settings, f"q{i}", sample)[1] for i in range(QUESTIONS) for sample in range(SAMPLES)]
+    seeds = [draw_sampling(settings, f"q{i}", sample)[1] for i in range(QUESTIONS) for sample in range(SAMPLES)]
     assert faults_of(seeds) > 30
     assert TOTAL + faults_of(seeds) <= asked <= TOTAL + faults_of(seeds) + KILLS * CONCURRENCY
     assert not part.exists()

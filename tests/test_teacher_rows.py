@@ -15,7 +15,7 @@ from catto.prompts import completion, messages
 from catto.recipe import TeacherSettings
 from catto.records import Response
 from catto.teacher import dry_run
-from catto.teacher.pairing import AnsweredQuestion, dropped, outcome_rows, preference_rows, sft_rows
+from catto.teacher.pairing import AnsweredQuestion, explain_no_pair, outcome_rows, preference_rows, sft_rows
 from catto.teacher.responses import answered_questions
 from teacher_world import LABELS, questions, run, scripted
 
@@ -119,7 +119,7 @@ def test_answer_first_rows_have_no_reasoning_and_none_stands_twice() -> None:
     ],
 )
 def test_a_question_gives_a_pair_with_one_correct_and_three_wrong(labels: str, reason: str | None) -> None:
-    assert dropped(answered(labels), TeacherSettings()) == reason
+    assert explain_no_pair(answered(labels), TeacherSettings()) == reason
     assert len(list(preference_rows(answered(labels), TeacherSettings()))) == (reason is None)
 
 

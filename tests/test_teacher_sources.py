@@ -13,7 +13,7 @@ from catto.prompts import completion, messages
 from catto.recipe import ResponseFields, TeacherSettings
 from catto.records import Option, Question, Response, SftRow
 from catto.tasks import witnesses
-from catto.teacher.responses import draw
+from catto.teacher.responses import draw_sampling
 from teacher_world import LABELS, questions, teach
 
 
@@ -144,7 +144,7 @@ def test_the_embedded_worlds_teacher_is_asked_at_the_drawn_temperature(tmp_path:
     teach(asked, None, given_settings, tmp_path)
     for response in read_records(tmp_path / "responses.jsonl", Response):
         question = next(question for question in asked if question.id == response.question)
-        expected = witnesses.respond(question, *draw(given_settings, response.question, response.sample))
+        expected = witnesses.respond(question, *draw_sampling(given_settings, response.question, response.sample))
         assert (response.reasoning, response.label) == expected
 
 

@@ -1,4 +1,4 @@
-"""Question -> chat messages -> token ids. Every stage uses one wording and form.
+"""Question -> chat messages -> token ids. Every stage uses the same wording and form.
 
 A response that is trained on or asked for has this form, each tag on its own line:
 
@@ -15,16 +15,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from catto.records import Message, Option, Question, content_hash
 
 
 class Wording(NamedTuple):
-    """A task's wording: who answers, and what to do with `{n}` choices. `brief` leaves the format unexplained."""
+    """A task's wording.
+
+    Attributes:
+        role: Who answers.
+        task: What to do; `{n}` is the number of choices.
+        brief: Whether the system message leaves the role and the form of the answer unexplained.
+    """
 
     role: str
     task: str
@@ -61,7 +66,14 @@ WORDING: dict[str, Wording] = {
 
 
 def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ...]:
-    """Render a question as a system and a user message; without `reasoning` it asks for the answer block alone.
+    """Render a question as a system and a user message.
+
+    Args:
+        question: The question.
+        reasoning: Whether to ask for reasoning before the answer; otherwise for the answer block alone.
+
+    Returns:
+        The system and the user message.
 
     >>> options = (Option(label="yes", text="yes"), Option(label="no", text="no"))
     >>> fields = {"question": "Do cats purr?"}
@@ -71,36 +83,58 @@ def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ..
     <BLANKLINE>
     Labels: yes, no
     """
-    wording, labels = WORDING.get(question.task, DEFAULT), question.labels
-    task = wording.task.format(n=len(labels))
-    if wording.brief:
-        system = f"{task} Think, then answer." if reasoning else f"{task} Answer."
-    else:
-        form = completion("your reasoning" if reasoning else None, f"{', '.join(labels[:-1])} or {labels[-1]}")
-        weigh = "Weigh each choice in turn before you decide."
-        weigh = weigh if reasoning else "Give the answer alone, without reasoning."
-        system = f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
-    if list(question.fields) == ["question"]:
-        parts = [question.fields["question"]]
-    else:
-        parts = [f"{name.replace('_', ' ').capitalize()}: {text}" for name, text in question.fields.items()]
-    if all(option.text in ("", option.label) for option in question.options):  # NLI's words are their own labels
-        options = f"Labels: {', '.join(labels)}"
-    else:
-        lines = [f"{option.label}) {option.text}" for option in question.options]
-        options = ("\n\n" if any("\n" in line for line in lines) else "\n").join(lines)
-    user = "\n".join(parts) + "\n\n" + options
+    system = _render_system(question, reasoning=reasoning)
+    user = _render_fields(question.fields) + "\n\n" + _render_options(question)
     return Message(role="system", content=system), Message(role="user", content=user)
 
 
+def _render_system(question: Question, *, reasoning: bool) -> str:
+    wording = WORDING.get(question.task, DEFAULT)
+    labels = question.labels
+    task = wording.task.format(n=len(labels))
+    if wording.brief:
+        return f"{task} Think, then answer." if reasoning else f"{task} Answer."
+    any_label = f"{', '.join(labels[:-1])} or {labels[-1]}"
+    if reasoning:
+        weigh = "Weigh each choice in turn before you decide."
+        form = completion("your reasoning", any_label)
+    else:
+        weigh = "Give the answer alone, without reasoning."
+        form = completion(None, any_label)
+    return f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
+
+
+def _render_fields(fields: Mapping[str, str]) -> str:
+    """Render a lone question as it is; several fields each with its name."""
+    if list(fields) == ["question"]:
+        return fields["question"]
+    lines = []
+    for name, text in fields.items():
+        shown_name = name.replace("_", " ").capitalize()
+        lines.append(f"{shown_name}: {text}")
+    return "\n".join(lines)
+
+
+def _render_options(question: Question) -> str:
+    labels_say_it_all = all(option.text in ("", option.label) for option in question.options)
+    if labels_say_it_all:  # as the words of NLI
+        return f"Labels: {', '.join(question.labels)}"
+    lines = [f"{option.label}) {option.text}" for option in question.options]
+    has_several_lines = any("\n" in line for line in lines)
+    separator = "\n\n" if has_several_lines else "\n"
+    return separator.join(lines)
+
+
 def check_ids(questions: Iterable[Question]) -> None:
-    """Raise ValueError where two questions share an id."""
-    if repeated := [name for name, count in Counter(question.id for question in questions).items() if count > 1]:
-        raise ValueError(f"question id {repeated[0]!r} occurs more than once")
+    """Raise ValueError if two questions share an id."""
+    counts = Counter(question.id for question in questions)
+    for question_id, count in counts.items():
+        if count > 1:
+            raise ValueError(f"question id {question_id!r} occurs more than once")
 
 
 def asked_hash(asked: Iterable[tuple[Question, tuple[Message, ...]]]) -> str:
-    """Hash questions with the messages that ask them: what responses depend on beside the model."""
+    """Hash questions with the messages that ask them: what responses depend on besides the model."""
     digest = hashlib.sha256()
     for question, chat in asked:
         digest.update(question.model_dump_json().encode())
@@ -114,15 +148,24 @@ TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
 def completion(reasoning: str | None, label: str | None) -> str:
-    r"""Render a response. Reasoning None: no think block; label None: the text ends after `<answer>\n`.
+    r"""Render a response.
 
     Tags inside the reasoning are removed, so a rendered text has each tag once.
+
+    Args:
+        reasoning: Text of the think block; None for no think block.
+        label: The answer; None ends the text after `<answer>\n`.
 
     >>> completion("so", "B")
     '<think>\nso\n</think>\n<answer>\nB\n</answer>'
     """
-    think = "" if reasoning is None else f"<think>\n{TAG.sub('', reasoning).strip()}\n</think>\n"
-    return think + ("<answer>\n" if label is None else f"<answer>\n{label}\n</answer>")
+    think = ""
+    if reasoning is not None:
+        without_tags = TAG.sub("", reasoning).strip()
+        think = f"<think>\n{without_tags}\n</think>\n"
+    if label is None:
+        return f"{think}<answer>\n"
+    return f"{think}<answer>\n{label}\n</answer>"
 
 
 # Qwen3 with enable_thinking=False ends the prompt with an empty think block, its successors with an open `<think>`.
@@ -136,31 +179,44 @@ def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
     `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
     there is removed, since responses write their own.
     """
-    turns = chat if _has_system_role(tokenizer, str(getattr(tokenizer, _TEMPLATE, None))) else fold_system(chat)
-    return _THINK_START.sub("", _rendered(turns, tokenizer))
+    template = str(getattr(tokenizer, _TEMPLATE, None))
+    if not _has_system_role(tokenizer, template):
+        chat = fold_system(chat)
+    return _THINK_START.sub("", _apply_template(chat, tokenizer))
 
 
 def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
     """Render a chat with the tokenizer's template, ready for the response, and tokenize it."""
-    ids = tuple(tokenizer(prompt_text(chat, tokenizer), add_special_tokens=False)["input_ids"])
+    text = prompt_text(chat, tokenizer)
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise ValueError("the chat template renders an empty prompt")
     return ids
 
 
 def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
-    """How many first tokens all prompts share, so that they can run once; each prompt keeps a last token of its own.
+    """Count the first tokens that all prompts share, so that they can run once.
+
+    Each prompt keeps at least one token of its own. Equal prompts count as one, and a single prompt shares nothing.
 
     >>> common_tokens([(1, 2, 3), (1, 2, 4, 5)]), common_tokens([(1, 2), (1, 2, 3)]), common_tokens([(1, 2)])
     (2, 1, 0)
     """
     different = {tuple(prompt) for prompt in prompts}
-    return min(common(*different), *(len(prompt) - 1 for prompt in different)) if len(different) > 1 else 0
+    if len(different) < 2:
+        return 0
+    shortest = min(len(prompt) for prompt in different)
+    return min(common(*different), shortest - 1)
 
 
 def common(*sequences: Sequence[int]) -> int:
-    """How many tokens all sequences begin with together."""
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False)))
+    """Count the first tokens that all sequences share."""
+    count = 0
+    for tokens in zip(*sequences, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        count += 1
+    return count
 
 
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
@@ -173,17 +229,17 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=16)
 def _has_system_role(tokenizer: Any, template: str) -> bool:
-    """Whether the template neither refuses a system message nor drops its text; rendered once per template."""
+    """Return whether the template neither refuses a system message nor drops its text; rendered once per template."""
     from jinja2 import TemplateError
 
     probe = (Message(role="system", content="catto-system-probe"), Message(role="user", content="x"))
     try:
-        return "catto-system-probe" in _rendered(probe, tokenizer)
+        return "catto-system-probe" in _apply_template(probe, tokenizer)
     except TemplateError:
         return False
 
 
-def _rendered(chat: Sequence[Message], tokenizer: Any) -> str:
+def _apply_template(chat: Sequence[Message], tokenizer: Any) -> str:
     turns = [message.model_dump() for message in chat]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
@@ -194,26 +250,47 @@ def fingerprint() -> str:
     The set has every task of WORDING and one that is not there, with letters, lines and words as options, with and
     without reasoning; the endings; and the prompt's text for templates with and without a system role.
     """
-    rendered: list[object] = [completion(reasoning, label) for reasoning in ("r", None) for label in ("A", None)]
-    single, double = {"question": "q"}, {"premise": "p", "given_hypothesis": "h"}
-    forms = [(single, ("x", "y", "z", "w")), (double, ("x", "y\nz")), (single, ("", ""))]
+    rendered: list[object] = []
+    for reasoning_text in ("r", None):
+        for label in ("A", None):
+            rendered.append(completion(reasoning_text, label))
     for task in (*WORDING, "none of these"):
-        for fields, texts in forms:
-            options = tuple(Option(label=label, text=text) for label, text in zip("ABCD", texts, strict=False))
-            question = Question(id="probe", task=task, split="test", fields=fields, options=options, gold="A")
+        for question in _probe_questions(task):
             for reasoning in (True, False):
                 chat = messages(question, reasoning=reasoning)
-                rendered += [task, [message.model_dump() for message in chat], prompt_text(chat, _Template(True))]
-    rendered.append(prompt_text(chat, _Template(False)))
+                rendered.append(task)
+                rendered.append([message.model_dump() for message in chat])
+                rendered.append(prompt_text(chat, _Template(has_system_role=True)))
+    rendered.append(prompt_text(chat, _Template(has_system_role=False)))
     return content_hash(rendered)
+
+
+def _probe_questions(task: str) -> list[Question]:
+    """Make questions with one field and with two; with letters, lines and words as options."""
+    single = {"question": "q"}
+    double = {"premise": "p", "given_hypothesis": "h"}
+    return [
+        _probe_question(task, single, ("x", "y", "z", "w")),
+        _probe_question(task, double, ("x", "y\nz")),
+        _probe_question(task, single, ("", "")),
+    ]
+
+
+def _probe_question(task: str, fields: dict[str, str], texts: tuple[str, ...]) -> Question:
+    options = tuple(Option(label=label, text=text) for label, text in zip("ABCD", texts, strict=False))
+    return Question(id="probe", task=task, split="test", fields=fields, options=options, gold="A")
 
 
 class _Template(NamedTuple):
     """A chat template with or without a system role that opens a think block."""
 
-    system: bool
+    has_system_role: bool
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str:
         """Join the turns; a template without a system role drops the system message."""
-        turns = [turn for turn in conversation if self.system or turn["role"] != "system"]
-        return "".join(f"[{turn['role']}]{turn['content']}" for turn in turns) + "[assistant]<think>\n"
+        text = ""
+        for turn in conversation:
+            if turn["role"] == "system" and not self.has_system_role:
+                continue
+            text += f"[{turn['role']}]{turn['content']}"
+        return text + "[assistant]<think>\n"

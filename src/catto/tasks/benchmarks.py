@@ -13,20 +13,43 @@ from pydantic import TypeAdapter
 
 from catto.records import Question, Split
 from catto.tasks import witnesses
-from catto.tasks.fields import FieldMap, Raw, lookup, text, texts
-from catto.tasks.splits import Cut, Draft, permutation
+from catto.tasks.fields import FieldMap, Raw, convert_texts, get_field, get_text
+from catto.tasks.splits import Cut, Draft, draw_permutation
 
 SEEDS = (0, 1, 2, 3, 4)
 
 Files = Mapping[Split, str | Path | Sequence[str | Path]]
+# Row -> the draft of its question, or the reason to leave the row out.
+RowParser = Callable[[Raw], Draft | str]
+# (split, maximum number of questions, seed) -> questions
+QuestionGenerator = Callable[[Split, int | None, int], Iterator[Question]]
 
 
 @dataclass(frozen=True)
 class Task:
     """Where the questions of one task come from.
 
-    `maps` say which field of a row is which: the one that fits the first row of a file best is used. `parse` reads rows
-    that no map describes; it returns the draft, or the reason to leave the row out.
+    Attributes:
+        name: Name of the task.
+        labels: The labels of the options, in the order in which a prompt lists them.
+        licence: Licence of the data.
+        source: Who published the data.
+        maps: Which field of a row is which; the map that fits the first row of a file best is used.
+        parse: Reads rows that no map describes; returns the draft, or the reason to leave the row out.
+        generate: Generates the questions of a task without files.
+        hub: Id of the hub dataset.
+        config: Configuration of the hub dataset.
+        revision: Revision of the hub dataset; None for the head of its main branch.
+        hub_splits: Our split -> the hub's.
+        patterns: Split -> file names to look for in a folder; the first pattern that matches a file counts.
+        columns: Columns of a CSV file without a header.
+        order: How options are ordered. Where options are whole texts, the source puts the gold one first, so they are
+            shuffled even if they name letters.
+        cut: How one file is cut into splits.
+        sample: Number of questions in validation and in test; None keeps all.
+        seeds: Seeds whose held-out questions are not trained on; empty for the seed that is loaded alone.
+        files: The task's own files.
+        answers: Files with one answer per line, file by file as in `files`.
     """
 
     name: str
@@ -34,73 +57,107 @@ class Task:
     licence: str
     source: str
     maps: tuple[FieldMap, ...] = ()
-    parse: Callable[[Raw], Draft | str] | None = None
-    generate: Callable[[Split, int | None, int], Iterator[Question]] | None = None
+    parse: RowParser | None = None
+    generate: QuestionGenerator | None = None
     hub: str | None = None
     config: str | None = None
-    revision: str | None = None  # None: the head of the hub's main branch
+    revision: str | None = None
     hub_splits: Mapping[Split, str] = field(default_factory=dict)
-    patterns: Mapping[Split, tuple[str, ...]] = field(default_factory=dict)  # the first that matches a file wins
-    columns: tuple[str, ...] | None = None  # of a CSV file without a header
-    # Where options are whole texts the gold one comes first in the source, so those are shuffled whatever they say.
+    patterns: Mapping[Split, tuple[str, ...]] = field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
     order: Literal["shuffled", "shuffled unless letters are named", "fixed"] = "shuffled unless letters are named"
     cut: Cut | None = None
-    sample: int | None = None  # questions in validation and in test; None keeps all
-    seeds: tuple[int, ...] = SEEDS  # whose held-out questions are not trained on; empty: the seed that is asked for
+    sample: int | None = None
+    seeds: tuple[int, ...] = SEEDS
     files: Files | None = None
-    answers: Files | None = None  # one answer a line, file by file as in `files`
+    answers: Files | None = None
 
-    def reader(self, raw: Raw) -> Callable[[Raw], Draft | str]:
-        """What reads the rows of a file whose first row this is: the draft, or the reason to leave a row out."""
+    def choose_parser(self, raw: Raw) -> RowParser:
+        """Return what parses the rows of a file, judged by its first row."""
         if self.parse is not None:
             return self.parse
-        return max(self.maps, key=lambda known: len(known.names & raw.keys()) - len(known.names - raw.keys()))
+
+        def surplus_of_known_fields(field_map: FieldMap) -> int:
+            present = field_map.top_level_fields & raw.keys()
+            absent = field_map.top_level_fields - raw.keys()
+            return len(present) - len(absent)
+
+        return max(self.maps, key=surplus_of_known_fields).parse_row
 
 
 def parse_reward_bench_2(raw: Raw) -> Draft | str:
-    """RewardBench 2: the best of four replies, one chosen and three rejected.
+    """Parse a row of RewardBench 2: the best of four replies, one chosen and three rejected.
 
-    The Ties subset has many right replies and often many wrong ones: which one and which three are drawn by the
-    row's id, so that no place in the source's lists is favoured; the other right replies are left out.
+    The Ties subset has many right replies and often many wrong ones. Which right one and which three wrong ones are
+    used is drawn by the row's id, so that no position in the source's lists is favoured.
     """
-    key = str(lookup(raw, "id"))
-    chosen, rejected = (texts(name, lookup(raw, name)) for name in ("chosen", "rejected"))
+    row_id = str(get_field(raw, "id"))
+    chosen = convert_texts("chosen", get_field(raw, "chosen"))
+    rejected = convert_texts("rejected", get_field(raw, "rejected"))
     if not chosen:
         return "no_chosen"
     if len(rejected) < 3:
         return "fewer_than_three_rejected"
-    right = chosen[permutation(f"chosen {key}", len(chosen))[0]]
-    wrong = [rejected[index] for index in sorted(permutation(f"rejected {key}", len(rejected))[:3])]
-    return Draft({"prompt": text(raw, "prompt")}, (right, *wrong), 0, key)
+    right = draw_permutation(f"chosen {row_id}", len(chosen))[0]
+    wrong = draw_permutation(f"rejected {row_id}", len(rejected))[:3]
+    options = [chosen[right]]
+    for index in sorted(wrong):
+        options.append(rejected[index])
+    return Draft(fields={"prompt": get_text(raw, "prompt")}, options=tuple(options), gold=0, id=row_id)
 
 
 def parse_tldr(raw: Raw) -> Draft | str:
-    """TL;DR: which of two summaries of a post did a person prefer; of the hub (`prompt`) or the release (`summaries`).
+    """Parse a row of TL;DR: which of two summaries of a post did a person prefer?
 
-    Rows have no ids. People judged the same pair more than once and disagree: such repeats are questions of their own.
+    The hub's rows have a `prompt`, the release's have `summaries`. Rows have no ids. People judged the same pair more
+    than once and disagree: such repeats are questions of their own.
     """
     if "summaries" in raw:
-        info, summaries = lookup(raw, "info"), lookup(raw, "summaries")
-        if not isinstance(info, dict) or info.get("post") is None:
-            return "no_post"  # the comparisons of news articles
-        if not isinstance(summaries, list) or len(summaries) != 2:
-            raise ValueError("summaries: expected two")
-        better = lookup(raw, "choice")
-        if type(better) is not int or better not in (0, 1):
-            raise ValueError(f"choice {better!r} is not one of 0, 1")
-        post = f"SUBREDDIT: r/{text(info, 'subreddit')}\n\nTITLE: {text(info, 'title')}\n\nPOST: {text(info, 'post')}"
-        post, options = post.strip(), (text(summaries[better], "text"), text(summaries[1 - better], "text"))
-    else:
-        post = text(raw, "prompt").strip().removesuffix("TL;DR:").rstrip()
-        options = (text(raw, "chosen"), text(raw, "rejected"))
-    return Draft({"post": post}, tuple(option.strip() for option in options), 0, None, post)
+        return _parse_tldr_release(raw)
+    post = get_text(raw, "prompt").strip().removesuffix("TL;DR:").rstrip()
+    return _make_tldr_draft(post, preferred=get_text(raw, "chosen"), other=get_text(raw, "rejected"))
 
 
+def _parse_tldr_release(raw: Raw) -> Draft | str:
+    info = get_field(raw, "info")
+    summaries = get_field(raw, "summaries")
+    if not isinstance(info, dict) or info.get("post") is None:
+        return "no_post"  # the comparisons of news articles
+    if not isinstance(summaries, list) or len(summaries) != 2:
+        raise ValueError("summaries: expected two")
+    choice = get_field(raw, "choice")
+    if type(choice) is not int or choice not in (0, 1):
+        raise ValueError(f"choice {choice!r} is not one of 0, 1")
+    subreddit = get_text(info, "subreddit")
+    title = get_text(info, "title")
+    post = f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {get_text(info, 'post')}"
+    preferred = get_text(summaries[choice], "text")
+    other = get_text(summaries[1 - choice], "text")
+    return _make_tldr_draft(post.strip(), preferred=preferred, other=other)
+
+
+def _make_tldr_draft(post: str, *, preferred: str, other: str) -> Draft:
+    return Draft(fields={"post": post}, options=(preferred.strip(), other.strip()), gold=0, group=post)
+
+
+def _generate_witnesses(split: Split, limit: int | None, seed: int) -> Iterator[Question]:
+    return witnesses.generate(split, limit, seed=seed)
+
+
+# Task -> what the table cannot hold.
 _CODE: dict[str, dict[str, Any]] = {
     "reward_bench_2": {"parse": parse_reward_bench_2},
     "tldr": {"parse": parse_tldr},
-    "witnesses": {"generate": lambda split, n, seed: witnesses.generate(split, n, seed=seed)},
+    "witnesses": {"generate": _generate_witnesses},
 }
-_TABLE = tomllib.loads((resources.files("catto.tasks") / "benchmarks.toml").read_text(encoding="utf-8"))
-_ROWS = {name: {"name": name, **row, **_CODE.get(name, {})} for name, row in _TABLE.items()}
-TASKS: dict[str, Task] = TypeAdapter(dict[str, Task]).validate_python(_ROWS)
+
+
+def _load_benchmarks() -> dict[str, Task]:
+    table = tomllib.loads((resources.files("catto.tasks") / "benchmarks.toml").read_text(encoding="utf-8"))
+    rows = {}
+    for name, row in table.items():
+        rows[name] = {"name": name, **row, **_CODE.get(name, {})}
+    return TypeAdapter(dict[str, Task]).validate_python(rows)
+
+
+TASKS: dict[str, Task] = _load_benchmarks()

@@ -1,4 +1,7 @@
-"""A row of any file to a question, by a map that says which field is which. Benchmarks and users' files share it."""
+"""Turn a row of any file into a question, by a map that says which field is which.
+
+Benchmarks and users' own files share it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from string import ascii_uppercase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from catto.problems import DataError, listed, locating, nested, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
-ANSWER = "answer line"  # the field that a line of a file of answers becomes
+ANSWER = "answer line"  # the field that holds a row's line of a file of answers
 Raw = Mapping[str, Any]
 Style = Literal["label", "index", "index1", "text", "boolean"]
 MEANING: dict[Style, str] = {
@@ -24,49 +27,110 @@ MEANING: dict[Style, str] = {
     "text": "an option's text",
     "boolean": "true or false",
 }
-PLACE = r"\{([^{}]+)\}"  # of a field in a template
-# Options and answers, in lower case -> what they say.
+PLACEHOLDER = r"\{([^{}]+)\}"  # a field in a template
+# Options and answers in lower case -> the truth value they state.
 _BOOLEAN = {"yes": "true", "true": "true", "1": "true", "no": "false", "false": "false", "0": "false"}
 
 
-def lookup(raw: Raw, name: str) -> Any:
-    """The value of a field by its name, also a nested one; ValueError where it is missing or null."""
-    if (value := nested(raw, name)) is None:
+class SourceRow(NamedTuple):
+    """A row with its place: the name of its file, its number in it from 1, and its fields."""
+
+    file: str
+    number: int
+    fields: dict[str, Any]
+
+
+# ---- fields of a row ------------------------------------------------------------------------------------------------
+
+
+def get_field(raw: Raw, name: str) -> Any:
+    """Return the value of a field, `outer.inner` for a nested one; ValueError if it is missing or null."""
+    value = nested(raw, name)
+    if value is None:
         raise ValueError(f"{name}: missing")
     return value
 
 
-def text(raw: Raw, name: str) -> str:
-    """A field that must be text."""
-    value = lookup(raw, name)
+def get_text(raw: Raw, name: str) -> str:
+    """Return the value of a field that must be text."""
+    value = get_field(raw, name)
     if not isinstance(value, str):
         raise ValueError(f"{name}: expected text, got {type(value).__name__}")
     return value
 
 
-def texts(name: str, value: object) -> tuple[str, ...]:
-    """The value of the field `name`, which must be a list of texts; numbers become texts."""
+def convert_texts(name: str, value: object) -> tuple[str, ...]:
+    """Return the value of the field `name`, which must be a list of texts; numbers become texts."""
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of texts, got {type(value).__name__}")
-    if other := [item for item in value if type(item) not in (str, int, float) or item != item]:
-        kind = type(other[0]).__name__ if other[0] == other[0] else "nan"
-        raise ValueError(f"{name}: expected a list of texts, got a list with {kind}")
-    return tuple(map(str, value))
+    for item in value:
+        is_nan = item != item
+        if type(item) not in (str, int, float) or is_nan:
+            item_kind = "nan" if is_nan else type(item).__name__
+            raise ValueError(f"{name}: expected a list of texts, got a list with {item_kind}")
+    return tuple(str(item) for item in value)
+
+
+def _fill_template(template: str, raw: Raw) -> str:
+    """Put the row's fields into a template such as "{passage} {question}"; a bare name is the field itself."""
+    if "{" not in template:
+        return get_text(raw, template)
+    return re.sub(PLACEHOLDER, lambda match: get_text(raw, match[1]), template)
+
+
+def find_single_mark(marks: Sequence[object]) -> int | None:
+    """Return the index of the only 1 among zeros; None if the marks are anything else."""
+    if marks.count(1) != 1 or marks.count(0) != len(marks) - 1:
+        return None
+    return marks.index(1)
+
+
+# ---- the map --------------------------------------------------------------------------------------------------------
+
+
+class RowOptions(NamedTuple):
+    """The options of one row: their own labels, None if the row has none, and their texts."""
+
+    labels: tuple[str, ...] | None
+    texts: tuple[str, ...]
+
+
+class InferredStyle(NamedTuple):
+    """A field map with an answer style that fits all rows, and an error if other styles fit too and differ."""
+
+    field_map: FieldMap
+    doubt: DataError | None
+
+
+class StyleConflict(NamedTuple):
+    """A row whose answer means different options in two styles."""
+
+    row: SourceRow
+    first: Style
+    second: Style
 
 
 @dataclass(frozen=True)
 class FieldMap:
     r"""Which field of a row is which; a field inside another is `outer.inner`.
 
-    question: one field; a template such as "{passage}\n{question}"; or several fields by the names that a prompt shows.
-    options: a field with a list of texts, a list of objects with `label` and `text`, an object of two such lists or of
-    label -> text; several columns; or "yes|no", the same for every row.
-    answer: its field. A list of 0 and a single 1, or one of the columns of `options`, marks the answer itself.
-    labels: the field of the options' labels, or the labels themselves in the order of the options; letters otherwise.
-    style: what the answer is; None: what fits all rows (`settled`).
+    Attributes:
+        question: One field; a template such as "{passage}\n{question}"; or several fields by the names that a prompt
+            shows.
+        options: A field with a list of texts, a list of objects with `label` and `text`, an object of two such lists or
+            of label -> text; several columns; or "yes|no", the same for every row.
+        answer: The field of the answer. A list of 0 and a single 1, or one of the columns of `options`, marks the
+            answer itself.
+        labels: The field of the options' labels, or the labels themselves in the order of the options; letters
+            otherwise.
+        id: The field of the question's id.
+        group: The field of the group whose rows stay in one split.
+        style: What the answer is; None infers what fits all rows (`infer_style`).
+        count: Number of options of every row; None allows 2 to 26.
+        skip: Answers that mean that there is none: such rows are left out.
 
     >>> colours = FieldMap("stem", "choices", "key", style="index")
-    >>> colours({"stem": "Which?", "choices": ["red", "blue"], "key": 1})
+    >>> colours.parse_row({"stem": "Which?", "choices": ["red", "blue"], "key": 1})
     Draft(fields={'question': 'Which?'}, options=('red', 'blue'), gold=1, id=None, group=None)
     """
 
@@ -77,151 +141,221 @@ class FieldMap:
     id: str | None = None
     group: str | None = None
     style: Style | None = None
-    count: int | None = None  # options of every row; None: 2 to 26
-    skip: tuple[str, ...] = ()  # answers that mean that there is none: such rows are left out
+    count: int | None = None
+    skip: tuple[str, ...] = ()
 
     @cached_property
-    def constant(self) -> tuple[str, ...]:
-        """The options that all rows share; empty where each row has its own."""
-        options = self.options.split("|") if isinstance(self.options, str) else ()
-        return tuple(map(str.strip, options)) if len(options) > 1 else ()
+    def shared_options(self) -> tuple[str, ...]:
+        """The options that all rows share; empty if each row has its own."""
+        if not isinstance(self.options, str) or "|" not in self.options:
+            return ()
+        return tuple(option.strip() for option in self.options.split("|"))
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        """The outermost fields that it reads."""
-        question = [self.question] if isinstance(self.question, str) else list(self.question.values())
-        inner = [name for part in question for name in (re.findall(PLACE, part) or [part])]
-        columns = () if self.constant else [self.options] if isinstance(self.options, str) else self.options
-        labels = self.labels if isinstance(self.labels, str) else None
-        names = (*inner, *columns, self.answer, labels, self.id, self.group)
+    def top_level_fields(self) -> frozenset[str]:
+        """The fields of a row that the map reads, without what is inside them."""
+        names: list[str | None] = [self.answer, self.id, self.group]
+        for template in self._question_templates().values():
+            names.extend(re.findall(PLACEHOLDER, template) or [template])
+        if isinstance(self.options, tuple):
+            names.extend(self.options)
+        elif not self.shared_options:
+            names.append(self.options)
+        if isinstance(self.labels, str):
+            names.append(self.labels)
         return frozenset(name.split(".")[0] for name in names if name is not None)
 
-    def __call__(self, raw: Raw) -> Draft | str:
+    def _question_templates(self) -> Mapping[str, str]:
+        """Return the templates of the question's parts by the names that a prompt shows."""
+        if isinstance(self.question, str):
+            return {"question": self.question}
+        return self.question
+
+    def parse_row(self, raw: Raw) -> Draft | str:
         """Turn a row into a draft, or return the reason to leave it out."""
-        labels, options = self._choices(raw)
-        golds = self._golds(raw, labels, options, (self.style or "label",))
+        options = self._read_options(raw)
+        golds = self._match_answer(raw, options, styles=(self.style or "label",))
         if golds is None:
             return "no_gold_label"
         (gold,) = golds.values()
-        question = {"question": self.question} if isinstance(self.question, str) else self.question
-        fields = {
-            name: re.sub(PLACE, lambda match: text(raw, match[1]), field) if "{" in field else text(raw, field)
-            for name, field in question.items()
-        }
+        templates = self._question_templates()
+        fields = {name: _fill_template(template, raw) for name, template in templates.items()}
         if not any(value.strip() for value in fields.values()):
-            raise ValueError(f"{' and '.join(question.values())} is empty")
-        key, group = (None if name is None else str(lookup(raw, name)) for name in (self.id, self.group))
-        return Draft(fields, options, gold, key, group)
+            raise ValueError(f"{' and '.join(templates.values())} is empty")
+        question_id = None if self.id is None else str(get_field(raw, self.id))
+        group = None if self.group is None else str(get_field(raw, self.group))
+        return Draft(fields=fields, options=options.texts, gold=gold, id=question_id, group=group)
 
-    def settled(self, rows: Iterable[tuple[str, int, Raw]]) -> tuple[FieldMap, DataError | None]:
-        """Give the map the style that fits the answers of all rows (file, number, fields): DataError where none does.
+    def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
+        """Find the answer style that fits all rows; DataError if none does.
 
-        Where several fit and mean different options, the error returned says so. Labels that the rows give themselves
-        come before other styles.
+        Labels that the rows give themselves come before other styles.
+
+        Returns:
+            The map with that style. If several styles fit and mean different options, also an error that says so.
         """
-        styles, own_labels = get_args(Style), self.labels is not None
-        apart: dict[tuple[Style, Style], tuple[str, int, str]] = {}  # two styles -> the first row where they differ
-        for file, number, raw in rows:
-            with locating(file, number):
-                labels, options = self._choices(raw)
-                golds = self._golds(raw, labels, options, styles)
+        styles: tuple[Style, ...] = get_args(Style)
+        has_own_labels = self.labels is not None
+        conflicts: dict[tuple[Style, Style], StyleConflict] = {}  # the first row of every pair of styles
+        for row in rows:
+            with locating(row.file, row.number):
+                options = self._read_options(row.fields)
+                golds = self._match_answer(row.fields, options, styles=styles)
             if golds is None:
                 continue
-            styles, own_labels = tuple(golds), own_labels or labels is not None
+            styles = tuple(golds)
+            if options.labels is not None:
+                has_own_labels = True
             for first, second in combinations(golds, 2):
                 if golds[first] != golds[second]:
-                    said = f"{self.answer} {lookup(raw, self.answer)!r} may be {MEANING[first]} or {MEANING[second]}"
-                    apart.setdefault((first, second), (file, number, said))
-        if own_labels and "label" in styles:
-            return replace(self, style="label"), None
-        doubts = (
-            DataError(file, number, f"{said}, and no row decides which: state answer {first} or answer {second}")
-            for (first, second), (file, number, said) in apart.items()
-            if {first, second} <= {*styles}
-        )
-        return replace(self, style=styles[0]), next(doubts, None)
+                    conflicts.setdefault((first, second), StyleConflict(row, first, second))
+        if has_own_labels and "label" in styles:
+            return InferredStyle(replace(self, style="label"), None)
+        doubt = None
+        for conflict in conflicts.values():
+            if conflict.first in styles and conflict.second in styles:
+                doubt = self._explain_conflict(conflict)
+                break
+        return InferredStyle(replace(self, style=styles[0]), doubt)
 
-    def _choices(self, raw: Raw) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-        """The row's own labels, None where it has none, and the texts of its options."""
+    def _explain_conflict(self, conflict: StyleConflict) -> DataError:
+        row, first, second = conflict
+        value = get_field(row.fields, self.answer)
+        meanings = f"{self.answer} {value!r} may be {MEANING[first]} or {MEANING[second]}"
+        request = f"state answer {first} or answer {second}"
+        return DataError(row.file, row.number, f"{meanings}, and no row decides which: {request}")
+
+    # ---- options ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _options_name(self) -> str:
+        """How errors name the options."""
+        if isinstance(self.options, str):
+            return self.options
+        return "+".join(self.options)
+
+    def _read_options(self, raw: Raw) -> RowOptions:
         labels: object = None
-        shown = self.options if isinstance(self.options, str) else "+".join(self.options)
-        if self.constant:
-            options = self.constant
+        if self.shared_options:
+            texts = self.shared_options
         elif isinstance(self.options, tuple):
-            columns = list(self.options)
-            while self.count is None and columns and raw.get(columns[-1], 0) in (None, ""):
-                columns.pop()  # a row with fewer options leaves the last columns empty
-            options = texts(shown, [lookup(raw, name) for name in columns])
+            texts = self._read_columns(raw, self.options)
         else:
-            value = lookup(raw, self.options)
-            if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
-                try:
-                    value = parse_json(value)
-                except ValueError as error:
-                    raise ValueError(f"{shown}: {error}") from None
-            if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-                value = {name: [item.get(name) for item in value] for name in ("label", "text")}
-            if isinstance(value, dict):
-                if isinstance(value.get("text"), list):
-                    labels, value = value.get("label"), value["text"]
-                else:  # label -> text, or text -> 0 or 1
-                    labels = None if self.answer == self.options else list(value)
-                    value = list(value) if labels is None else list(value.values())
-            options = texts(self.options, value)
+            value, labels = self._read_option_field(raw, self.options)
+            texts = convert_texts(self.options, value)
         if isinstance(self.labels, str):
-            labels = lookup(raw, self.labels)
-        if len(options) != self.count if self.count else not 2 <= len(options) <= len(LETTERS):
-            expected = self.count or f"2 to {len(LETTERS)}"
-            raise ValueError(f"{shown}: expected {expected} options, got {len(options)}")
-        if self.count is None and not all(map(str.strip, options)):
-            raise ValueError(f"{shown}: an option is empty")
-        if labels is None or labels == [None] * len(options):
-            return None, options
-        named = tuple(label.strip() for label in texts(f"labels of {shown}", labels))
-        if len({*named}) != len(options):
-            raise ValueError(f"{shown}: expected {len(options)} different labels, got {listed(named)}")
-        return named, options
+            labels = get_field(raw, self.labels)
+        self._check_texts(texts)
+        return RowOptions(self._check_labels(labels, len(texts)), texts)
 
-    def _golds(
-        self, raw: Raw, labels: tuple[str, ...] | None, options: tuple[str, ...], styles: Sequence[Style]
-    ) -> dict[Style, int] | None:
-        """What the answer means in each style that fits it: the index of an option. None: a row without an answer."""
-        if isinstance(self.options, tuple) and self.answer in self.options[: len(options)]:
+    def _read_columns(self, raw: Raw, columns: tuple[str, ...]) -> tuple[str, ...]:
+        filled = list(columns)
+        if self.count is None:
+            while filled and raw.get(filled[-1], 0) in (None, ""):
+                filled.pop()  # a row with fewer options leaves the last columns empty
+        return convert_texts(self._options_name, [get_field(raw, name) for name in filled])
+
+    def _read_option_field(self, raw: Raw, name: str) -> tuple[object, object]:
+        """Return the texts and the labels in one field, unchecked; labels None if it has none."""
+        value = get_field(raw, name)
+        if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
+            try:
+                value = parse_json(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return [item.get("text") for item in value], [item.get("label") for item in value]
+        if not isinstance(value, dict):
+            return value, None
+        if isinstance(value.get("text"), list):
+            return value["text"], value.get("label")
+        maps_text_to_mark = self.answer == self.options
+        if maps_text_to_mark:
+            return list(value), None
+        return list(value.values()), list(value)  # label -> text
+
+    def _check_texts(self, texts: tuple[str, ...]) -> None:
+        shown = self._options_name
+        if self.count:
+            is_expected_count = len(texts) == self.count
+        else:
+            is_expected_count = 2 <= len(texts) <= len(LETTERS)
+        if not is_expected_count:
+            expected = self.count or f"2 to {len(LETTERS)}"
+            raise ValueError(f"{shown}: expected {expected} options, got {len(texts)}")
+        if self.count is None and not all(text.strip() for text in texts):
+            raise ValueError(f"{shown}: an option is empty")
+
+    def _check_labels(self, labels: object, count: int) -> tuple[str, ...] | None:
+        if labels is None or labels == [None] * count:
+            return None
+        shown = self._options_name
+        names = tuple(label.strip() for label in convert_texts(f"labels of {shown}", labels))
+        if len(set(names)) != count:
+            raise ValueError(f"{shown}: expected {count} different labels, got {listed(names)}")
+        return names
+
+    # ---- the answer -------------------------------------------------------------------------------------------------
+
+    def _match_answer(self, raw: Raw, options: RowOptions, styles: Sequence[Style]) -> dict[Style, int] | None:
+        """Return the index of the option that the answer means in each style that fits; None for a row to skip."""
+        count = len(options.texts)
+        if isinstance(self.options, tuple) and self.answer in self.options[:count]:
             return dict.fromkeys(styles, self.options.index(self.answer))
-        value = lookup(raw, self.answer)
+        value = get_field(raw, self.answer)
         if isinstance(value, dict | list):
-            marks = list(value.values()) if isinstance(value, dict) else value
-            if len(marks) != len(options) or marks.count(1) != 1 or marks.count(0) != len(marks) - 1:
-                raise ValueError(f"{self.answer}: expected a 1 for the right one of {len(options)} options, else 0")
-            return dict.fromkeys(styles, marks.index(1))
-        key = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
-        if key in self.skip:
+            return dict.fromkeys(styles, self._read_marks(value, count))
+        if isinstance(value, float) and value.is_integer():
+            answer = str(int(value))  # a table may hold 2 as 2.0
+        else:
+            answer = str(value).strip()
+        if answer in self.skip:
             return None
         golds: dict[Style, int] = {}
         for style in styles:
-            names = self._names(style, labels, options)
-            name = _BOOLEAN.get(key.lower(), key) if style == "boolean" else key
-            if name not in names and labels is None and style == "label":
-                name = key.upper()
+            names = self._option_names(style, options)
+            name = _name_in_style(answer, style)
+            if style == "label" and options.labels is None and name not in names:
+                name = answer.upper()
             if name in names:
                 golds[style] = names.index(name)
             if len(styles) == 1 and names.count(name) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not golds:
-            expected = listed(self._names(styles[0], labels, options))
+            expected = listed(self._option_names(styles[0], options))
             more = ", nor an option's text or index" if len(styles) == len(MEANING) else ""
             raise ValueError(f"{self.answer} {value!r} is not one of {expected}{more}")
         return golds
 
-    def _names(self, style: Style, labels: tuple[str, ...] | None, options: tuple[str, ...]) -> tuple[str, ...]:
-        """How an answer of the style names each option."""
+    def _read_marks(self, value: dict[str, Any] | list[Any], count: int) -> int:
+        """Return the index of the option that is marked with a 1, the others with a 0."""
+        marks = list(value.values()) if isinstance(value, dict) else value
+        index = find_single_mark(marks)
+        if len(marks) != count or index is None:
+            raise ValueError(f"{self.answer}: expected a 1 for the right one of {count} options, else 0")
+        return index
+
+    def _option_names(self, style: Style, options: RowOptions) -> tuple[str, ...]:
+        """Return how an answer of the style names each option."""
+        count = len(options.texts)
         match style:
             case "label":
-                known = self.labels if isinstance(self.labels, tuple) else self.constant or LETTERS
-                return labels or known[: len(options)]
+                if options.labels is not None:
+                    return options.labels
+                if isinstance(self.labels, tuple):
+                    return self.labels[:count]
+                return (self.shared_options or LETTERS)[:count]
             case "text":
-                return tuple(option.strip() for option in options)
+                return tuple(text.strip() for text in options.texts)
             case "boolean":
-                return tuple(_BOOLEAN.get(option.strip().lower(), option) for option in options)
-        first = int(style == "index1")
-        return tuple(map(str, range(first, first + len(options))))
+                return tuple(_BOOLEAN.get(text.strip().lower(), text) for text in options.texts)
+            case "index":
+                return tuple(str(index) for index in range(count))
+            case "index1":
+                return tuple(str(index) for index in range(1, count + 1))
+
+
+def _name_in_style(answer: str, style: Style) -> str:
+    if style == "boolean":
+        return _BOOLEAN.get(answer.lower(), answer)
+    return answer

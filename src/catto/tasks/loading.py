@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from catto.files import Rows, kind, read_hub, read_lines, read_rows
 from catto.problems import DataError, did_you_mean, locating
 from catto.recipe import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
-from catto.tasks.benchmarks import TASKS, Files, Task
-from catto.tasks.fields import ANSWER, Raw
-from catto.tasks.splits import Cut, Draft, Entry, permutation
+from catto.tasks.benchmarks import TASKS, Files, QuestionGenerator, RowParser, Task
+from catto.tasks.fields import ANSWER, SourceRow
+from catto.tasks.splits import Cut, Draft, Entry
 
 # Names of files in a folder, where no pattern of the task's own matches.
 _NAMES: dict[Split, tuple[str, ...]] = {
@@ -25,108 +24,200 @@ _NAMES: dict[Split, tuple[str, ...]] = {
     "validation": ("*validation*", "*dev*", "*val*"),
     "test": ("*test*",),
 }
-# Held-out questions that are cut from the training file where a release comes without a file for them.
-_FROM_TRAIN = 0.1
+_HELD_OUT: tuple[Split, ...] = ("validation", "test")
+# Share of the training file that becomes validation, and test, where a release has no file for it.
+_HELD_OUT_SHARE = 0.1
+_HUB_PROBLEM = "{} (files: or data_dir: read local copies)"
+
+
+# ---- where the rows are ---------------------------------------------------------------------------------------------
+
+
+class RowFile(NamedTuple):
+    """One file of rows, or one split of a hub dataset.
+
+    Attributes:
+        name: How reports and errors name it.
+        path: The file; None if the rows come from the hub.
+        answers: A file with one answer per line, one for each row; None if the rows hold their answers.
+    """
+
+    name: str
+    path: Path | None = None
+    answers: Path | None = None
 
 
 @dataclass(frozen=True)
 class RowSource:
     """Where the rows of a task are.
 
-    parts: for each split with rows of its own, the name of every source, its file and the file of its answers; a source
-    without a file is the hub's.
+    Attributes:
+        task: The task.
+        parts: The files of each split that has rows of its own.
     """
 
     task: Task
-    parts: Mapping[Split, Sequence[tuple[str, Path | None, Path | None]]]
+    parts: Mapping[Split, Sequence[RowFile]]
 
     @property
     def files(self) -> list[Path]:
-        """All files of this machine that are read."""
-        return [path for part in self.parts.values() for _, *paths in part for path in paths if path is not None]
+        """All local files that are read."""
+        paths = []
+        for row_files in self.parts.values():
+            for row_file in row_files:
+                if row_file.path is not None:
+                    paths.append(row_file.path)
+                if row_file.answers is not None:
+                    paths.append(row_file.answers)
+        return paths
 
     @property
     def available(self) -> tuple[Split, ...]:
         """The splits that have rows of their own."""
         return tuple(split for split in SPLITS if self.parts.get(split))
 
-    def rows(self, split: Split) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (name, row number, fields)."""
-        task, trouble = self.task, "{} (files: or data_dir: read local copies)"
-        for name, path, answers in self.parts[split]:
-            if path is None:
-                hub = read_hub(name, trouble, task.hub or "", task.hub_splits[split], task.config, task.revision)
-                rows: Rows = iter(enumerate(hub, 1))
+    def rows(self, split: Split) -> Iterator[SourceRow]:
+        """Yield the rows of a split, file by file."""
+        for row_file in self.parts[split]:
+            if row_file.path is None:
+                rows = self._read_hub_rows(row_file.name, split)
             else:
-                rows = read_rows(path, task.columns)
-            if answers is not None:
-                rows = _answered(rows, name, answers)
-            yield from ((name, number, raw) for number, raw in rows)
+                rows = read_rows(row_file.path, self.task.columns)
+            if row_file.answers is not None:
+                rows = _add_answers(rows, row_file.name, row_file.answers)
+            for number, raw in rows:
+                yield SourceRow(row_file.name, number, raw)
+
+    def _read_hub_rows(self, name: str, split: Split) -> Rows:
+        task = self.task
+        rows = read_hub(name, _HUB_PROBLEM, task.hub or "", task.hub_splits[split], task.config, task.revision)
+        return iter(enumerate(rows, 1))
 
 
 def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
-    """Settle where the rows are: the files given, those found in the folder, else the hub."""
-    files = files if files is not None else task.files
-    paths: dict[Split, Sequence[Path]] = {}
-    answers: dict[Split, Sequence[Path]] = {}
+    """Find the rows of a task: in `files`, else in the task's own files, else in `data_dir`, else on the hub.
+
+    Args:
+        task: The task.
+        files: Split -> a path or glob, or several.
+        data_dir: A folder that is searched for files of the task.
+
+    Returns:
+        Where the rows of each split are. Nothing has been read yet.
+    """
+    if files is None:
+        files = task.files
     if files is not None:
-        paths, answers = _matches(files), _matches(task.answers or {})
-        for split, lines in answers.items():
-            count = len(paths.get(split, ()))
-            if len(lines) != count:
-                questions = f"{count} of questions" if count else f"none of questions (only for {', '.join(paths)})"
-                raise ValueError(f"answers: {split} has {len(lines)} files of answers and {questions}")
-    elif data_dir is None:
-        if task.hub is None:
-            raise ValueError(f"{task.name}: files or data_dir is needed")
-        at = f"{task.hub}@{task.revision or 'main'}"
-        return RowSource(task, {split: [(f"{at}:{name}", None, None)] for split, name in task.hub_splits.items()})
-    else:
-        folder = Path(data_dir)
-        if not folder.is_dir():
-            raise DataError(folder, None, "no such folder")
-        # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
-        cut_away = set(task.cut.parts) - {task.cut.source} if task.cut else set()
-        for split in SPLITS:
-            for pattern in (*task.patterns.get(split, ()), *_NAMES[split]) if split not in cut_away else ():
-                if matches := sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path)):
-                    paths[split] = matches
-                    break
-        if not paths:
-            looked = "looked for names such as *train*, *dev*, *test*"
-            raise DataError(folder, None, f"no file of {task.name} here ({looked})")
-    pairs = {split: zip_longest(read, answers.get(split, ())) for split, read in paths.items()}
-    return RowSource(task, {split: [(str(path), path, lines) for path, lines in part] for split, part in pairs.items()})
+        return RowSource(task, _pair_with_answers(_expand_paths(files), _expand_paths(task.answers or {})))
+    if data_dir is not None:
+        return RowSource(task, _search_folder(task, Path(data_dir)))
+    if task.hub is None:
+        raise ValueError(f"{task.name}: files or data_dir is needed")
+    dataset = f"{task.hub}@{task.revision or 'main'}"
+    parts = {split: [RowFile(f"{dataset}:{hub_split}")] for split, hub_split in task.hub_splits.items()}
+    return RowSource(task, parts)
 
 
-def _matches(files: Files) -> dict[Split, Sequence[Path]]:
-    """The files of each split's paths and globs; each must match one."""
-    by_split: dict[Split, Sequence[Path]] = {}
+def _expand_paths(files: Files) -> dict[Split, list[Path]]:
+    """Return the files that each split's paths and globs match; each must match at least one."""
+    paths: dict[Split, list[Path]] = {}
     for split, value in files.items():
         if split not in SPLITS:
             raise ValueError(f"files: {split!r} is not one of {', '.join(SPLITS)}")
-        for item in [value] if isinstance(value, str | Path) else value:
-            path = Path(item)
-            matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            if not (matches := [match for match in matches if match.is_file()]):
-                raise DataError(path, None, "expected a file, got a folder" if path.is_dir() else "no such file")
-            by_split[split] = [*by_split.get(split, ()), *matches]
-    return by_split
+        patterns = [value] if isinstance(value, str | Path) else value
+        for pattern in patterns:
+            paths.setdefault(split, []).extend(_match_files(Path(pattern)))
+    return paths
 
 
-def _answered(rows: Rows, name: str, answers: Path) -> Rows:
+def _match_files(pattern: Path) -> list[Path]:
+    if pattern.exists():
+        matches = [pattern]
+    else:
+        root = Path(pattern.anchor)
+        matches = sorted(root.glob(str(pattern.relative_to(pattern.anchor))))
+    files = [match for match in matches if match.is_file()]
+    if not files:
+        raise DataError(pattern, None, "expected a file, got a folder" if pattern.is_dir() else "no such file")
+    return files
+
+
+def _pair_with_answers(
+    paths: Mapping[Split, Sequence[Path]], answers: Mapping[Split, Sequence[Path]]
+) -> dict[Split, list[RowFile]]:
+    """Pair every file of questions with its file of answers, in order; splits without answers keep None."""
+    for split, answer_paths in answers.items():
+        count = len(paths.get(split, ()))
+        if len(answer_paths) != count:
+            questions = f"{count} of questions" if count else f"none of questions (only for {', '.join(paths)})"
+            raise ValueError(f"answers: {split} has {len(answer_paths)} files of answers and {questions}")
+    parts: dict[Split, list[RowFile]] = {}
+    for split, question_paths in paths.items():
+        answer_of_path: Sequence[Path | None] = answers.get(split) or [None] * len(question_paths)
+        parts[split] = []
+        for path, answer_path in zip(question_paths, answer_of_path, strict=True):
+            parts[split].append(RowFile(str(path), path, answer_path))
+    return parts
+
+
+def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
+    """Find the files of each split by the task's patterns, else by the usual names; the first match counts."""
+    if not folder.is_dir():
+        raise DataError(folder, None, "no such folder")
+    # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
+    cut_away: set[Split] = set()
+    if task.cut is not None:
+        cut_away = set(task.cut.parts) - {task.cut.source}
+    parts: dict[Split, list[RowFile]] = {}
+    for split in SPLITS:
+        if split in cut_away:
+            continue
+        for pattern in (*task.patterns.get(split, ()), *_NAMES[split]):
+            matches = sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path))
+            if matches:
+                parts[split] = [RowFile(str(path), path) for path in matches]
+                break
+    if not parts:
+        looked = "looked for names such as *train*, *dev*, *test*"
+        raise DataError(folder, None, f"no file of {task.name} here ({looked})")
+    return parts
+
+
+def _add_answers(rows: Rows, name: str, answers: Path) -> Rows:
     """Add to each row its line of the file of answers."""
-    lines, count = [line for _, line in read_lines(answers)], 0
-    for count, (number, raw) in enumerate(rows, 1):
+    lines = [line for _, line in read_lines(answers)]
+    count = 0
+    for number, raw in rows:
+        count += 1
         if count <= len(lines):
             yield number, {**raw, ANSWER: lines[count - 1]}
     if count != len(lines):
         raise DataError(answers, None, f"{len(lines)} answers, expected {count}, one for each row of {name}")
 
 
+# ---- what is loaded -------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class LoadReport:
-    """What became of the rows: `read` = `kept` + all of `dropped`. Complete once the questions have been read."""
+    """What became of the rows; complete once all questions have been read.
+
+    `read` equals `kept` plus all of `dropped`.
+
+    Attributes:
+        task: Name of the task.
+        split: The split that was loaded.
+        seed: Seed of the split.
+        licence: Licence of the data.
+        source: Where the data is from.
+        files: Names of the files that hold the rows.
+        notes: Remarks for the user, such as how a file was cut.
+        read: Number of rows read.
+        kept: Number of questions.
+        dropped: Number of rows left out, by reason.
+        gold: Number of questions by gold label.
+        unshuffled: Number of questions whose options name letters and so keep their order.
+    """
 
     task: str
     split: Split
@@ -139,14 +230,17 @@ class LoadReport:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     gold: Counter[str] = field(default_factory=Counter)
-    unshuffled: int = 0  # options that name letters keep their order
+    unshuffled: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
         """All counts in one flat table, as a manifest holds them."""
-        dropped = {f"dropped_{reason}": count for reason, count in sorted(self.dropped.items())}
-        gold = {f"gold_{label}": count for label, count in sorted(self.gold.items())}
-        return {"read": self.read, "kept": self.kept, "unshuffled": self.unshuffled, **dropped, **gold}
+        counts = {"read": self.read, "kept": self.kept, "unshuffled": self.unshuffled}
+        for reason, count in sorted(self.dropped.items()):
+            counts[f"dropped_{reason}"] = count
+        for label, count in sorted(self.gold.items()):
+            counts[f"gold_{label}"] = count
+        return counts
 
 
 @dataclass
@@ -166,16 +260,16 @@ class Loaded:
     def __next__(self) -> Question:
         if self._read_ahead:
             return self._read_ahead.popleft()
-        return self._read_one()
+        return self._read_next()
 
     def __len__(self) -> int:
         while True:
             try:
-                self._read_ahead.append(self._read_one())
+                self._read_ahead.append(self._read_next())
             except StopIteration:
                 return self.report.kept
 
-    def _read_one(self) -> Question:
+    def _read_next(self) -> Question:
         question = next(self.questions)
         self.report.kept += 1
         self.report.gold[question.gold] += 1
@@ -193,25 +287,26 @@ def load(
 ) -> Loaded:
     """Load the questions of one split: from `files`, else from those found in `data_dir`, else from the hub.
 
-    task: a name of TASKS, a task, or a YAML file that describes a file of one's own.
-
     Training rows stream in the order of the file; with `limit`, and in validation and test, questions come in the
     seed's random order. Which questions come never depends on the order of the rows.
+
+    Args:
+        task: A name of TASKS, a task, or a YAML file that describes a file of one's own.
+        split: `train`, `validation` or `test`.
+        seed: Seed of the splits.
+        data_dir: A folder with local copies of the task's files.
+        files: Split -> a path or glob, or several.
+        limit: Maximum number of questions; None for all training questions, or the task's own sample size.
+
+    Returns:
+        An iterator over the questions, with a report.
 
     >>> loaded = load("witnesses", "test", limit=3)
     >>> len(list(loaded)), loaded.report.kept
     (3, 3)
     """
     if isinstance(task, str):
-        if is_task_file(task):
-            from catto.recipe_file import load_task  # imports YAML
-            from catto.tasks.own_file import own_task, task_name  # imports this module
-
-            task = own_task(task_name(task), load_task(task))
-        elif task not in TASKS:
-            raise ValueError(f"task {task!r} is not one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
-        else:
-            task = TASKS[task]
+        task = _resolve_task(task)
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     if task.seeds and seed not in task.seeds:
@@ -219,30 +314,68 @@ def load(
     if limit is not None and limit < 1:
         raise ValueError(f"limit {limit}: expected at least 1")
     report = LoadReport(task.name, split, seed, task.licence, task.source)
-    generate = task.generate
-    if generate is None:
-        source = find(task, files, data_dir)
-        if task.maps and task.maps[0].style is None:
-            known, doubt = task.maps[0].settled(chain.from_iterable(map(source.rows, source.available)))
-            if doubt is not None:
-                raise doubt
-            task = replace(task, maps=(known,))
-        loading = _Loading(task, split, seed, limit, source, report)
-        return Loaded(loading.training() if split == "train" else loading.held_out(), report)
-    if files is not None or data_dir is not None:
-        raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
+    if task.generate is not None:
+        if files is not None or data_dir is not None:
+            raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
+        return Loaded(_generate_questions(task.generate, limit, report), report)
+    source = find(task, files, data_dir)
+    task = _with_answer_style(task, source)
+    loader = QuestionLoader(task=task, split=split, seed=seed, limit=limit, source=source, report=report)
+    if split == "train":
+        return Loaded(loader.load_training(), report)
+    return Loaded(loader.load_held_out(), report)
 
-    def generated() -> Iterator[Question]:
-        for question in generate(split, limit, seed):
-            report.read += 1
-            yield question
 
-    return Loaded(generated(), report)
+def _resolve_task(name: str) -> Task:
+    if is_task_file(name):
+        from catto.recipe_file import load_task  # imports YAML
+        from catto.tasks.own_file import own_task, task_name  # imports this module
+
+        return own_task(task_name(name), load_task(name))
+    if name not in TASKS:
+        raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
+    return TASKS[name]
+
+
+def _generate_questions(generate: QuestionGenerator, limit: int | None, report: LoadReport) -> Iterator[Question]:
+    for question in generate(report.split, limit, report.seed):
+        report.read += 1
+        yield question
+
+
+def _with_answer_style(task: Task, source: RowSource) -> Task:
+    """Infer what the answers of a user's own file are, where the user has not said so."""
+    if not task.maps or task.maps[0].style is not None:
+        return task
+    inferred = task.maps[0].infer_style(_all_rows(source))
+    if inferred.doubt is not None:
+        raise inferred.doubt
+    return replace(task, maps=(inferred.field_map,))
+
+
+def _all_rows(source: RowSource) -> Iterator[SourceRow]:
+    for split in source.available:
+        yield from source.rows(split)
+
+
+# ---- one load -------------------------------------------------------------------------------------------------------
+
+
+class ParsedRow(NamedTuple):
+    """A row that became a question's draft, with what decides its split."""
+
+    entry: Entry
+    draft: Draft
 
 
 @dataclass
-class _Loading:
-    """One load: what to read, how it is cut, and the report to fill."""
+class QuestionLoader:
+    """One load: what to read, how it is cut, and the report to fill.
+
+    Attributes:
+        cut: How one file is cut into splits; None if every split has its own file.
+        parsers: What reads the rows of each file.
+    """
 
     task: Task
     split: Split
@@ -250,121 +383,191 @@ class _Loading:
     limit: int | None
     source: RowSource
     report: LoadReport
-    cut: Cut | None = None  # None: every split there is has its own file
-    readers: dict[str, Callable[[Raw], Draft | str]] = field(default_factory=dict)  # by file
+    cut: Cut | None = None
+    parsers: dict[str, RowParser] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        task, available = self.task, self.source.available
-        missing = [split for split in SPLITS[1:] if split not in available]
-        if task.cut and task.cut.source in available and set(task.cut.parts) - {task.cut.source} - set(available):
-            self.cut = task.cut
-            if task.files is not None and self.split in task.cut.shares:
-                whole = f"{self.split}=FILE takes a whole file"
-                self.report.notes.append(f"{self.split} is cut from the one file by seed {self.seed}; {whole}")
-        elif "train" in available and missing:
-            self.cut = Cut("train", dict.fromkeys(missing, _FROM_TRAIN), rest="train", most=task.sample)
-            self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
-        if self._origin(self.split) not in available:
-            raise DataError(task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
-        self.report.files = [name for name, *_ in self.source.parts[self._origin(self.split)]]
+        self._choose_cut()
+        available = self.source.available
+        origin = self._origin_of(self.split)
+        if origin not in available:
+            raise DataError(self.task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
+        self.report.files = [row_file.name for row_file in self.source.parts[origin]]
 
-    def training(self) -> Iterator[Question]:
+    def _choose_cut(self) -> None:
+        """Cut a file where a split has none of its own, and note it in the report."""
+        available = self.source.available
+        missing = [split for split in _HELD_OUT if split not in available]
+        cut = self.task.cut
+        if cut is not None and cut.source in available:
+            parts_without_file = set(cut.parts) - {cut.source} - set(available)
+            if parts_without_file:
+                self.cut = cut
+                if self.task.files is not None and self.split in cut.shares:
+                    whole = f"{self.split}=FILE takes a whole file"
+                    self.report.notes.append(f"{self.split} is cut from the one file by seed {self.seed}; {whole}")
+                return
+        if "train" in available and missing:
+            shares = dict.fromkeys(missing, _HELD_OUT_SHARE)
+            self.cut = Cut(source="train", shares=shares, rest="train", most=self.task.sample)
+            self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
+
+    def load_training(self) -> Iterator[Question]:
         """Yield the training questions; with a limit the first ones in the seed's random order."""
         if self.limit is None:
-            yield from self._streamed()
+            yield from self._stream_training()
             return
-        order = self.task.name, "train", self.seed
-        drawn = heapq.nsmallest(self.limit, self._streamed(), key=lambda question: splits.digest(*order, question.id))
-        self.report.dropped["not_drawn"] += self.report.read - self.report.dropped.total() - len(drawn)
+
+        def random_key(question: Question) -> bytes:
+            return splits.digest(self.task.name, "train", self.seed, question.id)
+
+        drawn = heapq.nsmallest(self.limit, self._stream_training(), key=random_key)
+        usable = self.report.read - self.report.dropped.total()
+        self.report.dropped["not_drawn"] += usable - len(drawn)
         yield from drawn
 
-    def _streamed(self) -> Iterator[Question]:
-        origins = dict.fromkeys(self._origin(split) for split in SPLITS[1:])
-        pools = {origin: [entry for entry, _ in self._rows(origin)] for origin in origins}
-        reason_against = splits.held_out(pools, self.cut, self.task.name, self.task.seeds or (self.seed,), self.seed)
-        for entry, draft in self._rows(self._origin("train"), self.report):
-            if reason := reason_against(entry):
-                self.report.dropped[reason] += 1
+    def _stream_training(self) -> Iterator[Question]:
+        """Yield the training questions in the order of the file, without those that any seed holds out."""
+        pools: dict[Split, list[Entry]] = {}
+        for split in _HELD_OUT:
+            origin = self._origin_of(split)
+            if origin not in pools:
+                pools[origin] = self._read_entries(origin)
+        held_out = splits.collect_held_out(
+            pools,
+            cut=self.cut,
+            task=self.task.name,
+            seeds=self.task.seeds or (self.seed,),
+            seed=self.seed,
+        )
+        for entry, draft in self._parse_rows(self._origin_of("train"), self.report):
+            reason = held_out.reason_to_drop(entry)
+            if reason is None:
+                yield self._make_question(entry.id, draft)
             else:
-                yield self._question(entry.id, draft)
+                self.report.dropped[reason] += 1
 
-    def held_out(self) -> Iterator[Question]:
-        """Yield the questions of validation or test.
+    def load_held_out(self) -> Iterator[Question]:
+        """Yield the questions of validation or test in the seed's random order.
 
-        They are chosen by index in one pass and only the chosen rows are parsed in a second: the texts of the whole
-        file are never held.
+        The first pass over the file chooses rows by index; a second pass parses only those. So the texts of the whole
+        file are never in memory.
         """
-        dropped, origin = self.report.dropped, self._origin(self.split)
-        entries = [entry for entry, _ in self._rows(origin, self.report)]
-        members = self._part(entries, self.split)
+        origin = self._origin_of(self.split)
+        entries = self._read_entries(origin, self.report)
+        members = self._entries_of_split(entries, self.split)
+        dropped = self.report.dropped
         dropped["cut_to_another_part"] += len(entries) - len(members)
-        test_origin = self._origin("test")
-        if self.split == "validation" and test_origin in self.source.available:
-            others = entries if test_origin == origin else [entry for entry, _ in self._rows(test_origin)]
-            test = {entry.content for entry in self._part(others, "test")}
-            clean = [entry for entry in members if entry.content not in test]
+        if self.split == "validation":
+            test_contents = self._test_contents(origin, entries)
+            clean = [entry for entry in members if entry.content not in test_contents]
             dropped["content_in_test"] += len(members) - len(clean)
             members = clean
-        chosen = splits.draw(members, self.task.name, self.split, self.seed, self.limit or self.task.sample)
+        chosen = splits.draw_entries(
+            members,
+            task=self.task.name,
+            split=self.split,
+            seed=self.seed,
+            count=self.limit or self.task.sample,
+        )
         dropped["not_drawn"] += len(members) - len(chosen)
-        self.report.dropped = +dropped
-        wanted = {entry.place: entry.id for entry in chosen}
+        self.report.dropped = +dropped  # without the reasons that were never met
+        yield from self._read_chosen(origin, chosen)
+
+    def _test_contents(self, validation_origin: Split, validation_entries: list[Entry]) -> set[bytes]:
+        """Hash the contents of all test rows; they may be in the same file as the validation rows."""
+        origin = self._origin_of("test")
+        if origin not in self.source.available:
+            return set()
+        entries = validation_entries if origin == validation_origin else self._read_entries(origin)
+        return {entry.content for entry in self._entries_of_split(entries, "test")}
+
+    def _read_chosen(self, origin: Split, chosen: Sequence[Entry]) -> Iterator[Question]:
+        """Parse the chosen rows of a file; yield their questions in the order of `chosen`."""
+        id_at_place = {entry.place: entry.id for entry in chosen}
         questions: dict[str, Question] = {}
-        for place, (file, number, raw) in enumerate(self.source.rows(origin)):
-            if place in wanted and isinstance(draft := self._parsed(file, number, raw), Draft):
-                questions[wanted[place]] = self._question(wanted[place], draft)
-        yield from (questions[entry.id] for entry in chosen)
+        for place, row in enumerate(self.source.rows(origin)):
+            if place not in id_at_place:
+                continue
+            draft = self._parse_row(row)
+            if isinstance(draft, Draft):
+                question_id = id_at_place[place]
+                questions[question_id] = self._make_question(question_id, draft)
+        for entry in chosen:
+            yield questions[entry.id]
 
-    def _origin(self, split: Split) -> Split:
-        """The split whose file holds the rows of `split`."""
-        return self.cut.source if self.cut and split in self.cut.parts else split
+    def _origin_of(self, split: Split) -> Split:
+        """Return the split whose file holds the rows of `split`."""
+        if self.cut is not None and split in self.cut.parts:
+            return self.cut.source
+        return split
 
-    def _part(self, entries: list[Entry], split: Split) -> list[Entry]:
-        """The entries of a file that fall to the split."""
+    def _entries_of_split(self, entries: list[Entry], split: Split) -> list[Entry]:
+        """Return the entries of a file that are cut to the split."""
         if self.cut is None or split not in self.cut.parts:
             return entries
-        parts = splits.assign(entries, self.cut, self.task.name, self.seed)
-        return [entry for entry in entries if parts[entry.group] == split]
+        split_of_group = splits.assign_groups(entries, self.cut, self.task.name, self.seed)
+        return [entry for entry in entries if split_of_group[entry.group] == split]
 
-    def _rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[tuple[Entry, Draft]]:
-        """Parse the rows of one file and give each its id; what is left out is counted where a report is given.
+    def _read_entries(self, origin: Split, report: LoadReport | None = None) -> list[Entry]:
+        return [parsed.entry for parsed in self._parse_rows(origin, report)]
 
-        The id is the source's, which must be its only one, else a content hash and the number of its occurrence.
+    def _parse_rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
+        """Parse the rows of a split's files and give each an id; count them in the report if there is one.
+
+        The id is the source's own, which must be unique. Otherwise it is a hash of the content, and the number of
+        earlier rows with the same content.
         """
         seen: Counter[str] = Counter()
-        for place, (file, number, raw) in enumerate(self.source.rows(origin)):
-            draft = self._parsed(file, number, raw)
+        for place, row in enumerate(self.source.rows(origin)):
+            draft = self._parse_row(row)
             if report is not None:
                 report.read += 1
-                report.dropped.update([draft] if isinstance(draft, str) else [])
             if isinstance(draft, str):
+                if report is not None:
+                    report.dropped[draft] += 1
                 continue
-            name = draft.id if draft.id is not None else content_hash([draft.fields, draft.options, draft.gold])
-            content = splits.content_key(draft)
-            group = content if draft.group is None else splits.digest("group", splits.normalised(draft.group))[:16]
-            seen[name] += 1
             if draft.id is None:
-                name = f"{name}-{seen[name] - 1}"
-            elif seen[name] > 1:
-                raise DataError(file, number, f"id {name!r} occurs in an earlier row too")
-            yield Entry(place, name, group, content), draft
+                content_id = content_hash([draft.fields, draft.options, draft.gold])
+                question_id = f"{content_id}-{seen[content_id]}"
+                seen[content_id] += 1
+            else:
+                question_id = draft.id
+                if question_id in seen:
+                    raise DataError(row.file, row.number, f"id {question_id!r} occurs in an earlier row too")
+                seen[question_id] += 1
+            content = splits.content_key(draft)
+            group = content if draft.group is None else splits.group_key(draft.group)
+            yield ParsedRow(Entry(place, question_id, group, content), draft)
 
-    def _parsed(self, file: str, number: int, raw: dict[str, Any]) -> Draft | str:
-        if file not in self.readers:
-            self.readers[file] = self.task.reader(raw)
-        with locating(file, number):
-            return self.readers[file](raw)
+    def _parse_row(self, row: SourceRow) -> Draft | str:
+        """Return the row's draft, or the reason to leave it out."""
+        if row.file not in self.parsers:
+            self.parsers[row.file] = self.task.choose_parser(row.fields)
+        with locating(row.file, row.number):
+            return self.parsers[row.file](row.fields)
 
-    def _question(self, key: str, draft: Draft) -> Question:
-        """The question with its options in their final order."""
-        order = list(range(len(draft.options)))
-        if self.task.order == "shuffled unless letters are named" and splits.names_letters(draft.options):
-            self.report.unshuffled += 1
-        elif self.task.order != "fixed":
-            order = permutation(key, len(draft.options))
+    def _make_question(self, question_id: str, draft: Draft) -> Question:
+        """Make the question, with its options in their final order."""
+        order = self._option_order(question_id, draft)
         labels = self.task.labels
         if draft.options == labels:  # words that are their own labels keep them wherever they are listed
             labels = tuple(labels[index] for index in order)
-        options = tuple(Option(label=labels[place], text=draft.options[index]) for place, index in enumerate(order))
-        gold = labels[order.index(draft.gold)]
-        return Question(id=key, task=self.task.name, split=self.split, fields=draft.fields, options=options, gold=gold)
+        options = [Option(label=labels[place], text=draft.options[index]) for place, index in enumerate(order)]
+        return Question(
+            id=question_id,
+            task=self.task.name,
+            split=self.split,
+            fields=draft.fields,
+            options=tuple(options),
+            gold=labels[order.index(draft.gold)],
+        )
+
+    def _option_order(self, question_id: str, draft: Draft) -> list[int]:
+        count = len(draft.options)
+        if self.task.order == "fixed":
+            return list(range(count))
+        if self.task.order == "shuffled unless letters are named" and splits.names_letters(draft.options):
+            self.report.unshuffled += 1
+            return list(range(count))
+        return splits.draw_permutation(question_id, count)

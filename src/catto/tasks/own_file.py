@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from catto.problems import DataError, listed
 from catto.recipe import TaskSettings
-from catto.records import SPLITS, checked_name
+from catto.records import SPLITS, Split, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
-from catto.tasks.fields import ANSWER, LETTERS, PLACE, FieldMap, Style
+from catto.tasks.fields import ANSWER, LETTERS, PLACEHOLDER, FieldMap, SourceRow, Style, find_single_mark
 from catto.tasks.loading import find
 from catto.tasks.splits import Cut
 
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
-_NEEDED, _OPTIONAL = ("question", "options", "answer"), ("labels", "id", "group")
+ProposedFields = dict[str, str | list[str]]
+_NEEDED = ("question", "options", "answer")
+_OPTIONAL = ("labels", "id", "group")
+_HELD_OUT_SHARE = 0.1
 
-ROWS = 50  # that a proposal is made of
+PROPOSAL_ROWS = 50  # first rows that a proposed map must fit
 # Part of the map -> names of fields that hold it, the likeliest first; of a nested field, its last name.
-_USUAL = {
+_USUAL_NAMES = {
     "question": ("question", "(question_)?stem", "query", "goal", "prompt", "sentence", "ctx", "premise", "text"),
     "context": ("passage", "article", "context", "support", "paragraph", "premise"),
     "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
 }
 _OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
 _WRONG = re.compile("distract|incorrect|wrong", re.IGNORECASE)
+_NUMBERED_COLUMN = re.compile(r"(.*?)[ _]?([A-Ja-j]|\d)")  # option_a, option_b; choice1, choice2
+
+
+# ---- a stated map ---------------------------------------------------------------------------------------------------
 
 
 def from_file(
@@ -41,14 +48,23 @@ def from_file(
     name: str = "own",
     seeds: Sequence[int] = (),
 ) -> Task:
-    """Make a task of a file, or of one file a split.
+    """Make a task of a file, or of one file per split.
 
-    fields: `question`, `options`, `answer` and, where there are any, `labels`, `id` and `group` -> names in the file;
-    `FieldMap` lists the forms.
-    answer: what the answer is; None: what fits all rows. answers: a file with one answer a line, in place of a field.
-    labels: the labels in option order that answers use, where the rows have none.
     One file is cut into 80 % training, 10 % validation and 10 % test. Training leaves out what any of `seeds` holds
     out, by default the one seed that is loaded: that leaves 80 % for training, with five seeds a third.
+
+    Args:
+        path: The file, or split -> file.
+        fields: `question`, `options`, `answer` and, where there are any, `labels`, `id` and `group` -> names in the
+            file. `FieldMap` lists the forms.
+        answer: What the answer is; None infers what fits all rows.
+        answers: A file with one answer per line, instead of a field.
+        labels: The labels in option order that answers use, where the rows have none.
+        name: Name of the task.
+        seeds: Seeds whose held-out questions are not trained on.
+
+    Returns:
+        The task. The file is not read yet.
 
     >>> task = from_file("my.jsonl", fields={"question": "stem", "options": "choices", "answer": "key"})
     >>> task.cut.parts
@@ -60,49 +76,110 @@ def from_file(
         if isinstance(path, Mapping) and len(path) > 1 and not isinstance(answers, Mapping):
             raise ValueError("answers: expected one file for each split that has a file")
         fields = {**fields, "answer": ANSWER}
-    known = field_map(fields, answer, labels)
-    given: Files = path if isinstance(path, Mapping) else {"train": path}
-    files = {split: [places] if isinstance(places, str | Path) else places for split, places in given.items()}
-    shares = {split: 0.1 for split in SPLITS[1:] if split not in files}
-    words = known.constant if all(len(option.split()) == 1 for option in known.constant) else ()
-    fixed = bool(words) and words == LETTERS[: len(words)]
-    # Where one column is always the answer its place must not show.
-    always = words or (isinstance(known.options, tuple) and known.answer in known.options)
+    row_map = field_map(fields, answer, labels)
+    files = _list_paths(path)
+    if answers is not None and not isinstance(answers, Mapping):
+        answers = dict.fromkeys(files, answers)
+    word_labels = _word_labels(row_map)
     return Task(
         name=checked_name(name, "task"),
-        labels=words or LETTERS,
+        labels=word_labels or LETTERS,
         licence="not stated",
-        source="; ".join(str(place) for places in files.values() for place in places),
-        maps=(known,),
-        order="fixed" if fixed else "shuffled" if always else "shuffled unless letters are named",
-        cut=Cut("train", shares, rest="train") if shares else None,
+        source=_join_paths(files),
+        maps=(row_map,),
+        order=_choose_order(row_map, word_labels),
+        cut=_cut_missing_splits(files),
         seeds=tuple(seeds),
         files=files,
-        answers=answers if answers is None or isinstance(answers, Mapping) else dict.fromkeys(files, answers),
+        answers=answers,
     )
 
 
+def _list_paths(path: str | Path | Files) -> dict[Split, Sequence[str | Path]]:
+    """Return the paths of each split; a single file is the training file."""
+    if not isinstance(path, Mapping):
+        return {"train": [path]}
+    files: dict[Split, Sequence[str | Path]] = {}
+    for split, paths in path.items():
+        files[split] = [paths] if isinstance(paths, str | Path) else paths
+    return files
+
+
+def _join_paths(files: Mapping[Split, Sequence[str | Path]]) -> str:
+    names: list[str] = []
+    for paths in files.values():
+        names.extend(str(path) for path in paths)
+    return "; ".join(names)
+
+
+def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | None:
+    """Cut the held-out splits that have no file from the training file; None if both have one."""
+    shares: dict[Split, float] = {}
+    for split in SPLITS:
+        if split != "train" and split not in files:
+            shares[split] = _HELD_OUT_SHARE
+    if not shares:
+        return None
+    return Cut(source="train", shares=shares, rest="train")
+
+
+def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
+    """Return the options that all rows share if each is a single word, which then is its own label; else none."""
+    is_each_one_word = all(len(option.split()) == 1 for option in row_map.shared_options)
+    return row_map.shared_options if is_each_one_word else ()
+
+
+def _choose_order(
+    row_map: FieldMap, word_labels: tuple[str, ...]
+) -> Literal["shuffled", "shuffled unless letters are named", "fixed"]:
+    if word_labels:
+        are_letters = word_labels == LETTERS[: len(word_labels)]
+        return "fixed" if are_letters else "shuffled"
+    # Where the same column always holds the answer, its position must not show.
+    has_answer_column = isinstance(row_map.options, tuple) and row_map.answer in row_map.options
+    return "shuffled" if has_answer_column else "shuffled unless letters are named"
+
+
 def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] | None = None) -> FieldMap:
-    """Check the names of a map and put its values into the form of `FieldMap`."""
-    for field, value in fields.items():
-        if field not in _NEEDED + _OPTIONAL:
-            raise ValueError(f"fields: {field!r} is not one of {', '.join(_NEEDED + _OPTIONAL)}")
-        if field not in ("question", "options") and not isinstance(value, str):
-            raise ValueError(f"fields: {field}: expected one field name")
-    if missing := [field for field in _NEEDED if field not in fields]:
-        raise ValueError(f"fields: {missing[0]} is missing")
+    """Check the names of a map and make a `FieldMap` of it.
+
+    Args:
+        fields: Part of the map -> the names in the file.
+        style: What the answer is; None if that is still to be inferred.
+        labels: The labels in option order that answers use.
+    """
+    _check_names(fields)
     if style is not None and style not in get_args(Style):
         raise ValueError(f"answer {style!r} is not one of {', '.join(get_args(Style))}")
     values: dict[str, Any] = {"labels": tuple(labels) if labels else None, **fields, "style": style}
-    if isinstance(values["question"], str):  # a line break of a template, typed in a shell
-        values["question"] = values["question"].replace("\\n", "\n")
-        if re.search("[{}]", re.sub(PLACE, "", values["question"])):
-            raise ValueError("fields: question: a brace that belongs to no field, expected a template such as {field}")
-    elif not isinstance(values["question"], Mapping):
-        values["question"] = {name: name for name in values["question"]}
+    values["question"] = _check_question(values["question"])
     if not isinstance(values["options"], str):
         values["options"] = tuple(values["options"])
     return FieldMap(**values)
+
+
+def _check_names(fields: Fields) -> None:
+    known = _NEEDED + _OPTIONAL
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"fields: {name!r} is not one of {', '.join(known)}")
+        may_be_several = name in ("question", "options")
+        if not may_be_several and not isinstance(value, str):
+            raise ValueError(f"fields: {name}: expected one field name")
+    for name in _NEEDED:
+        if name not in fields:
+            raise ValueError(f"fields: {name} is missing")
+
+
+def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | Mapping[str, str]:
+    if isinstance(question, str):
+        template = question.replace("\\n", "\n")  # a line break typed in a shell
+        if re.search("[{}]", re.sub(PLACEHOLDER, "", template)):
+            raise ValueError("fields: question: a brace that belongs to no field, expected a template such as {field}")
+        return template
+    if isinstance(question, Mapping):
+        return question
+    return {name: name for name in question}
 
 
 def own_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
@@ -110,22 +187,35 @@ def own_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
     path = block.files or block.path
     if path is None:
         raise ValueError("path or files: the file of the questions is missing")
-    form: dict[str, Any] = block.model_dump(include={"answer", "answers", "labels"})
-    return from_file(path, fields=block.fields or {}, name=name, seeds=seeds, **form)
+    options: dict[str, Any] = block.model_dump(include={"answer", "answers", "labels"})
+    return from_file(path, fields=block.fields or {}, name=name, seeds=seeds, **options)
 
 
 def task_name(path: str | Path) -> str:
-    """The name of a task that is given by its file alone.
+    """Return the name of a task that is known by its file alone.
 
     >>> task_name("data/my questions.jsonl.gz")
     'my_questions'
     """
-    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(path).name.split(".")[0])[:60]
-    return f"own_{name}" if name in TASKS or not name else name
+    stem = Path(path).name.split(".")[0]
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:60]
+    if not name or name in TASKS:
+        return f"own_{name}"
+    return name
 
 
-def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[str]]:
-    """Propose a map of fields that fits the first rows of the files; DataError where none is found.
+# ---- a proposed map -------------------------------------------------------------------------------------------------
+
+
+def propose(files: Files, answers: Files | None = None) -> ProposedFields:
+    """Propose a map of fields that fits the first rows of the files; DataError if none is found.
+
+    Args:
+        files: Split -> its files.
+        answers: Files with one answer per line, if the rows hold no answers.
+
+    Returns:
+        The value of `fields` for `from_file`.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -135,68 +225,131 @@ def propose(files: Files, answers: Files | None = None) -> dict[str, str | list[
     {'question': 'stem', 'options': 'choices', 'answer': 'key'}
     """
     source = find(Task("own", LETTERS, "", "", files=files, answers=answers), None, None)
-    rows = list(islice(source.rows(source.available[0]), ROWS))
+    first_split = source.available[0]
+    rows = list(islice(source.rows(first_split), PROPOSAL_ROWS))
     if not rows:
-        raise DataError(source.parts[source.available[0]][0][0], None, "has no rows")
-    values: dict[str, Any] = {}  # of the first row, by their names
-    for name, value in rows[0][2].items():
+        raise DataError(source.parts[first_split][0].name, None, "has no rows")
+    values = _flatten_fields(rows[0].fields)
+    has_answer_file = bool(answers)
+    for candidate in _candidate_maps(values, has_answer_file=has_answer_file):
+        if _fits_rows(candidate, rows):
+            if has_answer_file:
+                del candidate["answer"]
+            return candidate
+    raise _explain_no_map(rows[0].file, values, has_answer_file=has_answer_file)
+
+
+def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row, and those one level inside them as `outer.inner`."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
         values[name] = value
-        values |= {f"{name}.{part}": inner for part, inner in value.items()} if isinstance(value, dict) else {}
-    columns: defaultdict[str, list[str]] = defaultdict(list)  # name without its last sign -> the columns
+        if isinstance(value, dict):
+            for inner_name, inner_value in value.items():
+                values[f"{name}.{inner_name}"] = inner_value
+    return values
+
+
+def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
+    """Yield maps of the fields that their names and values suggest, the likeliest first."""
+    for options in _candidate_options(values):
+        if has_answer_file:
+            answer_fields = [ANSWER]
+        else:
+            answer_fields = _usual_fields(values, "answer")
+            if isinstance(options, str) and _marks_answer(values.get(options)):
+                answer_fields.insert(0, options)
+        for answer in answer_fields:
+            choices = options
+            if isinstance(options, list) and _WRONG.search(options[0]):
+                choices = [answer, *options]  # the columns hold the wrong options only
+            used = {answer}
+            used.update([choices] if isinstance(choices, str) else choices)
+            question = _propose_question(values, used)
+            if question is not None:
+                yield {"question": question, "options": choices, "answer": answer}
+
+
+def _candidate_options(values: Mapping[str, Any]) -> list[str | list[str]]:
+    """Return fields that may hold the options: lists, objects and numbered columns; last, yes and no for all rows."""
+    candidates: list[str | list[str]] = []
+    columns_by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
-        if isinstance(value, str) and (match := re.fullmatch(r"(.*?)[ _]?([A-Ja-j]|\d)", name)):
-            columns[match[1]].append(name)
+        if isinstance(value, list | dict):
+            candidates.append(name)
+        elif isinstance(value, str):
+            match = _NUMBERED_COLUMN.fullmatch(name)
+            if match is not None:
+                columns_by_stem[match[1]].append(name)
+    for columns in columns_by_stem.values():
+        if len(columns) > 1:
+            candidates.append(columns)
+    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))
+    return [*candidates, "yes|no"]
 
-    def usual(part: str) -> list[str]:
-        last = {name: name.rpartition(".")[2].lower() for name in values}
-        return [name for usual in _USUAL[part] for name in values if re.fullmatch(usual, last[name])]
 
-    lists: list[str | list[str]] = [name for name, value in values.items() if isinstance(value, list | dict)]
-    several = [names for names in columns.values() if len(names) > 1]
-    likely = sorted([*lists, *several], key=lambda names: not _OPTIONS.search("".join(names)))
-    for options in [*likely, "yes|no"]:
-        marked = [options] if isinstance(options, str) and _marks_answer(values.get(options)) else []
-        for answer in [ANSWER] if answers else [*marked, *usual("answer")]:
-            with_answer = isinstance(options, list) and _WRONG.search(options[0])
-            choices = [answer, *options] if with_answer else options
-            used = {answer, *([choices] if isinstance(choices, str) else choices)}
-            texts = [name for name, value in values.items() if isinstance(value, str) and name not in used]
-            longest_first = sorted(texts, key=lambda name: -len(values[name]))
-            questions = [name for name in usual("question") if name in texts] or longest_first
-            if not questions:
-                continue
-            context = [name for name in usual("context") if name in texts and name != questions[0]]
-            question = "\\n".join(f"{{{name}}}" for name in (*context[:1], questions[0])) if context else questions[0]
-            fields = {"question": question, "options": choices, **({} if answers else {"answer": answer})}
-            try:
-                field_map({**fields, "answer": answer}).settled(rows)
-            except ValueError:
-                continue
-            return fields
-    _refuse_several_questions(rows[0][0], values)
+def _usual_fields(values: Mapping[str, Any], part: str) -> list[str]:
+    """Return the fields with a usual name of this part of the map, the likeliest first."""
+    fields = []
+    for usual_name in _USUAL_NAMES[part]:
+        for name in values:
+            last_name = name.rpartition(".")[2].lower()
+            if re.fullmatch(usual_name, last_name):
+                fields.append(name)
+    return fields
+
+
+def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
+    """Return the field of the question, or a template with its context; None if no field of text is left."""
+    texts = [name for name, value in values.items() if isinstance(value, str) and name not in used]
+    questions = [name for name in _usual_fields(values, "question") if name in texts]
+    if not questions:
+        questions = sorted(texts, key=lambda name: -len(values[name]))  # the longest first
+    if not questions:
+        return None
+    question = questions[0]
+    for context in _usual_fields(values, "context"):
+        if context in texts and context != question:
+            return f"{{{context}}}\\n{{{question}}}"
+    return question
+
+
+def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
+    try:
+        field_map(fields).infer_style(rows)
+    except ValueError:
+        return False
+    return True
+
+
+def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bool) -> DataError:
+    """Return the error for rows that no proposed map fits, with the likeliest cause."""
+    for value in values.values():
+        if _holds_several_questions(value):
+            lists = [name for name, other in values.items() if isinstance(other, list) and len(other) == len(value)]
+            message = f"{listed(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
+            return DataError(file, 1, message)
     for name, value in values.items():
         if isinstance(value, str) and _WRONG.search(name) and ";" in value:
             message = f"{name}: several options in one text: write a list, or a column for each option"
-            raise DataError(rows[0][0], 1, message)
-    if not answers and not usual("answer"):
+            return DataError(file, 1, message)
+    names = listed(list(values))
+    if not has_answer_file and not _usual_fields(values, "answer"):
         hint = "if they are in a file of their own, one per line, give it with --answers"
-        raise DataError(rows[0][0], None, f"no field of the answers among {listed(list(values))}: {hint}")
-    state = "state which are the question, the options and the answer (--fields)"
-    raise DataError(rows[0][0], None, f"no map fits its fields {listed(list(values))}: {state}")
+        return DataError(file, None, f"no field of the answers among {names}: {hint}")
+    request = "state which are the question, the options and the answer (--fields)"
+    return DataError(file, None, f"no map fits its fields {names}: {request}")
 
 
 def _marks_answer(value: object) -> bool:
-    """Whether this is an object of options, of which one has a 1 and the others a 0."""
-    if not isinstance(value, dict):
+    """Return whether this is an object of options, of which one has a 1 and the others a 0."""
+    if not isinstance(value, dict) or len(value) < 2:
         return False
-    marks = list(value.values())
-    return len(marks) > 1 and marks.count(1) == 1 and marks.count(0) == len(marks) - 1
+    return find_single_mark(list(value.values())) is not None
 
 
-def _refuse_several_questions(file: str, values: Mapping[str, Any]) -> None:
-    """Refuse rows that hold a list of questions, each with options of its own, below one text."""
-    for value in values.values():
-        if isinstance(value, list) and value and all(isinstance(entry, list) for entry in value):
-            lists = [other for other, inner in values.items() if isinstance(inner, list) and len(inner) == len(value)]
-            message = f"{listed(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
-            raise DataError(file, 1, message)
+def _holds_several_questions(value: object) -> bool:
+    """Return whether this is a list of lists: the options of several questions about one text."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, list) for entry in value)

@@ -1,6 +1,7 @@
-"""Everything random about a task, decided by SHA-256: the same on every machine, in any row order.
+"""Everything random about a task: which rows are in which split, and the order of a question's options.
 
-Which rows are in which split: cut by seed, drawn without replacement, and kept apart by content.
+All of it is decided by SHA-256 hashes of the content, so it is the same on every machine and in any row order. Files
+are cut by seed, questions are drawn without replacement, and the splits are kept apart by content.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -41,7 +42,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut the rows of one file into parts by seed: each share in rows, at most `most`; the rest goes to `rest`."""
+    """How to cut the rows of one file into parts by seed.
+
+    Attributes:
+        source: The split whose file is cut.
+        shares: The share of the rows that each split gets.
+        rest: The split that gets all other rows.
+        most: Maximum number of rows of each share; None for no limit.
+    """
 
     source: Split
     shares: Mapping[Split, float]
@@ -50,12 +58,19 @@ class Cut:
 
     @property
     def parts(self) -> tuple[Split, ...]:
-        """The splits that come out of the file."""
+        """The splits that are cut from the file."""
         return (*self.shares, self.rest)
 
 
 class Entry(NamedTuple):
-    """What cutting and leak removal need of a row: its place, its id, hashes of its group and normalised content."""
+    """What cutting and leak removal need to know of a row.
+
+    Attributes:
+        place: Index of the row among all rows of its split's files.
+        id: The question's id.
+        group: Hash of the group that must not be cut apart.
+        content: Hash of the normalised content.
+    """
 
     place: int
     id: str
@@ -64,17 +79,24 @@ class Entry(NamedTuple):
 
 
 def digest(*parts: object) -> bytes:
-    """SHA-256 of the parts in order; no two different lists of parts share a preimage."""
-    return hashlib.sha256("".join(f"{len(str(part))}:{part}" for part in parts).encode()).digest()
+    """Return the SHA-256 of the parts in order; two different lists of parts never hash the same text."""
+    preimage = ""
+    for part in parts:
+        text = str(part)
+        preimage += f"{len(text)}:{text}"
+    return hashlib.sha256(preimage.encode()).digest()
 
 
-def permutation(key: str, count: int) -> list[int]:
-    """A uniformly random order of `count` indices (Fisher-Yates on the digits of a hash), fixed by the key alone.
+def draw_permutation(key: str, count: int) -> list[int]:
+    """Return a uniformly random order of `count` indices that depends on the key alone.
 
-    >>> permutation("question 1", 4)
+    It is a Fisher-Yates shuffle whose random numbers are the digits of a hash in a mixed radix.
+
+    >>> draw_permutation("question 1", 4)
     [1, 0, 3, 2]
     """
-    order, number = list(range(count)), int.from_bytes(digest("order", key), "big")
+    order = list(range(count))
+    number = int.from_bytes(digest("order", key), "big")
     for last in range(count - 1, 0, -1):
         number, other = divmod(number, last + 1)
         order[last], order[other] = order[other], order[last]
@@ -82,77 +104,167 @@ def permutation(key: str, count: int) -> list[int]:
 
 
 def names_letters(options: tuple[str, ...]) -> bool:
-    """Whether options refer to others by letter ("Both A and C"), or all carry theirs ("A. red"): they cannot move."""
-    if all(re.match(rf"\s*\(?{letter}[.):]", option) for letter, option in zip("ABCDEFGH", options, strict=False)):
+    """Return whether the options depend on their letters, so that they cannot be reordered.
+
+    That is the case if one refers to others by letter ("Both A and C"), or if each begins with its own ("A. red").
+    """
+    if _all_begin_with_letter(options):
         return True
-    return any(_LONE_LETTER.search(option) and _NAMES_LETTERS.search(option) for option in options)
+    return any(_refers_to_letter(option) for option in options)
+
+
+def _all_begin_with_letter(options: tuple[str, ...]) -> bool:
+    lettered = zip("ABCDEFGH", options, strict=False)
+    return all(re.match(rf"\s*\(?{letter}[.):]", option) for letter, option in lettered)
+
+
+def _refers_to_letter(option: str) -> bool:
+    if not _LONE_LETTER.search(option):  # rules out most options at little cost
+        return False
+    return bool(_NAMES_LETTERS.search(option))
 
 
 @cache
-def _characters(categories: str) -> re.Pattern[str]:
-    """Runs of the characters whose Unicode category starts so; planes beyond the first hold next to none of them."""
-    plane = (chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xF900)
-    members = "".join(char for char in plane if re.match(categories, unicodedata.category(char)))
+def _runs_of_category(categories: str) -> re.Pattern[str]:
+    """Match runs of characters whose Unicode category matches `categories`, a regular expression.
+
+    Only the first plane is searched: the others hold next to no such characters.
+    """
+    members = ""
+    for code in range(0x10000):
+        is_surrogate_or_private = 0xD800 <= code < 0xF900
+        if is_surrogate_or_private:
+            continue
+        char = chr(code)
+        if re.match(categories, unicodedata.category(char)):
+            members += char
     return re.compile(f"[{re.escape(members)}]+")
 
 
-def normalised(text: str) -> str:
-    """Fold case, width, composition, white space and punctuation; a text of punctuation alone stays itself.
+def normalise_text(text: str) -> str:
+    """Fold case, width, composition, white space and punctuation; a text of punctuation alone keeps it.
 
     Symbols stay, since `~P` and `P`, or 2 > 1 and 2 < 1, differ.
 
-    >>> normalised("The  Cat\\nsat.")
+    >>> normalise_text("The  Cat\\nsat.")
     'the cat sat'
     """
-    folded = text.casefold()
-    if not text.isascii():
-        folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-        folded = _characters("Cf").sub("", folded)
-    return _characters("[PZC]").sub(" ", folded).strip() or "".join(folded.split())
+    if text.isascii():
+        folded = text.casefold()
+    else:
+        composed = unicodedata.normalize("NFKC", text)
+        folded = unicodedata.normalize("NFKC", composed.casefold())
+        folded = _runs_of_category("Cf").sub("", folded)
+    words = _runs_of_category("[PZC]").sub(" ", folded).strip()
+    if words:
+        return words
+    return "".join(folded.split())
 
 
 def content_key(draft: Draft) -> bytes:
-    """What makes two rows the same question: normalised fields and options, in any option order, whatever the gold."""
-    return digest(*map(normalised, draft.fields.values()), "options", *sorted(map(normalised, draft.options)))[:16]
+    """Hash what makes two rows the same question: the normalised fields and options.
 
-
-def assign(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
-    """Give every group to one part: groups in the seed's random order fill each part up to its share of the rows."""
-    sizes = Counter(entry.group for entry in entries)
-    groups = iter(sorted(sizes, key=lambda group: digest(task, "cut", seed, group.hex())))
-    parts: dict[bytes, Split] = {}
-    for split, share in cut.shares.items():
-        target = int(share * len(entries) + 0.5)
-        wanted, filled = target if cut.most is None else min(target, cut.most), 0
-        while filled < wanted and (group := next(groups, None)) is not None:
-            parts[group] = split
-            filled += sizes[group]
-    parts.update(dict.fromkeys(groups, cut.rest))
-    return parts
-
-
-def draw(entries: Iterable[Entry], task: str, split: Split, seed: int, count: int | None) -> list[Entry]:
-    """The first `count` entries in the seed's random order: a uniform draw without replacement."""
-    return sorted(entries, key=lambda entry: digest(task, split, seed, entry.id))[:count]
-
-
-def held_out(
-    pools: Mapping[Split, Sequence[Entry]], cut: Cut | None, task: str, seeds: Iterable[int], seed: int
-) -> Callable[[Entry], str | None]:
-    """Collect the validation and test rows of every seed; return why a row may not be trained on, None where it may.
-
-    pools: entries by the file they are in. Groups count where training rows are cut from the same file.
+    The order of the options and the gold answer do not count.
     """
-    whole = [origin for origin in pools if cut is None or origin != cut.source]
-    contents = {entry.content: f"content_in_{origin}" for origin in whole for entry in pools[origin]}
-    groups: dict[bytes, str] = {}
-    if cut is not None:
-        # This seed first, so that the reason given is its own where there are several.
-        for other in sorted(seeds, key=lambda each: each != seed):
-            parts = assign(pools[cut.source], cut, task, other)
-            for entry in pools[cut.source]:
-                if (part := parts[entry.group]) != "train":
-                    contents.setdefault(entry.content, f"content_in_{part}")
-                    if "train" in cut.parts:
-                        groups.setdefault(entry.group, f"cut_to_{part}" if other == seed else "cut_by_another_seed")
-    return lambda entry: groups.get(entry.group) or contents.get(entry.content)
+    fields = [normalise_text(value) for value in draft.fields.values()]
+    options = sorted(normalise_text(option) for option in draft.options)
+    return digest(*fields, "options", *options)[:16]
+
+
+def group_key(group: str) -> bytes:
+    """Hash the name of a group of rows, normalised."""
+    return digest("group", normalise_text(group))[:16]
+
+
+def assign_groups(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
+    """Give every group of rows to one part of the cut.
+
+    Groups in the seed's random order fill each part up to its share of the rows.
+
+    Args:
+        entries: All rows of the file that is cut.
+        cut: The parts and their shares.
+        task: Name of the task; each task has its own random order.
+        seed: Seed of the split.
+
+    Returns:
+        The split of each group.
+    """
+    rows_of_group = Counter(entry.group for entry in entries)
+    in_random_order = sorted(rows_of_group, key=lambda group: digest(task, "cut", seed, group.hex()))
+    groups = iter(in_random_order)
+    split_of_group: dict[bytes, Split] = {}
+    for split, share in cut.shares.items():
+        wanted = int(share * len(entries) + 0.5)
+        if cut.most is not None:
+            wanted = min(wanted, cut.most)
+        rows = 0
+        while rows < wanted:
+            group = next(groups, None)
+            if group is None:
+                break
+            split_of_group[group] = split
+            rows += rows_of_group[group]
+    for group in groups:
+        split_of_group[group] = cut.rest
+    return split_of_group
+
+
+def draw_entries(entries: Iterable[Entry], *, task: str, split: Split, seed: int, count: int | None) -> list[Entry]:
+    """Draw `count` entries uniformly without replacement: the first in the seed's random order. None draws all."""
+    in_random_order = sorted(entries, key=lambda entry: digest(task, split, seed, entry.id))
+    return in_random_order[:count]
+
+
+@dataclass
+class HeldOutRows:
+    """The validation and test rows of every seed, which must not be trained on.
+
+    Attributes:
+        contents: Content hash of a held-out row -> the reason to leave out a training row with the same content.
+        groups: Group hash of a held-out row -> the reason to leave out a training row of the same group.
+    """
+
+    contents: dict[bytes, str] = field(default_factory=dict)
+    groups: dict[bytes, str] = field(default_factory=dict)
+
+    def reason_to_drop(self, entry: Entry) -> str | None:
+        """Return why a row may not be trained on; None if it may."""
+        return self.groups.get(entry.group) or self.contents.get(entry.content)
+
+
+def collect_held_out(
+    pools: Mapping[Split, Sequence[Entry]], *, cut: Cut | None, task: str, seeds: Iterable[int], seed: int
+) -> HeldOutRows:
+    """Collect the validation and test rows of every seed.
+
+    Groups count where training rows are cut from the same file.
+
+    Args:
+        pools: For each split whose file holds validation or test rows, all entries of that file.
+        cut: How one of these files is cut; None if every split has its own file.
+        task: Name of the task.
+        seeds: All seeds whose held-out rows count.
+        seed: The seed that is loaded.
+    """
+    held_out = HeldOutRows()
+    for origin, entries in pools.items():
+        if cut is not None and origin == cut.source:
+            continue
+        reason = f"content_in_{origin}"
+        for entry in entries:
+            held_out.contents[entry.content] = reason
+    if cut is None:
+        return held_out
+    # The loaded seed comes first, so that its reason is the one reported where there are several.
+    for other in sorted(seeds, key=lambda each: each != seed):
+        split_of_group = assign_groups(pools[cut.source], cut, task, other)
+        for entry in pools[cut.source]:
+            part = split_of_group[entry.group]
+            if part == "train":
+                continue
+            held_out.contents.setdefault(entry.content, f"content_in_{part}")
+            if "train" in cut.parts:
+                reason = f"cut_to_{part}" if other == seed else "cut_by_another_seed"
+                held_out.groups.setdefault(entry.group, reason)
+    return held_out

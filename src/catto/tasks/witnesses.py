@@ -18,11 +18,13 @@ from catto.tasks.splits import digest
 
 RELIABILITIES = (0.35, 0.5, 0.75)
 SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
-# How often the teacher quotes a witness who supports the answer it is heading for, and one who does not.
-QUOTE_SUPPORT, QUOTE_OTHER = 0.9, 0.3
-# Of ten equal shares of all possible sets of statements, so that no set is in two splits of any seed.
+# How often the teacher quotes a witness who names its answer, and one who does not.
+QUOTE_SUPPORT = 0.9
+QUOTE_OTHER = 0.3
+# All possible sets of statements fall into ten equal shares, and each split has its own: no set is in two splits,
+# whatever the seeds.
 _SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
-_MOST_TRIES = 10_000
+_MAX_TRIES = 10_000
 
 _ASK = "Where is the coin?"
 _STATEMENT = re.compile(r"^([0-9.]+)% says ([A-Z])$", re.MULTILINE)
@@ -39,7 +41,13 @@ class Statement(NamedTuple):
 
 
 def posterior(statements: Sequence[Statement], options: int) -> list[float]:
-    """P(gold = k | statements), by Bayes' rule from a uniform prior: prod_w (r_w if named, else (1 - r_w)/(K - 1)).
+    """Return P(gold = k | statements) for every option k, by Bayes' rule from a uniform prior.
+
+    The likelihood of option k is prod_w (r_w if witness w names k, else (1 - r_w) / (K - 1)).
+
+    Args:
+        statements: What the witnesses say.
+        options: The number of options K.
 
     >>> [round(14 * p, 9) for p in posterior([Statement(0.75, 0), Statement(0.5, 1)], 4)]
     [9.0, 3.0, 1.0, 1.0]
@@ -47,13 +55,38 @@ def posterior(statements: Sequence[Statement], options: int) -> list[float]:
     scores = [0.0] * options
     for reliability, named in statements:
         for option in range(options):
-            scores[option] += math.log(reliability if option == named else (1 - reliability) / (options - 1))
+            likelihood = reliability if option == named else (1 - reliability) / (options - 1)
+            scores[option] += math.log(likelihood)
     return _softmax(scores)
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
-    weights = [math.exp(score - max(scores)) for score in scores]
-    return [weight / math.fsum(weights) for weight in weights]
+    largest = max(scores)
+    weights = [math.exp(score - largest) for score in scores]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+class WitnessWorld(NamedTuple):
+    """The settings of a world: how many options and witnesses a question has, and how reliable witnesses are."""
+
+    options: int
+    witnesses: int
+    reliabilities: tuple[float, ...]
+
+    def check(self) -> None:
+        """Raise ValueError where no questions can be drawn."""
+        if not 2 <= self.options <= len(ascii_uppercase):
+            raise ValueError(f"options {self.options}: expected 2 to {len(ascii_uppercase)}")
+        if self.witnesses < 1:
+            raise ValueError(f"witnesses {self.witnesses}: expected at least 1")
+        if not self.reliabilities or not all(0 < value < 1 for value in self.reliabilities):
+            raise ValueError(f"reliabilities {self.reliabilities}: expected numbers between 0 and 1, at least one")
+        for value in self.reliabilities:
+            # The text must say exactly what the posterior uses.
+            value_in_text = float(f"{100 * value:g}") / 100
+            if value_in_text != value:
+                raise ValueError(f"reliabilities: {value} is not a percentage of at most six digits")
 
 
 def generate(
@@ -65,53 +98,76 @@ def generate(
     witnesses: int = 4,
     reliabilities: Sequence[float] = RELIABILITIES,
 ) -> Iterator[Question]:
-    """Yield `n` questions, None: as many as the split has; the first of a longer run are those of a shorter one.
+    """Generate questions. The first questions of a longer run are those of a shorter one.
+
+    Args:
+        split: The split; no set of statements is in two splits.
+        n: Number of questions; None for as many as the split has (`SIZES`).
+        seed: Seed of the questions.
+        options: Number of boxes, 2 to 26.
+        witnesses: Number of statements of a question.
+        reliabilities: How often a witness is right; each witness has one of these.
+
+    Returns:
+        An iterator over the questions, each with its exact posterior.
 
     >>> question = next(generate("test", 1, seed=0))
     >>> question.labels, round(sum(question.posterior.values()), 9)
     (('A', 'B', 'C', 'D'), 1.0)
     """
-    n = SIZES[split] if n is None else n
-    if not 2 <= options <= len(ascii_uppercase):
-        raise ValueError(f"options {options}: expected 2 to {len(ascii_uppercase)}")
-    if witnesses < 1:
-        raise ValueError(f"witnesses {witnesses}: expected at least 1")
-    if not reliabilities or not all(0 < value < 1 for value in reliabilities):
-        raise ValueError(f"reliabilities {tuple(reliabilities)}: expected numbers between 0 and 1, at least one")
-    # The text must say exactly what the posterior uses.
-    if inexact := [value for value in reliabilities if float(f"{100 * value:g}") / 100 != value]:
-        raise ValueError(f"reliabilities: {inexact[0]} is not a percentage of at most six digits")
-    world = content_hash([options, witnesses, list(reliabilities)], 6)
-    keys = (f"witnesses-{world}-{split}-{seed}-{index}" for index in range(n))
-    return (_question(key, split, options, witnesses, reliabilities) for key in keys)
+    world = WitnessWorld(options, witnesses, tuple(reliabilities))
+    world.check()
+    count = SIZES[split] if n is None else n
+    world_hash = content_hash([options, witnesses, list(reliabilities)], 6)
+    return (_draw_question(f"witnesses-{world_hash}-{split}-{seed}-{index}", split, world) for index in range(count))
 
 
-def _question(key: str, split: Split, options: int, witnesses: int, reliabilities: Sequence[float]) -> Question:
+def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Question:
     """Draw a gold option and statements about it until the statements belong to the split."""
-    draws = random.Random(int.from_bytes(digest(key), "big"))
-    for _ in range(_MOST_TRIES):
-        gold = int(draws.random() * options)
-        statements: list[Statement] = []
-        for _ in range(witnesses):
-            reliability, named = reliabilities[int(draws.random() * len(reliabilities))], gold
-            if draws.random() >= reliability:
-                other = int(draws.random() * (options - 1))
-                named = other + (other >= gold)
-            statements.append(Statement(reliability, named))
-        text = "\n".join(map(str, statements))
+    draws = random.Random(int.from_bytes(digest(question_id), "big"))
+    for _ in range(_MAX_TRIES):
+        gold = _draw_index(draws, world.options)
+        statements = _draw_statements(draws, gold, world)
+        text = _join_statements(statements)
         # Decided by the statements alone, so that P(gold | statements) stays what Bayes' rule says.
-        if digest("share", text)[0] * 10 // 256 in _SHARES[split]:
-            labels = ascii_uppercase[:options]
-            return Question(
-                id=key,
-                task="witnesses",
-                split=split,
-                fields={"question": f"{_ASK}\n{text}"},
-                options=tuple(Option(label=label, text=label) for label in labels),
-                gold=labels[gold],
-                posterior=dict(zip(labels, posterior(statements, options), strict=True)),
-            )
-    raise ValueError(f"witnesses {witnesses}: too few different sets of statements to give {split} its own")
+        share = digest("share", text)[0] * 10 // 256
+        if share not in _SHARES[split]:
+            continue
+        labels = ascii_uppercase[: world.options]
+        probabilities = posterior(statements, world.options)
+        return Question(
+            id=question_id,
+            task="witnesses",
+            split=split,
+            fields={"question": f"{_ASK}\n{text}"},
+            options=tuple(Option(label=label, text=label) for label in labels),
+            gold=labels[gold],
+            posterior=dict(zip(labels, probabilities, strict=True)),
+        )
+    raise ValueError(f"witnesses {world.witnesses}: too few different sets of statements to give {split} its own")
+
+
+def _draw_statements(draws: random.Random, gold: int, world: WitnessWorld) -> list[Statement]:
+    statements = []
+    for _ in range(world.witnesses):
+        reliability = world.reliabilities[_draw_index(draws, len(world.reliabilities))]
+        named = gold
+        is_wrong = draws.random() >= reliability
+        if is_wrong:
+            named = _draw_index(draws, world.options - 1)
+            if named >= gold:  # skip the gold option
+                named += 1
+        statements.append(Statement(reliability, named))
+    return statements
+
+
+def _draw_index(draws: random.Random, count: int) -> int:
+    """Draw from 0 to count - 1 with one call of `random`, whose numbers every version of Python keeps."""
+    return int(draws.random() * count)
+
+
+def _join_statements(statements: Sequence[Statement]) -> str:
+    return "\n".join(str(statement) for statement in statements)
 
 
 def statements_of(question: Question) -> list[Statement]:
@@ -123,32 +179,61 @@ def statements_of(question: Question) -> list[Statement]:
 
 
 def bayes_answer(question: Question) -> str:
-    """The label of the largest posterior probability, the first in case of a tie."""
-    exact = posterior(statements_of(question), len(question.labels))
-    return question.labels[exact.index(max(exact))]
+    """Return the label with the largest posterior probability, the first in case of a tie."""
+    probabilities = posterior(statements_of(question), len(question.labels))
+    return question.labels[probabilities.index(max(probabilities))]
 
 
 def respond(question: Question, temperature: float, seed: int) -> tuple[str, str]:
-    """Answer as the built-in teacher; return reasoning and label.
+    """Answer as the built-in teacher.
 
     The label is drawn from p^(1/T), normalised. The reasoning then quotes witnesses in their order, mostly those for
     the label, without giving the answer itself.
+
+    Args:
+        question: A question of this world.
+        temperature: The T above; 0 always gives the most probable label.
+        seed: Seed of the response.
+
+    Returns:
+        The reasoning and the label.
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected a finite number, at least 0")
     draws = random.Random(int.from_bytes(digest("respond", question.id, repr(float(temperature)), seed), "big"))
-    label, statements = bayes_answer(question), statements_of(question)
-    if temperature > 0:
-        exact = posterior(statements, len(question.labels))
-        weights = _softmax([math.log(value) / temperature if value > 0 else -math.inf for value in exact])
-        point = draws.random()
-        for candidate, weight in zip(question.labels, weights, strict=True):
-            label, point = candidate, point - weight
-            if point < 0:
-                break
-    answer = question.labels.index(label)
-    chances = [QUOTE_SUPPORT if statement.option == answer else QUOTE_OTHER for statement in statements]
-    quoted = [statement for statement, chance in zip(statements, chances, strict=True) if draws.random() < chance]
-    if not quoted:  # no quote at all would leave the reasoning empty
-        quoted = [max(statements, key=lambda statement: (statement.option == answer, statement.reliability))]
-    return "\n".join(map(str, quoted)), label
+    statements = statements_of(question)
+    if temperature == 0:
+        label = bayes_answer(question)
+    else:
+        label = _draw_label(draws, question.labels, statements, temperature)
+    quoted = _draw_quotes(draws, statements, answer=question.labels.index(label))
+    return _join_statements(quoted), label
+
+
+def _draw_label(
+    draws: random.Random, labels: Sequence[str], statements: Sequence[Statement], temperature: float
+) -> str:
+    """Draw a label from p^(1/T), normalised, by inverting the cumulative distribution."""
+    scores = []
+    for probability in posterior(statements, len(labels)):
+        score = math.log(probability) / temperature if probability > 0 else -math.inf
+        scores.append(score)
+    point = draws.random()
+    for label, weight in zip(labels, _softmax(scores), strict=True):
+        point -= weight
+        if point < 0:
+            return label
+    return labels[-1]  # rounding may leave the weights slightly below 1
+
+
+def _draw_quotes(draws: random.Random, statements: Sequence[Statement], answer: int) -> list[Statement]:
+    quoted = []
+    for statement in statements:
+        chance = QUOTE_SUPPORT if statement.option == answer else QUOTE_OTHER
+        if draws.random() < chance:
+            quoted.append(statement)
+    if quoted:
+        return quoted
+    # No quote at all would leave the reasoning empty.
+    best = max(statements, key=lambda statement: (statement.option == answer, statement.reliability))
+    return [best]

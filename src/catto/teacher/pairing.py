@@ -1,8 +1,8 @@
-"""Responses to rows to train on, and a summary of what the responses gave.
+"""Turn responses into rows to train on, and summarise what the responses gave.
 
 Every row renders its text anew, so that the label is alone on its line. A response without a label counts as wrong. It
-is never the rejected response of a pair, since there is no label to compare; among the outcome rows it keeps its
-reasoning, with an open answer.
+is never the rejected response of a pair, since there is no label to compare. Among the outcome rows it keeps its
+reasoning, and its answer stays open.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from catto.prompts import completion
 from catto.recipe import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
 
-EXAMPLES = 3
+EXAMPLES = 3  # responses that a summary shows
 
 
 class AnsweredQuestion(NamedTuple):
-    """A question, the messages that ask it, and all of its responses, at least one."""
+    """A question, the messages that ask it, and all of its responses (at least one)."""
 
     question: Question
     prompt: tuple[Message, ...]
@@ -31,14 +31,20 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def correctness_rate(self) -> float:
-        """Share of the responses that are right, in [0, 1]."""
+        """The share of correct responses, in [0, 1]."""
         return len(self.right) / len(self.responses)
 
     @property
     def columns(self) -> dict[str, Any]:
         """The columns that all rows of the question share."""
-        same = {"question": self.question.id, "task": self.question.task, "labels": self.question.labels}
-        return {**same, "gold": self.question.gold, "prompt": self.prompt, "correctness_rate": self.correctness_rate}
+        return {
+            "question": self.question.id,
+            "task": self.question.task,
+            "labels": self.question.labels,
+            "gold": self.question.gold,
+            "prompt": self.prompt,
+            "correctness_rate": self.correctness_rate,
+        }
 
     @property
     def right(self) -> tuple[Response, ...]:
@@ -47,32 +53,46 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def wrong(self) -> tuple[Response, ...]:
-        """The others, with or without a label."""
+        """The other responses, with or without a label."""
         return tuple(response for response in self.responses if not response.correct)
 
 
 def sft_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield the correct responses; without reasoning only the first, since the others have the same text."""
-    right = group.right if settings.reasoning else group.right[:1]
-    return (_sft_row(group, response, settings) for response in right)
+    """Yield a row for every correct response; without reasoning only one, since the others have the same text."""
+    correct = group.right
+    if not settings.reasoning:
+        correct = correct[:1]
+    for response in correct:
+        yield _make_sft_row(group, response, settings)
 
 
 def outcome_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield every response, right or wrong."""
-    return (_sft_row(group, response, settings) for response in group.responses)
+    """Yield a row for every response, right or wrong."""
+    for response in group.responses:
+        yield _make_sft_row(group, response, settings)
 
 
 def stream_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield the first response, right or wrong, with the votes of all.
+    """Yield one row with the first response, right or wrong, and the votes of all.
 
-    The votes are the share of each label among the responses that have one; None where none has.
+    The votes are the share of each label among the responses that have one; None if none has.
     """
-    readable = [response.label for response in group.responses if response.label is not None]
-    votes = None
-    if readable:
-        votes = {label: readable.count(label) / len(readable) for label in group.question.labels}
-    row = _sft_row(group, group.responses[0], settings)
-    yield row.model_copy(update={"votes": votes})
+    row = _make_sft_row(group, group.responses[0], settings)
+    yield row.model_copy(update={"votes": _count_votes(group)})
+
+
+def _count_votes(group: AnsweredQuestion) -> dict[str, float] | None:
+    labels = [response.label for response in group.responses if response.label is not None]
+    if not labels:
+        return None
+    return {label: labels.count(label) / len(labels) for label in group.question.labels}
+
+
+class ResponsePair(NamedTuple):
+    """A correct response and a labelled wrong one to the same question."""
+
+    chosen: Response
+    rejected: Response
 
 
 def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[PreferenceRow]:
@@ -80,19 +100,37 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
 
     Pairs are drawn without replacement, in the order of a hash: the same on every machine and Python.
     """
-    if dropped(group, settings) is not None:
+    if explain_no_pair(group, settings) is not None:
         return
-    labelled = [response for response in group.wrong if response.label is not None]
-    pairs = [(chosen, rejected) for chosen in group.right for rejected in labelled]
-    pairs.sort(key=lambda pair: content_hash([settings.seed, group.question.id, pair[0].sample, pair[1].sample]))
-    for chosen, rejected in pairs[: settings.pairs_per_question]:
-        turns: dict[str, Any] = {"chosen": _turn(chosen, settings), "rejected": _turn(rejected, settings)}
-        yield PreferenceRow(**group.columns, **turns, chosen_label=group.question.gold, rejected_label=rejected.label)
+    labelled_wrong = [response for response in group.wrong if response.label is not None]
+    pairs = []
+    for chosen in group.right:
+        for rejected in labelled_wrong:
+            pairs.append(ResponsePair(chosen, rejected))
+
+    def random_key(pair: ResponsePair) -> str:
+        return content_hash([settings.seed, group.question.id, pair.chosen.sample, pair.rejected.sample])
+
+    pairs.sort(key=random_key)
+    for pair in pairs[: settings.pairs_per_question]:
+        yield PreferenceRow(
+            **group.columns,
+            chosen=_render_turn(pair.chosen, settings),
+            rejected=_render_turn(pair.rejected, settings),
+            chosen_label=group.question.gold,
+            rejected_label=pair.rejected.label,
+        )
+
+
+def response_records(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[Response]:
+    """Yield the responses themselves."""
+    return iter(group.responses)
 
 
 Kind = Literal["sft", "preferences", "outcome", "stream"]
+# Name of a file -> what a question contributes to it.
 ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]] = {
-    "responses": lambda group, settings: iter(group.responses),
+    "responses": response_records,
     "sft": sft_rows,
     "preferences": preference_rows,
     "outcome": outcome_rows,
@@ -100,10 +138,12 @@ ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]]
 }
 
 
-def dropped(group: AnsweredQuestion, settings: TeacherSettings) -> str | None:
-    """Say why a question gives no pair; None if it does."""
+def explain_no_pair(group: AnsweredQuestion, settings: TeacherSettings) -> str | None:
+    """Return why a question gives no pair; None if it gives one."""
+    if not group.right:
+        return "no correct"
     if len(group.right) < settings.min_correct:
-        return "no correct" if not group.right else f"fewer than {settings.min_correct} correct"
+        return f"fewer than {settings.min_correct} correct"
     if len(group.wrong) < settings.min_wrong:
         return f"fewer than {settings.min_wrong} wrong"
     if all(response.label is None for response in group.wrong):
@@ -111,18 +151,41 @@ def dropped(group: AnsweredQuestion, settings: TeacherSettings) -> str | None:
     return None
 
 
-def _sft_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
-    return SftRow(**group.columns, completion=_turn(response, settings), label=response.label)
+def _make_sft_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+    return SftRow(**group.columns, completion=_render_turn(response, settings), label=response.label)
 
 
-def _turn(response: Response, settings: TeacherSettings) -> tuple[Message, ...]:
-    """The response in its one form, with a thinking block exactly where the prompt asks for one."""
-    reasoning = (response.reasoning or "") if settings.reasoning else None
+def _render_turn(response: Response, settings: TeacherSettings) -> tuple[Message, ...]:
+    """Render the response in its one form, with a thinking block exactly where the prompt asks for one."""
+    reasoning = None
+    if settings.reasoning:
+        reasoning = response.reasoning or ""
     return (Message(role="assistant", content=completion(reasoning, response.label)),)
 
 
+# ---- the summary ----------------------------------------------------------------------------------------------------
+
+
 class Yield(Record):
-    """What the responses gave. rates: correctness rate, to one digit -> questions. tokens: None where not reported."""
+    """What the responses gave.
+
+    Attributes:
+        questions: Number of questions that were to be asked.
+        answered: Number of questions with a response.
+        responses: Number of responses.
+        correct: Number of correct responses.
+        unparsed: Number of responses without a label.
+        kept: Number of questions that give pairs.
+        dropped: Number of questions that give none, by reason.
+        rates: Number of questions by correctness rate, rounded to one digit.
+        prompt_tokens: Tokens of all prompts; None if not reported.
+        tokens: Tokens of all responses; None if not reported.
+        rows: Number of rows by kind.
+        examples: A few responses, of different verdicts where there are any.
+        refused: Number of refused requests.
+        reasons: Why requests were refused, with counts.
+        other_models: Number of replies by model, where a server names another model than was asked for.
+    """
 
     questions: int
     answered: int
@@ -137,36 +200,91 @@ class Yield(Record):
     rows: dict[str, int]
     examples: tuple[Response, ...]
     refused: int = 0
-    reasons: str = ""  # of the refused requests, with their counts
-    other_models: dict[str, int] = Field(default_factory=dict)  # replies under another name than was asked for
+    reasons: str = ""
+    other_models: dict[str, int] = Field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """Describe it in a few lines."""
-        tokens = ["not reported" if count is None else f"{count:,}" for count in (self.prompt_tokens, self.tokens)]
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
+        rates = ", ".join(f"{rate}: {count}" for rate, count in self.rates.items())
+        rows = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items())
         lines = [
             f"{self.responses:,} responses to {self.answered:,} of {self.questions:,} questions; "
             f"{self.correct:,} correct, {self.unparsed:,} without a label",
-            f"{self.kept:,} questions give pairs; dropped: "
-            + (", ".join(f"{count:,} {why}" for why, count in self.dropped.items()) or "none"),
-            "questions by share of correct responses: "
-            + ", ".join(f"{rate}: {count}" for rate, count in self.rates.items()),
-            f"tokens: {tokens[0]} prompt, {tokens[1]} generated",
-            "rows: " + ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items()),
+            f"{self.kept:,} questions give pairs; dropped: {dropped or 'none'}",
+            f"questions by share of correct responses: {rates}",
+            f"tokens: {_show_count(self.prompt_tokens)} prompt, {_show_count(self.tokens)} generated",
+            f"rows: {rows}",
         ]
         if self.refused:
-            refused = f"{self.refused:,} requests ({self.reasons}); --retry-refused asks again"
-            lines.append(f"refused and left out: {refused}")
+            lines.append(
+                f"refused and left out: {self.refused:,} requests ({self.reasons}); --retry-refused asks again"
+            )
         if self.other_models:
             names = ", ".join(f"{count:,} from {name}" for name, count in self.other_models.items())
             lines.append(f"under another model name than asked: {names}")
         for response in self.examples:
             text = " ".join(response.text.split())[:200]
-            lines.append(f"question {response.question} sample {response.sample}, {_verdict(response)}: {text}")
+            lines.append(f"question {response.question} sample {response.sample}, {_judge(response)}: {text}")
         return lines
 
 
-def _verdict(response: Response) -> str:
-    return "without a label" if response.label is None else "correct" if response.correct else "wrong"
+def _show_count(count: int | None) -> str:
+    return "not reported" if count is None else f"{count:,}"
+
+
+def _judge(response: Response) -> str:
+    if response.label is None:
+        return "without a label"
+    return "correct" if response.correct else "wrong"
+
+
+class _YieldCounter:
+    """Counts of all answered questions so far, one `add` per question."""
+
+    def __init__(self, settings: TeacherSettings) -> None:
+        self.settings = settings
+        self.kept = 0
+        self.dropped = Counter[str]()
+        self.rates = Counter[str]()
+        self.verdicts = Counter[str]()
+        self.other_models = Counter[str]()
+        self.reports_tokens = False
+        self.prompt_tokens = 0
+        self.tokens = 0
+        self.first_responses: list[Response] = []
+        self.first_of_verdict: dict[str, Response] = {}
+
+    def add(self, group: AnsweredQuestion) -> None:
+        reason = explain_no_pair(group, self.settings)
+        if reason is None:
+            self.kept += 1
+        else:
+            self.dropped[reason] += 1
+        self.rates[f"{group.correctness_rate:.1f}"] += 1
+        missing_examples = EXAMPLES - len(self.first_responses)
+        self.first_responses.extend(group.responses[:missing_examples])
+        for response in group.responses:
+            self._add_response(response)
+
+    def _add_response(self, response: Response) -> None:
+        verdict = _judge(response)
+        self.verdicts[verdict] += 1
+        self.first_of_verdict.setdefault(verdict, response)
+        if self.settings.source == "server" and response.model != model_name(self.settings.model or ""):
+            self.other_models[response.model] += 1
+        if response.tokens is not None:
+            self.reports_tokens = True
+            self.tokens += response.tokens
+            self.prompt_tokens += response.prompt_tokens or 0
+
+    def choose_examples(self) -> tuple[Response, ...]:
+        """Return one response of each verdict, filled up with the first responses."""
+        examples = list(self.first_of_verdict.values())
+        for response in self.first_responses:
+            if response not in self.first_of_verdict.values():
+                examples.append(response)
+        return tuple(examples[:EXAMPLES])
 
 
 def count_yield(
@@ -175,36 +293,38 @@ def count_yield(
     settings: TeacherSettings,
     refused: Sequence[Refusal] = (),
 ) -> Yield:
-    """Count what the responses gave; the rows are counted by who writes them."""
-    verdicts, tokens, drops, rates, names = (Counter[str]() for _ in range(5))
-    examples: dict[str, Response] = {}  # one of each verdict, filled up with the first responses
-    first: list[Response] = []
+    """Count what the responses gave.
+
+    Args:
+        questions: All questions that were to be asked.
+        groups: The questions with responses.
+        settings: Settings of the teacher.
+        refused: The refused requests.
+
+    Returns:
+        The summary. Its `rows` are empty: whoever writes the rows counts them.
+    """
+    counter = _YieldCounter(settings)
     for group in groups:
-        drops[dropped(group, settings) or ""] += 1
-        rates[f"{group.correctness_rate:.1f}"] += 1
-        first.extend(group.responses[: EXAMPLES - len(first)])
-        for response in group.responses:
-            verdicts[_verdict(response)] += 1
-            examples.setdefault(_verdict(response), response)
-            names[response.model] += settings.source == "server" and response.model != model_name(settings.model or "")
-            if response.tokens is not None:
-                tokens.update(counted=1, generated=response.tokens, prompt=response.prompt_tokens or 0)
-    answered, kept = drops.total(), drops.pop("", 0)
-    unanswered = {"no responses": len(questions) - answered} if len(questions) > answered else {}
+        counter.add(group)
+    answered = counter.kept + counter.dropped.total()
+    dropped = dict(sorted(counter.dropped.items()))
+    if len(questions) > answered:
+        dropped["no responses"] = len(questions) - answered
     return Yield(
         questions=len(questions),
         answered=answered,
-        responses=verdicts.total(),
-        correct=verdicts["correct"],
-        unparsed=verdicts["without a label"],
-        kept=kept,
-        dropped={**dict(sorted(drops.items())), **unanswered},
-        rates=dict(sorted(rates.items())),
-        prompt_tokens=tokens["prompt"] if tokens["counted"] else None,
-        tokens=tokens["generated"] if tokens["counted"] else None,
+        responses=counter.verdicts.total(),
+        correct=counter.verdicts["correct"],
+        unparsed=counter.verdicts["without a label"],
+        kept=counter.kept,
+        dropped=dropped,
+        rates=dict(sorted(counter.rates.items())),
+        prompt_tokens=counter.prompt_tokens if counter.reports_tokens else None,
+        tokens=counter.tokens if counter.reports_tokens else None,
         rows={},
         refused=len(refused),
         reasons=count_reasons(refused),
-        other_models=dict(sorted((+names).items())),
-        examples=tuple([*examples.values(), *(r for r in first if r not in examples.values())][:EXAMPLES]),
+        other_models=dict(sorted(counter.other_models.items())),
+        examples=counter.choose_examples(),
     )

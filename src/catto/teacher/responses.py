@@ -1,8 +1,8 @@
 """Ask the teacher for every response and keep each as it arrives; then read the responses and write the rows.
 
-Asking costs money and time, reading costs nothing. So generations are kept as they came, in `generations.jsonl`, and
-another parser or another choice of pairs reads that file again. While a run lasts they are in a `Journal`: a run that
-was killed asks only for what is missing.
+Asking costs money and time, reading costs nothing. So generations are stored unread, in `generations.jsonl`, and
+another parser or another choice of pairs reads that file again. During a run they are in a `Journal`: a run that was
+killed asks only for what is missing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from catto import files
 from catto.answer.forms import VERSION
@@ -28,11 +28,14 @@ from catto.records import Key, Manifest, Question, Record, Refusal, Response, co
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
 from catto.teacher.sources import StoredResponses, open_source
 
-GENERATIONS, REFUSED, LOCK = "generations.jsonl", "refused.jsonl", ".lock"
+GENERATIONS = "generations.jsonl"
+REFUSED = "refused.jsonl"
+LOCK = ".lock"
 OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new folder"
-# English text has about four characters a token in the usual vocabularies; good to some 20 %.
-CHARACTERS_A_TOKEN = 4
+# English text has about four characters per token in the usual vocabularies; good to some 20 %.
+CHARACTERS_PER_TOKEN = 4
 
+# Source -> why asking it costs nothing.
 FREE = {
     "witnesses": "the built-in teacher writes its responses here, without a model",
     "labels": "labels are drawn here, without a model",
@@ -40,6 +43,9 @@ FREE = {
 }
 
 Progress = Callable[[int, int], None]
+
+
+# ---- asking ---------------------------------------------------------------------------------------------------------
 
 
 def ask(
@@ -51,14 +57,19 @@ def ask(
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Collect n responses to every training question, unread, into `out`/generations.jsonl with its manifest.
+    """Collect n responses to every training question, unread, in `out`/generations.jsonl with its manifest.
 
     A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished one asks
-    nothing. `source` None: the one that the settings name, opened only if something is to be asked.
+    nothing. Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
+    `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError.
 
-    Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
-    `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError. `progress(done, total)` counts
-    responses. `may_be_empty`: stored responses need not answer any of the questions.
+    Args:
+        questions: The questions; only those of the train split are asked.
+        source: Who is asked; None for the source that the settings name, opened only if something is to be asked.
+        settings: Settings of the teacher.
+        out: The folder to write to.
+        progress: Called with the number of responses so far and the total.
+        may_be_empty: Whether stored responses may answer none of the questions.
 
     >>> import tempfile
     >>> from catto.tasks import load
@@ -70,173 +81,43 @@ def ask(
     """
     training = training_questions(questions)
     with locked(out / LOCK):
-        journal = _journal(training, source, settings, out)
+        journal = _make_journal(training, source, settings, out)
         if not journal.finished():
-            source = source or open_source(settings, training, may_be_empty=may_be_empty)
-            total = len(journal.keys)
+            if source is None:
+                source = open_source(settings, training, may_be_empty=may_be_empty)
             with journal:
-                cap = RefusalCap(settings.max_refused, journal.places.keys() - journal.refused.keys(), journal.refused)
-                for outcome in source.generate(Requests(training, settings), set(journal.places)):
-                    (outcome,) = journal.append(outcome)
-                    cap.count(outcome)
-                    if progress is not None:
-                        progress(len(journal.places), total)
-                answered = len(journal.places) - len(journal.refused)
-                RefusalCap.check_some(answered, journal.refused.values())
-                drawn = not isinstance(source, StoredResponses)  # whether each has the temperature drawn for it
-                if drawn and (missing := total - len(journal.places)):
-                    raise RuntimeError(f"{source.name}: {missing} requests were never answered")
-                counts = {"generations": answered, "refused": len(journal.refused)}
-                notes = {"source": source.name, "drawn": drawn, **getattr(source, "notes", {})}
-                journal.publish(_manifest("generations", counts, settings, journal.manifest.recipe_hash, notes))
+                _ask_missing(journal, source, Requests(training, settings), progress)
+                _publish_generations(journal, source, settings)
         journal.remove()
 
 
-def write_rows(
-    questions: Iterable[Question],
-    settings: TeacherSettings,
-    generations: Path,
-    out: Path,
-    kinds: Iterable[Kind] = ("sft", "preferences", "outcome"),
-) -> Yield:
-    """Read the file that `ask` wrote and write responses.jsonl and, of each kind, the rows: sft.jsonl and so on.
-
-    All files are written in one pass over the generations, each with its manifest.
-    """
-    training, made, names = training_questions(questions), read_manifest(generations), ("responses", *kinds)
-    paths = {name: out / f"{name}.jsonl" for name in names}
-    tally: Counter[str] = Counter()  # records by file
-
-    def written(outputs: Mapping[str, IO[str]]) -> Iterator[AnsweredQuestion]:
-        """Write what each question gives into the files on the way to the summary."""
-        stored = read_records(generations, Generation)
-        for group in answered_questions(training, stored, settings, drawn=made.notes["drawn"]):
-            for name, file in outputs.items():
-                for record in ROWS[name](group, settings):
-                    tally[name] += 1
-                    file.write(files.json_line(record, paths[name], tally[name]))
-            tally["temperature_ignored"] += sum(not response.temperature_acts for response in group.responses)
-            yield group
-
-    with locked(out / LOCK):
-        with ExitStack() as stack:
-            outputs = {name: stack.enter_context(files.replacing(path)) for name, path in paths.items()}
-            summary = count_yield(training, written(outputs), settings, refusals(generations.parent))
-        parsed = content_hash([made.recipe_hash, VERSION])
-        counts = {
-            **summary.model_dump(include={"responses", "correct", "unparsed"}),
-            "temperature_ignored": tally["temperature_ignored"],
-            "other_model": sum(summary.other_models.values()),
-            "refused": made.counts["refused"],
-        }
-        manifest = _manifest("responses", counts, settings, parsed, {**made.notes, "parser": VERSION})
-        files.write_manifest(paths["responses"], manifest)
-        recipe = content_hash([parsed, settings.picked()])
-        for kind in names[1:]:
-            counts = {"rows": tally[kind], "questions": len(training)}
-            files.write_manifest(paths[kind], _manifest(kind, counts, settings, recipe, settings.picked()))
-    return summary.model_copy(update={"rows": {kind: tally[kind] for kind in names[1:]}})
+def _ask_missing(journal: Journal[Generation], source: Engine, requests: Requests, progress: Progress | None) -> None:
+    """Ask what the journal does not hold yet; stop where too much is refused."""
+    answered = journal.places.keys() - journal.refused.keys()
+    cap = RefusalCap(requests.settings.max_refused, answered, journal.refused)
+    for outcome in source.generate(requests, set(journal.places)):
+        (stored,) = journal.append(outcome)
+        cap.count(stored)
+        if progress is not None:
+            progress(len(journal.places), len(journal.keys))
 
 
-def answered_questions(
-    questions: Iterable[Question], generations: Iterable[Generation], settings: TeacherSettings, *, drawn: bool
-) -> Iterator[AnsweredQuestion]:
-    """Parse generations, sorted by question, and join them to their questions.
-
-    Reasoning in the text goes before what the server returned apart. drawn: each has the temperature drawn for it.
-    """
-    by_id = {question.id: question for question in questions}
-    for name, group in groupby(generations, key=lambda generation: generation.question):
-        if name not in by_id:
-            raise ValueError(f"response to question {name!r}, which is not among the questions")
-        question, responses = by_id[name], []
-        for generation in group:
-            answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
-            temperature, seed = draw(settings, name, generation.sample) if drawn else (None, None)
-            kept = generation.model_dump(exclude={"reasoning", "tops"}) | {"temperature": temperature, "seed": seed}
-            reasoning, correct = answer.reasoning or generation.reasoning, answer.label == question.gold
-            responses.append(Response(**kept, reasoning=reasoning, label=answer.label, correct=correct))
-        yield AnsweredQuestion(question, messages(question, reasoning=settings.reasoning), tuple(responses))
-
-
-def _manifest(
-    kind: str, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
-) -> Manifest:
-    versions = files.library_versions("httpx2", "pydantic", "transformers", "torch")
-    return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
-
-
-class Estimate(Record):
-    """What is still to be asked. Tokens are estimates: see `lines`. free: why nothing is to be paid."""
-
-    questions: int
-    requests: int
-    stored: int
-    refused: int = 0
-    prompt_tokens: int
-    most_tokens: int
-    free: str | None = None
-
-    def lines(self) -> list[str]:
-        """Describe it, and how it was estimated."""
-        stored = f"{self.stored:,} responses are stored"
-        stored += f", {self.refused:,} requests were refused" if self.refused else ""
-        counts = f"{self.requests:,} requests for {self.questions:,} questions; {stored}"
-        if self.free is not None:
-            return [counts, f"free: {self.free}"]
-        prompts = f"about {self.prompt_tokens:,} prompt tokens (characters / {CHARACTERS_A_TOKEN})"
-        return [counts, prompts, f"at most {self.most_tokens:,} generated tokens (requests x max_tokens)"]
-
-
-def dry_run(
-    questions: Iterable[Question],
-    source: Engine | None,
-    settings: TeacherSettings,
-    out: Path | None = None,
-    *,
-    retry_refused: bool = False,
-) -> Estimate:
-    """Count what `ask` would still ask, without asking or writing."""
-    training = training_questions(questions)
-    journal = _journal(training, source, settings, out or Path())
-    stored, refused = set[Key](), set[Key]()
-    if out is not None and journal.finished():
-        refused = {refusal.key for refusal in refusals(out)}
-        stored = journal.keys.keys() - refused
-    elif out is not None:
-        journal.read()
-        refused = set(journal.refused)
-        stored = journal.places.keys() - refused
-    refused = set() if retry_refused else refused
-    done = stored | refused
-    left = Counter(key[0] for key in journal.keys if key not in done)
-    prompts = ((question.id, messages(question, reasoning=settings.reasoning)) for question in training)
-    characters = sum(left[name] * len(message.content) for name, prompt in prompts for message in prompt)
-    return Estimate(
-        questions=len(training),
-        requests=left.total(),
-        stored=len(stored),
-        refused=len(refused),
-        prompt_tokens=round(characters / CHARACTERS_A_TOKEN),
-        most_tokens=left.total() * settings.max_tokens,
-        free=FREE.get(settings.source or ""),
+def _publish_generations(journal: Journal[Generation], source: Engine, settings: TeacherSettings) -> None:
+    answered = len(journal.places) - len(journal.refused)
+    RefusalCap.check_some(answered, journal.refused.values())
+    # Stored responses come without the temperature and seed that are drawn for a request, and may be fewer.
+    is_drawn = not isinstance(source, StoredResponses)
+    missing = len(journal.keys) - len(journal.places)
+    if is_drawn and missing:
+        raise RuntimeError(f"{source.name}: {missing} requests were never answered")
+    manifest = _make_manifest(
+        "generations",
+        counts={"generations": answered, "refused": len(journal.refused)},
+        settings=settings,
+        recipe=journal.manifest.recipe_hash,
+        notes={"source": source.name, "drawn": is_drawn, **getattr(source, "notes", {})},
     )
-
-
-def training_questions(questions: Iterable[Question]) -> list[Question]:
-    """The questions of the train split, which alone are asked; none or a repeated id is an error."""
-    training = [question for question in questions if question.split == "train"]
-    check_ids(training)
-    if not training:
-        raise ValueError("no question of the train split")
-    return training
-
-
-def draw(settings: TeacherSettings, question: str, sample: int) -> tuple[float, int]:
-    """Temperature, uniform in the settings' range, and seed (31 bits) of a sample, by hash: in any order."""
-    digest = content_hash([settings.seed, question, sample], 64)
-    low, high = settings.temperature
-    return round(low + (high - low) * int(digest[:13], 16) / 16**13, 4), int(digest[13:21], 16) >> 1
+    journal.publish(manifest)
 
 
 @dataclass(frozen=True)
@@ -249,39 +130,330 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         for question in self.training:
             prompt = messages(question, reasoning=self.settings.reasoning)
-            same: dict[str, Any] = {"question": question.id, "messages": prompt, "max_tokens": self.settings.max_tokens}
             for sample in range(self.settings.n):
-                temperature, seed = draw(self.settings, question.id, sample)
-                yield Request(**same, sample=sample, temperature=temperature, seed=seed)
+                sampling = draw_sampling(self.settings, question.id, sample)
+                yield Request(
+                    question=question.id,
+                    sample=sample,
+                    messages=prompt,
+                    temperature=sampling.temperature,
+                    seed=sampling.seed,
+                    max_tokens=self.settings.max_tokens,
+                )
 
 
-def _journal(
+class DrawnSampling(NamedTuple):
+    """The temperature and the seed that were drawn for one response."""
+
+    temperature: float
+    seed: int
+
+
+def draw_sampling(settings: TeacherSettings, question: str, sample: int) -> DrawnSampling:
+    """Draw the temperature, uniform in the settings' range, and the seed (31 bits) of a sample.
+
+    Both come from a hash, so they do not depend on the order of the requests.
+    """
+    digest = content_hash([settings.seed, question, sample], 64)
+    low, high = settings.temperature
+    # The first 13 hexadecimal digits are a fraction in [0, 1).
+    temperature = low + (high - low) * int(digest[:13], 16) / 16**13
+    seed = int(digest[13:21], 16) >> 1
+    return DrawnSampling(round(temperature, 4), seed)
+
+
+def training_questions(questions: Iterable[Question]) -> list[Question]:
+    """Return the questions of the train split, which alone are asked; ValueError if there is none or an id repeats."""
+    training = [question for question in questions if question.split == "train"]
+    check_ids(training)
+    if not training:
+        raise ValueError("no question of the train split")
+    return training
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def write_rows(
+    questions: Iterable[Question],
+    settings: TeacherSettings,
+    generations: Path,
+    out: Path,
+    kinds: Iterable[Kind] = ("sft", "preferences", "outcome"),
+) -> Yield:
+    """Read the file that `ask` wrote; write responses.jsonl and a file of rows for each kind, such as sft.jsonl.
+
+    All files are written in one pass over the generations, each with its manifest.
+
+    Args:
+        questions: The questions that were asked.
+        settings: Settings of the teacher.
+        generations: The file that `ask` wrote.
+        out: The folder to write to.
+        kinds: The kinds of rows.
+
+    Returns:
+        A summary of what the responses gave.
+    """
+    training = training_questions(questions)
+    asked = read_manifest(generations)
+    row_kinds = tuple(kinds)
+    paths = {name: out / f"{name}.jsonl" for name in ("responses", *row_kinds)}
+    with locked(out / LOCK):
+        groups = answered_questions(
+            training, read_records(generations, Generation), settings, drawn=asked.notes["drawn"]
+        )
+        with ExitStack() as stack:
+            outputs: dict[str, IO[str]] = {}
+            for name, path in paths.items():
+                outputs[name] = stack.enter_context(files.replacing(path))
+            writer = _RowWriter(settings, paths, outputs)
+            summary = count_yield(training, writer.write_groups(groups), settings, refusals(generations.parent))
+        _write_manifests(asked, summary, writer, questions=len(training))
+    rows = {kind: writer.written[kind] for kind in row_kinds}
+    return summary.model_copy(update={"rows": rows})
+
+
+@dataclass
+class _RowWriter:
+    """Writes what each question contributes into the open files, and counts it.
+
+    Attributes:
+        paths: Name of a file -> its path.
+        outputs: Name of a file -> the open file.
+        written: Name of a file -> number of records in it.
+        temperature_ignored: Number of responses from servers that are known to ignore the temperature.
+    """
+
+    settings: TeacherSettings
+    paths: Mapping[str, Path]
+    outputs: Mapping[str, IO[str]]
+    written: Counter[str] = field(default_factory=Counter)
+    temperature_ignored: int = 0
+
+    def write_groups(self, groups: Iterable[AnsweredQuestion]) -> Iterator[AnsweredQuestion]:
+        """Write the records of each group, then pass the group on."""
+        for group in groups:
+            for name, file in self.outputs.items():
+                for record in ROWS[name](group, self.settings):
+                    self.written[name] += 1
+                    file.write(files.json_line(record, self.paths[name], self.written[name]))
+            for response in group.responses:
+                if not response.temperature_acts:
+                    self.temperature_ignored += 1
+            yield group
+
+
+def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
+    """Write the manifest of every file; `asked` is that of the generations."""
+    settings = writer.settings
+    parsed_hash = content_hash([asked.recipe_hash, VERSION])
+    rows_hash = content_hash([parsed_hash, settings.picked()])
+    for name, path in writer.paths.items():
+        if name == "responses":
+            manifest = _make_manifest(
+                name,
+                counts={
+                    "responses": summary.responses,
+                    "correct": summary.correct,
+                    "unparsed": summary.unparsed,
+                    "temperature_ignored": writer.temperature_ignored,
+                    "other_model": sum(summary.other_models.values()),
+                    "refused": asked.counts["refused"],
+                },
+                settings=settings,
+                recipe=parsed_hash,
+                notes={**asked.notes, "parser": VERSION},
+            )
+        else:
+            manifest = _make_manifest(
+                name,
+                counts={"rows": writer.written[name], "questions": questions},
+                settings=settings,
+                recipe=rows_hash,
+                notes=settings.picked(),
+            )
+        files.write_manifest(path, manifest)
+
+
+def _make_manifest(
+    kind: str, *, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
+) -> Manifest:
+    versions = files.library_versions("httpx2", "pydantic", "transformers", "torch")
+    return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
+
+
+def answered_questions(
+    questions: Iterable[Question], generations: Iterable[Generation], settings: TeacherSettings, *, drawn: bool
+) -> Iterator[AnsweredQuestion]:
+    """Parse generations, sorted by question, and join them to their questions.
+
+    Args:
+        questions: The questions that were asked.
+        generations: The generations, those of one question next to each other.
+        settings: Settings of the teacher.
+        drawn: Whether each generation was sampled with the temperature and seed drawn for it.
+    """
+    question_of_id = {question.id: question for question in questions}
+    for question_id, group in groupby(generations, key=lambda generation: generation.question):
+        if question_id not in question_of_id:
+            raise ValueError(f"response to question {question_id!r}, which is not among the questions")
+        question = question_of_id[question_id]
+        responses = []
+        for generation in group:
+            sampling = None
+            if drawn:
+                sampling = draw_sampling(settings, question_id, generation.sample)
+            responses.append(_parse_generation(generation, question, sampling))
+        prompt = messages(question, reasoning=settings.reasoning)
+        yield AnsweredQuestion(question, prompt, tuple(responses))
+
+
+def _parse_generation(generation: Generation, question: Question, sampling: DrawnSampling | None) -> Response:
+    """Read the answer of a generation. Reasoning in the text takes precedence over what the server returned apart."""
+    answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+    columns = generation.model_dump(exclude={"reasoning", "tops"})
+    return Response(
+        **columns,
+        temperature=None if sampling is None else sampling.temperature,
+        seed=None if sampling is None else sampling.seed,
+        reasoning=answer.reasoning or generation.reasoning,
+        label=answer.label,
+        correct=answer.label == question.gold,
+    )
+
+
+# ---- estimating -----------------------------------------------------------------------------------------------------
+
+
+class Estimate(Record):
+    """What is still to be asked.
+
+    Attributes:
+        questions: Number of questions.
+        requests: Number of requests that are still to be sent.
+        stored: Number of stored responses.
+        refused: Number of refused requests, which are not sent again.
+        prompt_tokens: Estimated tokens of the prompts (see `lines`).
+        most_tokens: Maximum number of generated tokens.
+        free: Why nothing is to be paid; None if a model is asked.
+    """
+
+    questions: int
+    requests: int
+    stored: int
+    refused: int = 0
+    prompt_tokens: int
+    most_tokens: int
+    free: str | None = None
+
+    def lines(self) -> list[str]:
+        """Describe it, and how it was estimated."""
+        stored = f"{self.stored:,} responses are stored"
+        if self.refused:
+            stored += f", {self.refused:,} requests were refused"
+        counts = f"{self.requests:,} requests for {self.questions:,} questions; {stored}"
+        if self.free is not None:
+            return [counts, f"free: {self.free}"]
+        prompts = f"about {self.prompt_tokens:,} prompt tokens (characters / {CHARACTERS_PER_TOKEN})"
+        return [counts, prompts, f"at most {self.most_tokens:,} generated tokens (requests x max_tokens)"]
+
+
+def dry_run(
+    questions: Iterable[Question],
+    source: Engine | None,
+    settings: TeacherSettings,
+    out: Path | None = None,
+    *,
+    retry_refused: bool = False,
+) -> Estimate:
+    """Count what `ask` would still ask, without asking or writing.
+
+    Args:
+        questions: The questions; only those of the train split are asked.
+        source: Who would be asked; None for the source that the settings name.
+        settings: Settings of the teacher.
+        out: The folder that `ask` would write to; None for a new one.
+        retry_refused: Whether refused requests are asked again.
+    """
+    training = training_questions(questions)
+    journal = _make_journal(training, source, settings, out or Path())
+    stored: set[Key] = set()
+    refused: set[Key] = set()
+    if out is not None:
+        if journal.finished():
+            refused = {refusal.key for refusal in refusals(out)}
+            stored = journal.keys.keys() - refused
+        else:
+            journal.read()
+            refused = set(journal.refused)
+            stored = journal.places.keys() - refused
+    if retry_refused:
+        refused = set()
+    requests_left = Counter[str]()  # by question
+    for key in journal.keys:
+        if key not in stored and key not in refused:
+            question_id, _ = key
+            requests_left[question_id] += 1
+    characters = 0
+    for question in training:
+        for message in messages(question, reasoning=settings.reasoning):
+            characters += requests_left[question.id] * len(message.content)
+    return Estimate(
+        questions=len(training),
+        requests=requests_left.total(),
+        stored=len(stored),
+        refused=len(refused),
+        prompt_tokens=round(characters / CHARACTERS_PER_TOKEN),
+        most_tokens=requests_left.total() * settings.max_tokens,
+        free=FREE.get(settings.source or ""),
+    )
+
+
+# ---- the files of a run ---------------------------------------------------------------------------------------------
+
+
+def _make_journal(
     training: Sequence[Question], source: Engine | None, settings: TeacherSettings, out: Path
 ) -> Journal[Generation]:
-    """The journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
-    prompts = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)
-    model = settings.model or (source.model if source is not None else settings.source)
-    # Stored responses are read with their given labels when they are taken in: that needs no teacher.
+    """Make the journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
+    prompts_hash = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)
+    if settings.model:
+        model: str | None = settings.model
+    elif source is not None:
+        model = source.model
+    else:
+        model = settings.source
+    # Stored responses with labels of their own are checked by the parser as they are read, at no cost.
     parser = VERSION if settings.source == "responses" else None
-    keys = ((question.id, sample) for question in training for sample in range(settings.n))
-    return _opened(out, content_hash([settings.asked(), model, prompts, parser]), keys)
+    recipe = content_hash([settings.asked(), model, prompts_hash, parser])
+    return _journal_in(out, recipe, _request_keys(training, settings.n))
 
 
-def _opened(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> Journal[Generation]:
-    manifest, path = Manifest(kind="generations", counts={}, recipe_hash=recipe), folder / GENERATIONS
+def _request_keys(training: Sequence[Question], samples: int) -> Iterator[Key]:
+    for question in training:
+        for sample in range(samples):
+            yield question.id, sample
+
+
+def _journal_in(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> Journal[Generation]:
+    manifest = Manifest(kind="generations", counts={}, recipe_hash=recipe)
+    path = folder / GENERATIONS
     return Journal(path, Generation, manifest, keys, refused=folder / REFUSED, other=OTHER_RECIPE)
 
 
 def refusals(folder: Path) -> list[Refusal]:
-    """The requests that a folder of responses, finished or not, holds as refused."""
-    finished = manifest_path(folder / GENERATIONS).exists()
-    return read_refusals(folder / REFUSED if finished else journal_path(folder / GENERATIONS))
+    """Return the requests that a folder of responses, finished or not, holds as refused."""
+    is_finished = manifest_path(folder / GENERATIONS).exists()
+    if is_finished:
+        return read_refusals(folder / REFUSED)
+    return read_refusals(journal_path(folder / GENERATIONS))
 
 
 def forget_refusals(folder: Path) -> None:
-    """Turn a folder of responses into one in which nothing was refused: the next run asks those requests again.
+    """Forget what was refused in a folder of responses: the next run asks those requests again.
 
     A kill leaves the folder as it was, or a journal to resume from.
     """
     if refusals(folder):
-        _opened(folder, None).reopen(refusals=False)
+        _journal_in(folder, None).reopen(refusals=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Key, Request, is_hub_id
@@ -23,7 +23,10 @@ from catto.tasks.witnesses import respond
 def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
     """Open the source that the settings name. A source is an engine of which only `generate` is used.
 
-    may_be_empty: stored responses need not answer any of the questions.
+    Args:
+        settings: Settings of the teacher.
+        questions: The questions that will be asked.
+        may_be_empty: Whether stored responses may answer none of the questions.
     """
     match settings.source:
         case "server":
@@ -58,31 +61,31 @@ class BuiltInTeacher(Engine):
     """A teacher that needs no model.
 
     `witnesses` is the embedded world's, who draws from the true posterior at the request's temperature. `labels`, for
-    answer-first tasks, draws every label with equal probability: n draws a question give right and wrong answers
+    answer-first tasks, draws every label with equal probability: n draws per question give right and wrong answers
     without a model, so rows and pairs cost nothing and the pairs carry no information beyond the gold label.
     """
 
     def __init__(self, name: str, questions: Sequence[Question]) -> None:
-        self.name = self.model = name
+        self.name = name
+        self.model = name
         self._questions = {question.id: question for question in questions}
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield one response per request, in order."""
         for request in requests:
-            if request.key not in done:
-                question = self._questions[request.question]
-                if self.name == "witnesses":
-                    text = completion(*respond(question, request.temperature, request.seed))
-                else:  # sorted, since the order in which the options are listed must not change what is drawn
-                    text = completion(None, random.Random(request.seed).choice(sorted(question.labels)))
-                yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
+            if request.key in done:
+                continue
+            text = self._write_response(request)
+            yield Generation(question=request.question, sample=request.sample, text=text, model=self.model)
 
-
-def _text(name: str, row: Mapping[str, Any]) -> str:
-    """The field as text. An id that became a float in a table, 7.0 for 7, would answer no question."""
-    if isinstance(row.get(name), float):
-        raise ValueError(f"{name}: expected a text or a whole number, got {row[name]}")
-    return text_of(name, row)
+    def _write_response(self, request: Request) -> str:
+        question = self._questions[request.question]
+        if self.name == "witnesses":
+            reasoning, label = respond(question, request.temperature, request.seed)
+            return completion(reasoning, label)
+        # Sorted, since the order in which the options are listed must not change what is drawn.
+        label = random.Random(request.seed).choice(sorted(question.labels))
+        return completion(None, label)
 
 
 class StoredResponses(Engine):
@@ -96,26 +99,19 @@ class StoredResponses(Engine):
     def __init__(
         self, place: str, fields: ResponseFields, questions: Sequence[Question], *, may_be_empty: bool = False
     ) -> None:
-        self.name, self.model, self.fields = f"responses {Path(place).name}", place, fields
-        known = _by_text(questions) if fields.prompt else {question.id: question for question in questions}
+        self.name = f"responses {Path(place).name}"
+        self.model = place
+        self.fields = fields
+        if fields.prompt:
+            self._questions = _index_by_text(questions)
+        else:
+            self._questions = {question.id: question for question in questions}
         self._stored: dict[Key, Generation] = {}
-        samples: Counter[str] = Counter()
-        unknown = 0
-        for source, number, row in read_table(place):
-            with locating(source, number):
-                name = _text(fields.question or fields.prompt or "", row)
-                question = known.get(_folded(name) if fields.prompt else name)
-                if question is None:
-                    unknown += 1
-                    continue
-                generation = self._generation(row, question, samples[question.id])
-                samples[question.id] += 1
-                if generation.key in self._stored:
-                    raise ValueError(f"{generation.name} occurs twice")
-                self._stored[generation.key] = generation
+        rows_of_other_questions = self._read_responses(place)
         if not self._stored and not may_be_empty:
-            raise DataError(place, None, f"none of its {unknown} rows answers a question asked here")
-        self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": unknown}
+            message = f"none of its {rows_of_other_questions} rows answers a question asked here"
+            raise DataError(place, None, message)
+        self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": rows_of_other_questions}
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the stored responses that are asked for."""
@@ -123,52 +119,118 @@ class StoredResponses(Engine):
             if request.key not in done and request.key in self._stored:
                 yield self._stored[request.key]
 
-    def _generation(self, row: Mapping[str, Any], question: Question, sample: int) -> Generation:
-        """Read one response; a given label is put into the one form, and must agree with the text."""
+    def _read_responses(self, place: str) -> int:
+        """Store the responses to the questions; return the number of rows of other questions."""
+        samples: Counter[str] = Counter()  # rows so far, by question
+        rows_of_other_questions = 0
+        for source, number, row in read_table(place):
+            with locating(source, number):
+                question = self._find_question(row)
+                if question is None:
+                    rows_of_other_questions += 1
+                    continue
+                generation = self._read_generation(row, question, samples[question.id])
+                samples[question.id] += 1
+                if generation.key in self._stored:
+                    raise ValueError(f"{generation.name} occurs twice")
+                self._stored[generation.key] = generation
+        return rows_of_other_questions
+
+    def _find_question(self, row: Mapping[str, Any]) -> Question | None:
+        name = _get_text(self.fields.question or self.fields.prompt or "", row)
+        if self.fields.prompt:
+            name = _fold_text(name)
+        return self._questions.get(name)
+
+    def _read_generation(self, row: Mapping[str, Any], question: Question, position: int) -> Generation:
+        """Read one response; one with a label of its own is rewritten in the form that all responses have.
+
+        Args:
+            row: The row.
+            question: The question it answers.
+            position: Number of earlier rows of the question, which numbers the sample if no column does.
+        """
         fields = self.fields
-        if fields.sample is not None:
-            number = _text(fields.sample, row)
-            if not number.isdecimal():
-                raise ValueError(f"{fields.sample}: expected a number from 0, got {number[:40]!r}")
-            sample = int(number)
-        model = _text(fields.model, row) if fields.model else self.model
-        text = _text(fields.text, row) if fields.text else ""
-        reasoning = _text(fields.reasoning, row) if fields.reasoning else None
+        sample = position if fields.sample is None else self._read_sample(fields.sample, row)
+        model = _get_text(fields.model, row) if fields.model else self.model
+        text = _get_text(fields.text, row) if fields.text else ""
+        reasoning = _get_text(fields.reasoning, row) if fields.reasoning else None
         if fields.label is not None:
-            label = _text(fields.label, row).strip()
-            if label not in question.labels:
-                raise ValueError(f"{fields.label} {label[:40]!r} is not one of {', '.join(question.labels)}")
+            label = self._read_label(fields.label, row, question)
             parsed = parse_answer(text, question)
             if parsed.label not in (None, label):
                 raise ValueError(f"{fields.label} is {label}, the text answers {parsed.label}")
             text = completion(reasoning or parsed.reasoning, label)
         return Generation(question=question.id, sample=sample, text=text, reasoning=reasoning, model=model)
 
+    @staticmethod
+    def _read_sample(name: str, row: Mapping[str, Any]) -> int:
+        number = _get_text(name, row)
+        if not number.isdecimal():
+            raise ValueError(f"{name}: expected a number from 0, got {number[:40]!r}")
+        return int(number)
 
-def read_table(place: str) -> Iterator[tuple[str | Path, int, Mapping[str, Any]]]:
-    """Yield (source, row number, row) of a file, of a folder's files by name, or of a hub dataset's train split."""
+    @staticmethod
+    def _read_label(name: str, row: Mapping[str, Any], question: Question) -> str:
+        label = _get_text(name, row).strip()
+        if label not in question.labels:
+            raise ValueError(f"{name} {label[:40]!r} is not one of {', '.join(question.labels)}")
+        return label
+
+
+def _get_text(name: str, row: Mapping[str, Any]) -> str:
+    """Return the field as text. An id that became a float in a table, 7.0 for 7, would answer no question."""
+    if isinstance(row.get(name), float):
+        raise ValueError(f"{name}: expected a text or a whole number, got {row[name]}")
+    return text_of(name, row)
+
+
+class ResponseTableRow(NamedTuple):
+    """A row of a table: the file or dataset it is from, its number from 1, and its fields."""
+
+    source: str | Path
+    number: int
+    fields: Mapping[str, Any]
+
+
+def read_table(place: str) -> Iterator[ResponseTableRow]:
+    """Yield the rows of a file, of a folder's files by name, or of a hub dataset's train split."""
     path = Path(place)
-    if not path.exists() and not kind(path) and "/" in place and is_hub_id(place):
+    is_local = path.exists() or kind(path)
+    if not is_local and "/" in place and is_hub_id(place):
         rows = read_hub(place, "neither a file nor a hub dataset within reach: {}", place, "train")
-        yield from ((place, number, row) for number, row in enumerate(rows, 1))
+        for number, row in enumerate(rows, 1):
+            yield ResponseTableRow(place, number, row)
         return
-    files = sorted(file for file in path.iterdir() if kind(file)) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if kind(file))
     if not files:
         raise DataError(path, None, f"no {', '.join(SUFFIXES)} file in this folder")
     for file in files:
-        yield from ((file, number, row) for number, row in read_rows(file))
+        for number, fields in read_rows(file):
+            yield ResponseTableRow(file, number, fields)
 
 
-def _by_text(questions: Sequence[Question]) -> dict[str, Question]:
-    """Folded text -> question; a text that two questions share finds neither."""
-    pairs: set[tuple[str, str]] = set()
+def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
+    """Map the folded texts of each question to it; a text that two questions share finds neither."""
+    ids_of_text: dict[str, set[str]] = defaultdict(set)
     for question in questions:
-        pairs.add((_folded(messages(question)[-1].content), question.id))
-        if all(option.text in ("", option.label) for option in question.options):
-            pairs.add((_folded("\n".join(question.fields.values())), question.id))
-    shared, by_id = Counter(text for text, _ in pairs), {question.id: question for question in questions}
-    return {text: by_id[name] for text, name in pairs if shared[text] == 1}
+        user_message = messages(question)[-1].content
+        ids_of_text[_fold_text(user_message)].add(question.id)
+        has_word_labels = all(option.text in ("", option.label) for option in question.options)
+        if has_word_labels:
+            fields = "\n".join(question.fields.values())
+            ids_of_text[_fold_text(fields)].add(question.id)
+    question_of_id = {question.id: question for question in questions}
+    index = {}
+    for text, ids in ids_of_text.items():
+        if len(ids) == 1:
+            (question_id,) = ids
+            index[text] = question_of_id[question_id]
+    return index
 
 
-def _folded(text: str) -> str:
+def _fold_text(text: str) -> str:
+    """Fold case and white space."""
     return " ".join(text.casefold().split())
