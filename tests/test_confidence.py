@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from catto.answer.confidence import close, closed_ids
 from catto.answer.forms import VERSION
 from catto.answer.response import parse_answer, parse_response
+from catto.answer.tokens import opening
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
-from catto.labels import decoded, opening
 from catto.metrics.temperature import confidence_at
-from catto.predict.label_reader import close, closed_ids
-from catto.predict.predictor import evaluate, evaluate_model, generate
+from catto.predict import evaluate, evaluate_model, generate
 from catto.problems import DataError
 from catto.prompts import completion
 from catto.records import Prediction, Question
+from catto.token_ids import decode_ids
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
 from tiny import tiny_model
 
@@ -36,7 +37,7 @@ def place_of(text: str, ids: list[int], labels: tuple[str, ...]) -> tuple[list[i
         keep, ending = close(text)
         return before(ids, keep) + encode(ending), {label: encode(label)[0] for label in labels}
     prefix = before(ids, span[0])
-    space = " " if len(decoded(tokenizer(), prefix)) < span[0] else ""
+    space = " " if len(decode_ids(tokenizer(), prefix)) < span[0] else ""
     return prefix, {label: encode(space + label)[0] for label in labels}
 
 
@@ -155,7 +156,7 @@ def test_closed_tokens_fit_the_room() -> None:
     closed = closed_ids(tokenizer(), ids, LETTERS, room=20)
     assert closed is not None
     assert len(closed.ids) == 20
-    assert decoded(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
+    assert decode_ids(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
     assert list(closed.ids[: 20 - needed]) == ids[: 20 - needed]
     assert closed_ids(tokenizer(), ids, LETTERS, room=1) is None
 
@@ -254,7 +255,7 @@ def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
     predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
     evaluate(engine(), questions(3), out=predictions, **GREEDY)
     text = generate(engine(), questions(3), out=generations, **GREEDY)
-    monkeypatch.setattr("catto.predict.predictor.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.predict.VERSION", VERSION + 1)
     with pytest.raises(DataError, match="belongs to other settings"):
         evaluate(engine(), questions(3), out=predictions, **GREEDY)
     assert generate(engine(), questions(3), out=generations, **GREEDY) == text

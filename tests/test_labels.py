@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from catto.answer.response import parse_response
-from catto.labels import TAIL, check_labels, decoded, label_place, locate, opening, token_at
+from catto.answer.tokens import TAIL, check_labels, label_place, locate, opening, token_at
 from catto.prompts import completion
+from catto.token_ids import decode_ids
 from tokenizer_kinds import FUSED, WORDS, byte_level, firsts, kinds, wrapped
 
 LETTERS = tuple("ABCD")
@@ -43,7 +44,7 @@ def test_exchanging_the_token_exchanges_the_label(name: str, form: str) -> None:
     assert tuple(firsts(place)) == LETTERS
     for label, token in firsts(place).items():
         other = [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]]
-        assert decoded(tokenizer, other) == decoded(tokenizer, ids).replace("C", label)
+        assert decode_ids(tokenizer, other) == decode_ids(tokenizer, ids).replace("C", label)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -52,11 +53,11 @@ def test_words_are_found_at_their_first_token(name: str) -> None:
     for word in WORDS:
         ids = encode(tokenizer, completion("it is so", word))
         index, candidates = label_place(tokenizer, ids, WORDS)
-        before = decoded(tokenizer, ids[:index])
-        assert decoded(tokenizer, ids)[len(before) :].startswith(word)
+        before = decode_ids(tokenizer, ids[:index])
+        assert decode_ids(tokenizer, ids)[len(before) :].startswith(word)
         assert ids[index] == candidates[WORDS.index(word)]
         for other, token in zip(WORDS, candidates, strict=True):
-            begun = decoded(tokenizer, [*ids[:index], token])[len(before) :]
+            begun = decode_ids(tokenizer, [*ids[:index], token])[len(before) :]
             assert begun
             assert other.startswith(begun)
 
@@ -71,13 +72,13 @@ def test_the_token_found_holds_the_parsers_character(name: str, reasoning: str, 
     tokenizer = kinds()[name]
     text = f"<think>\n{reasoning}\n</think>\n" + form.format("B")
     ids = encode(tokenizer, text)
-    assert decoded(tokenizer, ids) == text
+    assert decode_ids(tokenizer, ids) == text
     place, parsed = locate(tokenizer, ids, LETTERS), parse_response(text, LETTERS)
     assert parsed.span is not None
     assert place is not None
     start = parsed.span[0]
-    assert len(decoded(tokenizer, ids[: len(place.ids)]).rstrip("\ufffd")) <= start
-    assert decoded(tokenizer, ids[: len(place.ids) + 1])[: start + 1] == text[: start + 1]
+    assert len(decode_ids(tokenizer, ids[: len(place.ids)]).rstrip("\ufffd")) <= start
+    assert decode_ids(tokenizer, ids[: len(place.ids) + 1])[: start + 1] == text[: start + 1]
 
 
 def test_a_character_of_several_tokens_belongs_to_the_one_that_completes_it() -> None:
@@ -93,7 +94,7 @@ def test_a_character_of_several_tokens_belongs_to_the_one_that_completes_it() ->
 def test_searching_the_tail_first_finds_the_same_token(name: str) -> None:
     tokenizer = kinds()[name]
     ids = encode(tokenizer, "the cat sat 🐈 on the mat\n" * 8 + "<answer>\nthe answer is (B)\n</answer>")
-    text = decoded(tokenizer, ids)
+    text = decode_ids(tokenizer, ids)
     assert len(ids) > 50
     for position in range(len(text)):
         assert token_at(tokenizer, ids, text, position) == token_at(tokenizer, ids, text, position, len(ids))
@@ -106,7 +107,7 @@ def test_the_first_token_of_the_tail_keeps_its_space(name: str) -> None:
     whole = encode(tokenizer, "the cat sat on the mat and the dog did not\n" * 12 + "<answer>\nB\n</answer>")
     for end in range(len(whole) - 16, len(whole)):
         ids = whole[:end]
-        text, tail = decoded(tokenizer, ids), len(decoded(tokenizer, ids[:-TAIL]))
+        text, tail = decode_ids(tokenizer, ids), len(decode_ids(tokenizer, ids[:-TAIL]))
         assert 0 < tail < len(text) - 4
         for position in range(tail, tail + 4):
             assert token_at(tokenizer, ids, text, position) == token_at(tokenizer, ids, text, position, len(ids))
@@ -121,7 +122,7 @@ def test_fused_tokens_keep_their_lead() -> None:
     ids = encode(kinds()["byte-level, newline and letter are one token"], "<answer>\nA\n</answer>")
     place = locate(kinds()["byte-level, newline and letter are one token"], ids, LETTERS)
     assert place is not None
-    assert decoded(kinds()["byte-level, newline and letter are one token"], [firsts(place)["D"]]) == "\nD"
+    assert decode_ids(kinds()["byte-level, newline and letter are one token"], [firsts(place)["D"]]) == "\nD"
 
 
 def test_generated_tokens_are_never_tokenised_again() -> None:

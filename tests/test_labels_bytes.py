@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from catto.answer.confidence import closed_ids
+from catto.answer.tokens import UnreadableLabelError, check_labels, label_place, locate, opening
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
-from catto.labels import UnreadableLabelError, check_labels, decoded, label_place, locate, opening
 from catto.measure import GradedAnswers, read_graded
-from catto.predict.label_reader import closed_ids
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
+from catto.token_ids import decode_ids
 from tiny import tiny_model
 from tokenizer_kinds import byte_level, firsts, kinds, metaspace
 
@@ -57,7 +58,7 @@ class Scripted(TransformersEngine):
             yield Generation(
                 question=request.question,
                 sample=0,
-                text=decoded(self.tokenizer, ids),
+                text=decode_ids(self.tokenizer, ids),
                 token_ids=tuple(ids),
                 prompt_tokens=len(prompt_ids(self.tokenizer, request.messages)),
                 finish_reason=self.finish_reason,
@@ -119,12 +120,12 @@ def test_training_reads_one_token_and_says_so() -> None:
     tokenizer = kinds()["byte-level"]
     index, candidates = label_place(tokenizer, ids := encode(tokenizer, completion("the cat", "是")), YES_NO)
     assert ids[index] == candidates[0] != candidates[1]
-    assert decoded(tokenizer, ids[:index]).endswith("<answer>\n")
+    assert decode_ids(tokenizer, ids[:index]).endswith("<answer>\n")
     pair = THUMBS[:2]  # three bytes in common, then one that differs
     index, candidates = label_place(tokenizer, ids := encode(tokenizer, completion("the cat", "👎")), pair)
     assert ids[index] == candidates[1] != candidates[0]
-    assert decoded(tokenizer, ids[: index + 1]).endswith("<answer>\n👎")
-    assert decoded(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
+    assert decode_ids(tokenizer, ids[: index + 1]).endswith("<answer>\n👎")
+    assert decode_ids(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
     with pytest.raises(ValueError, match=r"labels '👍' and '👎' begin with the same token .* training reads one token"):
         label_place(tokenizer, encode(tokenizer, completion("the cat", "👎")), THUMBS)
 
@@ -190,7 +191,7 @@ class Shrinking:
 def test_tokens_whose_text_does_not_grow_are_no_answer() -> None:
     tokenizer = Shrinking()
     ids = [*encode(tokenizer, "<answer>\nB\n</answer>"), tokenizer.odd]
-    assert decoded(tokenizer, ids).startswith("<answer>\nA\n</answer>")
+    assert decode_ids(tokenizer, ids).startswith("<answer>\nA\n</answer>")
     with pytest.raises(UnreadableLabelError, match="does not grow"):
         locate(tokenizer, ids, ("A", "B"))
     (one,) = predictions(tokenizer, ("A", "B"), [ids])
@@ -235,8 +236,8 @@ def test_an_answer_without_tags_is_found_in_the_tokens(name: str) -> None:
         assert ids[len(place.ids)] == firsts(place)["B"]
         assert tuple(firsts(place)) == tuple("ABCD")
         for label, token in firsts(place).items():
-            other = decoded(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
-            assert other == decoded(tokenizer, ids).removesuffix("B") + label
+            other = decode_ids(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
+            assert other == decode_ids(tokenizer, ids).removesuffix("B") + label
 
 
 def test_a_cut_response_is_not_read_in_its_last_line() -> None:

@@ -27,7 +27,7 @@ from catto.experiment.runner import forget_refused, refused_stages
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
 from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, read_records
-from catto.predict.predictor import evaluate, refusals_of, refused_path
+from catto.predict import evaluate, refusals_of, refused_path
 from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow

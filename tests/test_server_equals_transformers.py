@@ -14,12 +14,12 @@ import openai
 import pytest
 import torch
 
+from catto.answer.confidence import Answer, Case, label_logprobs, read_reply
 from catto.engines import Generation, Request, stop_end
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
-from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message, Option, Prediction, Question
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer

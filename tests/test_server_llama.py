@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from catto.answer.tokens import opening
 from catto.engines import Context, Generation, Request, server
 from catto.engines.server import ServerEngine
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
-from catto.labels import opening
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import completion, messages
 from catto.records import Message, Option, Prediction, Question
 from llama_server import gguf, llama

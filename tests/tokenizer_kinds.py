@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from catto.labels import Place
+from catto.answer.tokens import Place
 from tiny import TAGS, TEMPLATE, tiny_tokenizer
 
 # One mark may lead a word, newlines never do: the split of the Qwen and Llama 3 families.

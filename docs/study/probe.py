@@ -29,13 +29,13 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from transformers import AutoModel, AutoTokenizer
 
+from catto.answer.confidence import closed_ids
+from catto.answer.tokens import Place, locate
 from catto.engines import ScoredGeneration
 from catto.experiment.graph import Graph
 from catto.experiment.stages import CellPlan, Stage, chosen, place
 from catto.files import read_json, read_records, write_records
-from catto.labels import Place, locate
 from catto.methods import METHODS
-from catto.predict.label_reader import closed_ids
 from catto.prompts import messages, prompt_ids
 from catto.recipe import Recipe
 from catto.records import Prediction, Question, SftRow

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from catto.records import Message, Option, Question, content_hash
@@ -146,21 +145,6 @@ def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
     if not ids:
         raise ValueError("the chat template renders an empty prompt")
     return ids
-
-
-def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
-    """How many first tokens all prompts share, so that they can run once; each prompt keeps a last token of its own.
-
-    >>> common_tokens([(1, 2, 3), (1, 2, 4, 5)]), common_tokens([(1, 2), (1, 2, 3)]), common_tokens([(1, 2)])
-    (2, 1, 0)
-    """
-    different = {tuple(prompt) for prompt in prompts}
-    return min(common(*different), *(len(prompt) - 1 for prompt in different)) if len(different) > 1 else 0
-
-
-def common(*sequences: Sequence[int]) -> int:
-    """How many tokens all sequences begin with together."""
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False)))
 
 
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:

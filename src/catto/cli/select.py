@@ -51,7 +51,7 @@ def select(
     from catto.calibrate import open_fitted, write_final
     from catto.measure import Sources, jsonable
     from catto.metrics import selection, temperature
-    from catto.predict.predictor import refusals_of
+    from catto.predict import refusals_of
 
     sizes = [*k, *(more or ())]
     if out is None and (rule is not None or calibrator is not None):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from catto.engines import Request, stop_end
-from catto.prompts import common_tokens
+from catto.token_ids import count_shared_beginning
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
 PAD = 0
@@ -260,7 +260,7 @@ class CachedBatch:
 
     def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
         """Run the tokens that all prompts begin with; return how many are in the cache afterwards."""
-        shared_length = common_tokens(prompts)
+        shared_length = count_shared_beginning(prompts)
         if not shared_length:
             return 0
         beginning = prompts[0][:shared_length]

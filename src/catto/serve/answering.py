@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import httpx2 as httpx
 import numpy as np
 
+from catto.answer.confidence import NO_ANSWER, Answer, Case, left_open, read_reply
 from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
-from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_reply
-from catto.predict.predictor import STOP, prediction, request_seed
+from catto.predict import STOP, prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+from catto.answer.confidence import closed_ids
+from catto.answer.tokens import Place, UnreadableLabelError, locate
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_records
-from catto.labels import Place, UnreadableLabelError, locate
-from catto.predict.label_reader import closed_ids
-from catto.predict.predictor import generate, read
+from catto.predict import generate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Question, content_hash
 from catto.training.batches import Row

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.labels import label_place, locate
+from catto.answer.tokens import label_place, locate
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow

@@ -1,7 +1,7 @@
 """Find a label in token ids, and the tokens that the other labels would have in its place. No torch.
 
 Characters are mapped to tokens by decoding prefixes of the ids themselves: what a model generated need not be what the
-tokenizer would make of its text. `decoded` shows special tokens and cleans nothing up, as the engines do.
+tokenizer would make of its text. `decode_ids` shows special tokens and cleans nothing up, as the engines do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from catto.answer.response import parse_response
-from catto.prompts import common, completion
+from catto.prompts import completion
+from catto.token_ids import count_common, decode_ids
 
 _ENDING = "\n</answer>"
 # A letter before a text to encode: no tokenizer merges it with a newline or a tag, and sentencepiece puts its dummy
@@ -77,13 +78,13 @@ def locate(
     UnreadableLabelError where its tokens cannot tell it from another: labels that differ as they are asked for may
     begin with one token in the case in which the model wrote them.
     """
-    text = decoded(tokenizer, ids)
+    text = decode_ids(tokenizer, ids)
     parsed = parse_response(text, labels, option_texts, cut=cut)
     if parsed.label is None or parsed.span is None or parsed.source is None:
         return None
     start, end = parsed.span
     first, last, begin = _tokens_at(tokenizer, ids, text, start)
-    reached = _agreed(decoded(tokenizer, ids[: last + 1]), text)
+    reached = _agreed(decode_ids(tokenizer, ids[: last + 1]), text)
     form = _Form(text[parsed.opened : start], text[begin:start], text[start:end], text[end:reached])
     shared, paths = _candidates(tokenizer, tuple(labels), parsed.label, tuple(ids[first : last + 1]), form)
     return Place((*ids[:first], *shared), paths, parsed.label, parsed.source)
@@ -93,7 +94,7 @@ def label_place(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> tu
     """Index of the label's token in a rendered completion's ids, and the K labels' tokens, in the order of `labels`."""
     place = locate(tokenizer, ids, labels)
     if place is None:
-        raise ValueError(f"no label among {', '.join(labels)} in the completion {decoded(tokenizer, ids)[-80:]!r}")
+        raise ValueError(f"no label among {', '.join(labels)} in the completion {decode_ids(tokenizer, ids)[-80:]!r}")
     if missing := [label for label in labels if label not in place.paths]:
         raise ValueError(f"label {missing[0]!r} has no token like that of {place.label!r} in {_name(tokenizer)}")
     if alike := [label for label, path in place.paths.items() if len(path) > 1]:
@@ -127,15 +128,10 @@ def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
         _split(tokenizer, {label: _written(tokenizer, form, label, _ENDING)[1] for label in labels}, form)
 
 
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens shown and nothing cleaned up."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def encoded(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that continues other text: no special tokens, and no dummy space of its own."""
     ids = list(tokenizer(_ANCHOR + text, add_special_tokens=False)["input_ids"])
-    whole = decoded(tokenizer, ids)
+    whole = decode_ids(tokenizer, ids)
     if text and whole.endswith(text):
         start = len(whole) - len(text)
         first, _, begin = _tokens_at(tokenizer, ids, whole, start)
@@ -145,18 +141,18 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def token_at(tokenizer: Any, ids: Sequence[int], text: str, position: int, tail: int = TAIL) -> tuple[int, int]:
-    """Index of the token that completes character `position` of text = decoded(ids), and the character it begins at.
+    """Index of the token that completes character `position` of text = decode_ids(ids), and the character it begins at.
 
     The last `tail` tokens are searched, then all: by bisection over prefixes. A cut inside a character decodes to
     U+FFFD, so a prefix counts only when its text agrees up to the position.
     """
     start = max(len(ids) - tail, 0)
     part = ids[start:]
-    local = decoded(tokenizer, part)
+    local = decode_ids(tokenizer, part)
     offset = len(text) - len(local)
     goal = local[: max(position - offset + 1, 0)]
-    index = bisect_left(range(1, len(part) + 1), True, key=lambda n: decoded(tokenizer, part[:n]).startswith(goal))
-    before = decoded(tokenizer, part[:index])
+    index = bisect_left(range(1, len(part) + 1), True, key=lambda n: decode_ids(tokenizer, part[:n]).startswith(goal))
+    before = decode_ids(tokenizer, part[:index])
     grows = index < len(part) and local.startswith(before.rstrip("\ufffd"))
     # the first token of the tail ends before the position or holds it; a tokenizer may trim it when it decodes the tail
     if start > 0 and not (grows and index > 0 and text.endswith(local)):
@@ -176,7 +172,7 @@ def _tokens_at(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> 
     last, begin = token_at(tokenizer, ids, text, position)
     first = last
     while first > 0 and not text[position].isascii():  # an ASCII character is one byte
-        part = decoded(tokenizer, ids[:first])
+        part = decode_ids(tokenizer, ids[:first])
         begin = _agreed(part, text)
         if begin == len(part):
             break
@@ -228,10 +224,10 @@ def _candidates(tokenizer: Any, labels: tuple[str, ...], label: str, own: Path, 
 
 def _split(tokenizer: Any, paths: Mapping[str, Path], head: str) -> Split:
     """Cut each label's tokens, those of its first character, where they tell it from every other label's."""
-    shared = common(*paths.values()) if len(paths) > 1 else 0
+    shared = count_common(*paths.values()) if len(paths) > 1 else 0
     cut = {}
     for label, path in paths.items():
-        same = {other: common(path, rival) for other, rival in paths.items() if other != label}
+        same = {other: count_common(path, rival) for other, rival in paths.items() if other != label}
         if other := next((other for other, length in same.items() if length == len(path)), None):
             first, second = (name for name in paths if name in (label, other))
             raise UnreadableLabelError(
@@ -249,7 +245,7 @@ def _written(tokenizer: Any, head: str, label: str, after: str) -> tuple[list[in
     ValueError where the tokenizer cannot write the label.
     """
     ids = encoded(tokenizer, head + label + after)
-    text = decoded(tokenizer, ids)
+    text = decode_ids(tokenizer, ids)
     if not text.endswith(label + after):
         raise ValueError(f"{_name(tokenizer)} does not read label {label!r} back after {head[-20:]!r}")
     start = len(text) - len(label + after)

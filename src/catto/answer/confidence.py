@@ -17,10 +17,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from catto.answer.response import find_answer_tag, find_tags, find_turn_end, parse_answer
+from catto.answer.tokens import Path, Place, Source, UnreadableLabelError, encoded, locate, opening, restyle, token_at
 from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
-from catto.labels import Path, Place, Source, UnreadableLabelError, decoded, encoded, locate, opening, restyle, token_at
-from catto.prompts import TAGS, common, completion
+from catto.prompts import TAGS, completion
 from catto.records import Message, Question, Refusal
+from catto.token_ids import count_common, decode_ids
 
 if TYPE_CHECKING:
     from catto.engines.server import ServerEngine
@@ -96,7 +97,7 @@ def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room
     """
     kept = list(ids)
     while True:
-        text = decoded(tokenizer, kept)
+        text = decode_ids(tokenizer, kept)
         keep, ending = close(text, labels)
         try:
             index, begin = token_at(tokenizer, kept, text, keep) if keep < len(text) else (len(kept), keep)
@@ -179,7 +180,7 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
     for (_, _, generation), (_, scores) in zip(cases, _scored(engine, cases), strict=True):
         labels = []
         for (prefix, tokens), score in scores.items():
-            kept = common(generation.token_ids or (), prefix)
+            kept = count_common(generation.token_ids or (), prefix)
             labels.append(LabelScores(**dict(score), kept=kept, added=prefix[kept:], candidates=tokens))
         generations.append(ScoredGeneration(**dict(generation), labels=tuple(labels)))
     return generations
