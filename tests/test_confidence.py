@@ -13,7 +13,7 @@ import torch
 from catto.answer.confidence import close, closed_ids
 from catto.answer.forms import VERSION
 from catto.answer.response import parse_answer, parse_response
-from catto.answer.tokens import opening
+from catto.answer.tokens import encode_opening
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
@@ -152,7 +152,7 @@ def test_closing_gives_the_canonical_form() -> None:
 
 def test_closed_tokens_fit_the_room() -> None:
     ids = encode("<think>\n" + " the" * 50)
-    needed = len(opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
+    needed = len(encode_opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
     closed = closed_ids(tokenizer(), ids, LETTERS, room=20)
     assert closed is not None
     assert len(closed.ids) == 20

@@ -17,7 +17,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from catto.answer.response import find_answer_tag, find_tags, find_turn_end, parse_answer
-from catto.answer.tokens import Path, Place, Source, UnreadableLabelError, encoded, locate, opening, restyle, token_at
+from catto.answer.tokens import (
+    AnswerSource,
+    LabelPosition,
+    TokenIds,
+    UnreadableLabelError,
+    encode_continuation,
+    encode_opening,
+    find_token,
+    locate_label,
+    restyle_labels,
+)
 from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
 from catto.prompts import TAGS, completion
 from catto.records import Message, Question, Refusal
@@ -39,7 +49,7 @@ class Answer(NamedTuple):
     """What a response answers, how that was found, and the log-probabilities at the label's place."""
 
     label: str | None
-    source: Source
+    source: AnswerSource
     confidence: float
     label_logprobs: dict[str, float] | None
     logsumexp: dict[str, float] | None
@@ -53,7 +63,11 @@ SAME = 0.3
 
 
 def _answer(
-    question: Question, label: str, source: Source, logprobs: Mapping[str, float], logsumexp: dict[str, float] | None
+    question: Question,
+    label: str,
+    source: AnswerSource,
+    logprobs: Mapping[str, float],
+    logsumexp: dict[str, float] | None,
 ) -> Answer:
     """An answer with the probability of its label, never renormalised."""
     complete = {name: logprobs[name] for name in question.labels} if set(question.labels) <= set(logprobs) else None
@@ -89,7 +103,9 @@ def close(text: str, labels: Sequence[str] = ()) -> tuple[int, str]:
     return len(kept), ending if kept else ending.lstrip("\n")
 
 
-def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: float = math.inf) -> Place | None:
+def closed_ids(
+    tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: float = math.inf
+) -> LabelPosition | None:
     """Tokens of a response closed by `close`, ready for a label, and every label's next token.
 
     `room`: most tokens that it may have; a longer reasoning loses its end. None where the answer's opening alone has
@@ -100,21 +116,21 @@ def closed_ids(tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room
         text = decode_ids(tokenizer, kept)
         keep, ending = close(text, labels)
         try:
-            index, begin = token_at(tokenizer, kept, text, keep) if keep < len(text) else (len(kept), keep)
+            index, begin = find_token(tokenizer, kept, text, keep) if keep < len(text) else (len(kept), keep)
             # A token that holds kept and dropped characters is dropped; what it held of the kept ones is written again.
-            start, before = opening(tokenizer, text[begin:keep] + ending, labels), kept[:index]
+            start, before = encode_opening(tokenizer, text[begin:keep] + ending, labels), kept[:index]
         except ValueError:
             # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it again.
-            start, before = opening(tokenizer, ending, labels), encoded(tokenizer, text[:keep])
+            start, before = encode_opening(tokenizer, ending, labels), encode_continuation(tokenizer, text[:keep])
         closed = start._replace(ids=(*before, *start.ids))
-        if closed.length <= room:
+        if closed.needed_length <= room:
             return closed
         if not kept:
             return None
-        kept = kept[: max(0, len(kept) - int(closed.length - room))]
+        kept = kept[: max(0, len(kept) - int(closed.needed_length - room))]
 
 
-def _place(engine: Engine, case: Case) -> Place | None:
+def _place(engine: Engine, case: Case) -> LabelPosition | None:
     """Find the label in the token ids, else close the response; None where the prompt leaves no room for an answer."""
     question, _, generation = case
     ids, labels = generation.token_ids, question.labels
@@ -123,25 +139,27 @@ def _place(engine: Engine, case: Case) -> Place | None:
     room = math.inf if engine.positions is None else engine.positions - (generation.prompt_tokens or 0)
     texts = [option.text for option in question.options]
     with suppress(UnreadableLabelError):
-        place = locate(engine.tokenizer, ids, labels, texts, cut=generation.finish_reason == "length")
-        if place is not None and place.length <= room:
+        place = locate_label(engine.tokenizer, ids, labels, texts, cut=generation.finish_reason == "length")
+        if place is not None and place.needed_length <= room:
             return place
     return closed_ids(engine.tokenizer, ids, labels, room)
 
 
-def _scored(engine: Engine, cases: Sequence[Case]) -> list[tuple[Place | None, dict[tuple[Path, Path], Scores]]]:
+def _scored(
+    engine: Engine, cases: Sequence[Case]
+) -> list[tuple[LabelPosition | None, dict[tuple[TokenIds, TokenIds], Scores]]]:
     """Where each response's label is read, and the scores there: those stored with it, else the engine's, in one call.
 
     Stored scores apply where they are of the same tokens and the same candidates, whichever parser found that place.
     """
     places = [_place(engine, case) if engine.tokenizer is not None else None for case in cases]
-    rows: list[dict[tuple[Path, Path], Scores | Context]] = []
+    rows: list[dict[tuple[TokenIds, TokenIds], Scores | Context]] = []
     for (_, chat, generation), place in zip(cases, places, strict=True):
         ids, key = generation.token_ids or (), generation.key
         labels = generation.labels if isinstance(generation, ScoredGeneration) else ()
         stored = {(ids[: score.kept] + score.added, score.candidates): score for score in labels}
         rows.append({})
-        for prefix, tokens in place.scored() if place is not None else ():
+        for prefix, tokens in place.list_scoring_points() if place is not None else ():
             context = Context(messages=chat, prefix=prefix, candidates=tokens, response=key)
             rows[-1][prefix, tokens] = stored.get((prefix, tokens), context)
     missing = [entry for row in rows for entry in row.values() if isinstance(entry, Context)]
@@ -263,7 +281,7 @@ class _Written(NamedTuple):
     """The token that a label begins in: its place, its text around the label, candidates; every label so written."""
 
     label: str
-    source: Source
+    source: AnswerSource
     begin: int
     token: str
     lead: str
@@ -285,7 +303,7 @@ def _written(case: Case) -> _Written | Refusal | None:
             break
         if begin <= start < end:
             lead, own, after = token[: start - begin], token[start - begin :], token[stop - begin :]
-            forms = restyle(question.labels, parsed.label, generation.text[start:stop])
+            forms = restyle_labels(question.labels, parsed.label, generation.text[start:stop])
             rivals = {x: form for x, form in forms.items() if x != parsed.label and (form + after).startswith(own)}
             # A rival that begins alike has a token of its own where a longer candidate begins it: 10 beside 1.
             longer = [rest[len(lead) :] for rest in tops if rest.startswith(lead) and len(rest) > len(token)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from catto.answer.confidence import closed_ids
-from catto.answer.tokens import Place, UnreadableLabelError, locate
+from catto.answer.tokens import LabelPosition, UnreadableLabelError, locate_label
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_records
@@ -133,15 +133,15 @@ def make_example(
 
 def find_place(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
-) -> Place | None:
+) -> LabelPosition | None:
     """Find where a response answers, or close it within `room` tokens. Training needs one token per label there."""
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]
     is_cut = generation.finish_reason == "length"
     with suppress(UnreadableLabelError):
-        place = locate(engine.tokenizer, ids, labels, texts, cut=is_cut)
-        if place is not None and place.length <= room and has_one_token_each(place, labels):
+        place = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
+        if place is not None and place.needed_length <= room and has_one_token_each(place, labels):
             return place
     closed = closed_ids(engine.tokenizer, ids, labels, room)
     if closed is not None and not has_one_token_each(closed, labels):
@@ -149,6 +149,6 @@ def find_place(
     return closed
 
 
-def has_one_token_each(place: Place, labels: Sequence[str]) -> bool:
+def has_one_token_each(place: LabelPosition, labels: Sequence[str]) -> bool:
     """Whether one token tells each label from the others at this place."""
     return all(label in place.paths and len(place.paths[label]) == 1 for label in labels)
