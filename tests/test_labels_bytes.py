@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from catto.answer.confidence import closed_ids
+from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import UnreadableLabelError, check_labels, encode_opening, find_label_token, locate_label
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine
@@ -203,7 +203,7 @@ def test_a_closed_response_leaves_room_for_all_tokens_that_tell_a_label() -> Non
     tokenizer = kinds()["byte-level"]
     ids = encode(tokenizer, "<think>\n" + "the cat " * 20)
     for room in range(20, 40):
-        closed = closed_ids(tokenizer, ids, CHOICES, room)
+        closed = close_token_ids(tokenizer, ids, CHOICES, room)
         assert closed is not None
         assert max(map(len, closed.paths.values())) == max(MORE[CHOICES])
         assert closed.needed_length == room

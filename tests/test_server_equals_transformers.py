@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 
-from catto.answer.confidence import Answer, Case, label_logprobs, read_reply
+from catto.answer.confidence import Answer, Case, read_label_logprobs, read_reply
 from catto.engines import Generation, Request, stop_end
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
@@ -254,7 +254,7 @@ def test_labels_among_candidate_texts() -> None:
     tops = {"A": -1.0, " A": -2.0, "B": -1.5, "ent": -0.5, "e": -3.0, "neutral": -2.5, "\n": -0.1}
 
     def logprobs(labels: Sequence[str], **place: str) -> dict[str, float]:
-        return label_logprobs({label: label for label in labels}, tops, **place)
+        return read_label_logprobs({label: label for label in labels}, tops, **place)
 
     assert logprobs(("A", "B", "C")) == {"A": -1.0, "B": -1.5}
     assert logprobs(("A", "B"), lead=" ") == {"A": -2.0}

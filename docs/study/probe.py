@@ -29,7 +29,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from transformers import AutoModel, AutoTokenizer
 
-from catto.answer.confidence import closed_ids
+from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import LabelPosition, locate_label
 from catto.engines import ScoredGeneration
 from catto.experiment.graph import Graph
@@ -183,7 +183,7 @@ def find_place(tokenizer: Any, inputs: Inputs, row: Prediction) -> LabelPosition
     if row.source != "fallback":
         found = locate_label(tokenizer, ids, question.labels, texts, cut=generation.finish_reason == "length")
     if found is None:
-        found = closed_ids(tokenizer, ids, question.labels)
+        found = close_token_ids(tokenizer, ids, question.labels)
     if found is None:
         raise ValueError(f"{row.name}: no room for an answer")
     return found

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from catto.answer.confidence import Answer, Case, read_replies, read_tokens, score_labels
+from catto.answer.confidence import Answer, AskedQuestion, Case, read_replies, read_token_answers, score_labels
 from catto.answer.forms import VERSION
 from catto.answer.tokens import check_labels
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
@@ -256,7 +256,7 @@ class _Job:
         self.engine, self.k, self.shard, self.seed, self.max_tokens = engine, k, shard, seed, max_tokens
         self.temperatures, self.reasoning = check_questions(listed, k, temperature), reasoning
         self.chunk = chunk_size(engine.batch_size, k)
-        self.cases = {question.id: (question, messages(question, reasoning=reasoning)) for question in listed}
+        self.cases = {q.id: AskedQuestion(q, messages(q, reasoning=reasoning)) for q in listed}
         number, shards = shard or (1, 1)
         answered = [question for place, question in enumerate(listed) if place // self.chunk % shards == number - 1]
         keys = [(question.id, sample) for question in answered for sample in range(k)]
@@ -268,7 +268,7 @@ class _Job:
     def reader(self) -> Callable[[Iterable[Generation | Refusal]], Iterator[tuple[Case, Answer] | Refusal]]:
         """What reads the labels of this engine's responses."""
         if self.engine.tokenizer is not None:
-            return partial(self.each, lambda cases: zip(cases, read_tokens(self.engine, cases), strict=True))
+            return partial(self.each, lambda cases: zip(cases, read_token_answers(self.engine, cases), strict=True))
         from catto.engines.server import ServerEngine
 
         assert isinstance(self.engine, ServerEngine)

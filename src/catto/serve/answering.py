@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx2 as httpx
 import numpy as np
 
-from catto.answer.confidence import NO_ANSWER, Answer, Case, left_open, read_reply
+from catto.answer.confidence import NO_ANSWER, Answer, Case, read_reply, request_continuation
 from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, stop_end
@@ -176,7 +176,7 @@ class Answerer:
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
         if answer is NO_ANSWER or reads_all_labels:
-            return answer, left_open(self.engine, case, answer)
+            return answer, request_continuation(self.engine, case, answer)
         return answer, None
 
     def _make_sample(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
-from catto.answer.confidence import closed_ids
+from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import LabelPosition, UnreadableLabelError, locate_label
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
@@ -143,7 +143,7 @@ def find_place(
         place = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
         if place is not None and place.needed_length <= room and has_one_token_each(place, labels):
             return place
-    closed = closed_ids(engine.tokenizer, ids, labels, room)
+    closed = close_token_ids(engine.tokenizer, ids, labels, room)
     if closed is not None and not has_one_token_each(closed, labels):
         raise ValueError(f"question {question.id}: labels {', '.join(labels)} begin with the same token")
     return closed
