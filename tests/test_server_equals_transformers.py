@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from catto.answer.confidence import Answer, Case, read_label_logprobs, read_reply
-from catto.engines import Generation, Request, stop_end
+from catto.engines import Generation, Request, find_stop_end
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
@@ -337,10 +337,10 @@ def test_a_whole_answer_that_the_reasoning_quotes_does_not_end_the_response() ->
     stop = ("</answer>",)
     quoting = "<think>\nA form is <answer>A</answer>.\n</think>\n<answer>\nB\n</answer>"
     for text in (quoting, quoting.removeprefix("<think>")):  # the second as after a template that opens the reasoning
-        assert stop_end(f"{text} More. <answer>C</answer>", stop) == len(text)
-    growing = [stop_end(quoting[:end], stop) for end in range(len(quoting) + 1)]
+        assert find_stop_end(f"{text} More. <answer>C</answer>", stop) == len(text)
+    growing = [find_stop_end(quoting[:end], stop) for end in range(len(quoting) + 1)]
     assert growing == [None] * len(quoting) + [len(quoting)]  # as a local engine decodes it
-    assert stop_end("<answer>A</answer> <think>So</think> <answer>B</answer>", stop) == 18
+    assert find_stop_end("<answer>A</answer> <think>So</think> <answer>B</answer>", stop) == 18
 
 
 def test_characters_of_several_tokens_are_read_from_their_bytes() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from catto.engines import Request, stop_end
+from catto.engines import Request, find_stop_end
 from catto.token_ids import count_shared_beginning
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
@@ -345,7 +345,7 @@ class StopTexts:
         """Return where the first stop text ends in the text of `ids`; None if there is none."""
         if not any(self._may_complete(ids[-1], stop) for stop in stops):
             return None
-        return stop_end(self._decode(ids), stops)
+        return find_stop_end(self._decode(ids), stops)
 
     def _may_complete(self, token: int, stop: str) -> bool:
         """Return whether a token can complete a stop text. A printable ASCII character shows in its token's text."""

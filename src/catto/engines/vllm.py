@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from catto.engines import Context, Engine, Generation, Key, Request, Scores, stop_end
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, find_stop_end
 from catto.engines.transformers import score_candidates
 from catto.prompts import prompt_ids
 from catto.token_ids import decode_ids
@@ -92,7 +92,7 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
     return Generation(
         question=request.question,
         sample=request.sample,
-        text=text[: stop_end(text, request.stop)],
+        text=text[: find_stop_end(text, request.stop)],
         token_ids=tuple(ids),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
         prompt_tokens=len(output.prompt_token_ids or ()),

@@ -18,7 +18,7 @@ import numpy as np
 from catto.answer.confidence import NO_ANSWER, Answer, Case, read_reply, request_continuation
 from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
-from catto.engines import Generation, Request, stop_end
+from catto.engines import Generation, Request, find_stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
 from catto.predict import STOP, prediction, request_seed
@@ -191,7 +191,7 @@ class Answerer:
                 raise FaultError(f"no confidence can be read: {unreadable}", again=False, code=400)
             parsed = parse_answer(response.text, asked.question)
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
-        if stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
+        if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
             response = response.model_copy(update={"finish_reason": "stop"})
         made = prediction(asked.question, response, answer, request.temperature, request.seed, self.engine.name)
         return Sample(made, (response, *replies[1:]), unreadable)
