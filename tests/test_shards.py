@@ -97,7 +97,7 @@ def test_refusals_are_joined_in_their_order(tmp_path: Path) -> None:
     for number, path in enumerate(_shards(joined, 3), 1):
         predict.evaluate(choosy, ASKED, out=path, shard=(number, 3), max_refused=1.0, **SAMPLED)  # type: ignore[arg-type]
     predict.merge(Prediction, ASKED, _shards(joined, 3), joined)
-    assert len(predict.refusals_of(joined)) == 8
+    assert len(predict.read_refused_requests(joined)) == 8
     _same_files(whole, joined)
 
 

@@ -1,7 +1,7 @@
 """Questions -> predictions: generate, find the label in the response, read its probability there.
 
 The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
-it was written. `source` is `free` after `<answer>`, `plain` where a response without that tag states its answer. A
+it was written. `source` is `free` after `<answer>`, `plain` if a response without that tag states its answer. A
 response without an answer is closed and the most probable label taken there: `source` is `fallback`.
 
 Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
@@ -15,13 +15,21 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
-from catto.answer.confidence import Answer, AskedQuestion, Case, read_replies, read_token_answers, score_labels
+from catto.answer.confidence import (
+    Answer,
+    AnsweredCase,
+    AskedQuestion,
+    Case,
+    read_replies,
+    read_token_answers,
+    score_labels,
+)
 from catto.answer.forms import VERSION
 from catto.answer.tokens import check_labels
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
@@ -33,61 +41,110 @@ from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
 
+if TYPE_CHECKING:
+    from catto.engines.server import ServerEngine
+
 R = TypeVar("R", ScoredGeneration, Prediction)
 T = TypeVar("T")
-Progress = Callable[[int, int, int], None]  # records done, of how many, how many of them are right predictions
+EvaluationProgress = Callable[[int, int, int], None]  # records done, records in all, correct predictions
 Shard = tuple[int, int]  # its number, from 1, and how many there are
 STOP = ("</answer>",)
-# So many batches are generated before their predictions are written: a kill loses at most these.
-BATCHES_A_CHUNK = 4
+# This many batches are generated before their predictions are written: a kill loses at most these.
+BATCHES_PER_CHUNK = 4
 PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
 OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
 
 
-class Settings(TypedDict, total=False):
-    """How questions are asked: `temperature` is one number for all k samples, or k numbers; 0 is greedy."""
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments that say how questions are asked; see `EvaluationSettings`."""
 
-    k: int  # 1
-    temperature: float | Sequence[float]  # 0.0
-    seed: int  # 0
-    max_tokens: int  # 512
-    reasoning: bool  # True
-
-
-class Options(Settings, total=False):
-    """The settings, and how they are run; no prediction depends on these."""
-
-    out: Path | None  # None: no file
-    progress: Progress | None
-    retry_refused: bool  # False
-    max_refused: float  # MOST_REFUSED
-    shard: Shard | None  # None: all questions
+    k: int
+    temperature: float | Sequence[float]
+    seed: int
+    max_tokens: int
+    reasoning: bool
 
 
-def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[Prediction]:
-    """Answer every question k times; the predictions are in the order of the questions, then of the samples.
+class EvaluationOptions(SamplingOptions, total=False):
+    """All keyword arguments of an evaluation; see `EvaluationSettings`."""
 
-    options: k, temperature, seed, max_tokens and reasoning, by default one greedy response of at most 512 tokens with
-    reasoning (see `Settings`). `out` is the file of predictions, its manifest beside
-    it. It grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
+    out: Path | None
+    progress: EvaluationProgress | None
+    retry_refused: bool
+    max_refused: float
+    shard: Shard | None
 
-    A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason,
-    and `retry_refused` asks it again. More than a share `max_refused` of the questions raises ServerError.
 
-    With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How questions are asked, and how the evaluation runs. No prediction depends on the fields from `out` on.
+
+    Attributes:
+        k: Samples per question.
+        temperature: One sampling temperature for all k samples, or k of them; 0 means greedy decoding.
+        seed: Seed of the samples.
+        max_tokens: Maximum number of generated tokens.
+        reasoning: Whether the model is asked to reason before it answers.
+        out: The file of records; None writes no file.
+        progress: Called with the records done, the records in all, and the correct predictions.
+        retry_refused: Whether refused requests are asked again.
+        max_refused: Largest share of refused questions; more raises ServerError.
+        shard: The part of the questions to answer; None means all.
     """
-    job = _Job(engine, questions, **options)
-    return job.collect(Prediction, lambda keys: job.predictions(job.generate(keys)))
+
+    k: int = 1
+    temperature: float | Sequence[float] = 0.0
+    seed: int = 0
+    max_tokens: int = 512
+    reasoning: bool = True
+    out: Path | None = None
+    progress: EvaluationProgress | None = None
+    retry_refused: bool = False
+    max_refused: float = MOST_REFUSED
+    shard: Shard | None = None
 
 
-def generate(engine: Engine, questions: Iterable[Question], **options: Unpack[Options]) -> list[ScoredGeneration]:
+# Ask a model
+
+
+def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]) -> list[Prediction]:
+    """Answer every question k times.
+
+    `out` grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
+    A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason.
+    With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
+
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        **options: The fields of `EvaluationSettings`; by default one greedy response of at most 512 tokens with
+            reasoning.
+
+    Returns:
+        The predictions in the order of the questions, then of the samples.
+    """
+    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    return run.collect(Prediction, run.answer_keys)
+
+
+def generate(
+    engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]
+) -> list[ScoredGeneration]:
     """Generate what `evaluate` with the same options reads: the expensive half of it, resumable in the same way.
 
-    The scores of the labels, as the present parser finds them, come with the text, while the engine has what makes them
-    cheap.
+    The scores of the labels, as the present parser finds them, are stored with the text: at this point the engine
+    still has what makes them cheap.
+
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        **options: The fields of `EvaluationSettings`.
+
+    Returns:
+        The generations in the order of the questions, then of the samples.
     """
-    job = _Job(engine, questions, **options)
-    return job.collect(ScoredGeneration, lambda keys: job.each(partial(score_labels, engine), job.generate(keys)))
+    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    return run.collect(ScoredGeneration, run.score_keys)
 
 
 def read(
@@ -96,313 +153,537 @@ def read(
     generations: Iterable[Generation],
     *,
     out: Path | None = None,
-    progress: Progress | None = None,
-    **settings: Unpack[Settings],
+    progress: EvaluationProgress | None = None,
+    **sampling: Unpack[SamplingOptions],
 ) -> list[Prediction]:
     """Read the labels of `generate`'s generations from the scores stored with them; nothing is generated.
 
-    `read(engine, questions, generate(engine, questions, **settings), **settings)` is `evaluate(engine, questions,
-    **settings)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
-    equal up to float noise. What has no generation was refused and has no prediction.
+    `read(engine, questions, generate(engine, questions, **options), **options)` is `evaluate(engine, questions,
+    **options)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
+    equal up to float noise.
+
+    Args:
+        engine: The engine that generated, or one like it.
+        questions: The questions that were asked.
+        generations: The stored generations.
+        out: The file of predictions; None writes no file.
+        progress: See `EvaluationSettings`.
+        **sampling: How the questions were asked; see `EvaluationSettings`.
+
+    Returns:
+        The predictions. A sample without a generation was refused and has no prediction.
     """
-    job = _Job(engine, questions, out=out, progress=progress, max_refused=1.0, **settings)
-    written = {generation.key: generation for generation in generations}
-    if foreign := written.keys() - job.keys.keys():
-        raise ValueError("question {} sample {} was generated and is not asked".format(*min(foreign)))
+    settings = EvaluationSettings(out=out, progress=progress, max_refused=1.0, **sampling)
+    run = EvaluationRun(engine, questions, settings)
+    generation_of = {generation.key: generation for generation in generations}
+    not_asked = generation_of.keys() - run.keys.keys()
+    if not_asked:
+        question, sample = min(not_asked)
+        raise ValueError(f"question {question} sample {sample} was generated and is not asked")
 
-    def outcomes(keys: Sequence[Key]) -> Iterator[Generation | Refusal]:
-        why = "the request was refused when it was generated"
-        yield from (written.get(key) or Refusal(refused=why, question=key[0], sample=key[1]) for key in keys)
-        if job.todo:
-            yield from engine.generate(job.todo)
+    def list_outcomes(keys: Sequence[Key]) -> Iterator[Generation | Refusal]:
+        for key in keys:
+            if key in generation_of:
+                yield generation_of[key]
+            else:
+                reason = "the request was refused when it was generated"
+                yield Refusal(refused=reason, question=key[0], sample=key[1])
+        # Reading a reply may have added a request to continue it.
+        if run.todo:
+            yield from engine.generate(run.todo)
 
-    return job.collect(Prediction, lambda keys: job.predictions(outcomes(keys)))
-
-
-def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
-    """Join the files of all shards, in their order, to the one that `evaluate` or `generate` writes without shards.
-
-    kind: Prediction or ScoredGeneration. A shard that is not finished is named by a DataError.
-    """
-    if missing := [f"{n}/{len(shards)}" for n, path in enumerate(shards, 1) if not manifest_path(path).exists()]:
-        raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(missing)}")
-    notes, listed = read_manifest(shards[0]).notes, list(questions)
-    settings: Settings = {name: notes[name] for name in ("k", "seed", "max_tokens", "reasoning")}  # type: ignore[assignment]
-    settings["temperature"] = tuple(notes["temperatures"])
-    batch_size = -(-notes["chunk"] * notes["k"] // BATCHES_A_CHUNK)  # that gives the same chunks
-    wrote = {"name": notes["engine"], "model": notes["model"], "positions": notes.get("positions")}
-    engine: Any = SimpleNamespace(**wrote, batch_size=batch_size, tokenizer=None)  # it generates nothing more
-    outcomes: dict[Key, R | Refusal] = {}
-    for number, path in enumerate(shards, 1):
-        job = _Job(engine, listed, shard=(number, len(shards)), **settings)
-        if read_manifest(path).recipe_hash != job.manifest(kind).recipe_hash:
-            raise DataError(path, None, OTHER_RUN)
-        for stored in job.published(path, kind):
-            outcomes |= {outcome.key: outcome for outcome in stored}
-    whole = _Job(engine, listed, out=out, max_refused=1.0, **settings)
-    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys])
-
-
-def shard_path(path: Path, shard: Shard) -> Path:
-    """The file of a shard: `predictions.jsonl` -> `predictions.shard-1-of-3.jsonl`."""
-    return path.with_name("{}.shard-{}-of-{}.jsonl".format(path.name.removesuffix(".jsonl"), *shard))
+    return run.collect(Prediction, lambda keys: run.make_predictions(list_outcomes(keys)))
 
 
 def evaluate_model(
     model: Any, tokenizer: Any, questions: Iterable[Question], *, batch_size: int = 16, **options: Any
 ) -> list[Prediction]:
-    """`evaluate` on a loaded model of Transformers, with the same options."""
+    """Run `evaluate` on a loaded model of Transformers, with the same options."""
     from catto.engines.transformers import TransformersEngine
 
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
 
 
 def is_correct(prediction: Prediction) -> bool:
-    """Whether the label is the gold one."""
+    """Return whether the label is the gold one."""
     return prediction.label == prediction.gold
 
 
-def request_seed(seed: int, question: str, sample: int) -> int:
-    """The seed of one response, 31 bits, by hash: servers would draw k equal samples from one seed.
-
-    >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
-    True
-    """
-    return int(content_hash([seed, question, sample]), 16) >> 33
+def count_correct(records: Iterable[Sampled]) -> int:
+    """Count the correct predictions among records."""
+    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
 
 
-def check_questions(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the temperature of each sample, or raise ValueError where the questions cannot be asked so."""
-    if k < 1:
-        raise ValueError(f"k is {k}, expected at least 1")
-    each = (temperature,) * k if isinstance(temperature, int | float) else tuple(temperature)
-    if len(each) != k:
-        raise ValueError(f"{len(each)} temperatures for k = {k} samples")
-    if each.count(0) > 1:
-        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
-    check_ids(questions)
-    if not questions:
-        raise ValueError("no questions to evaluate")
-    return each
-
-
-def chunk_size(batch_size: int, k: int) -> int:
-    """How many questions are generated, scored and stored together."""
-    return max(1, BATCHES_A_CHUNK * batch_size // k)
-
-
-def check_settings(path: Path, settings: Mapping[str, object]) -> None:
-    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded.
-
-    settings: names and values of a manifest's notes; of the engine its kind, without versions.
-    """
-    if manifest_path(path).exists():
-        notes = read_manifest(path).notes
-        for name, value in settings.items():
-            stored = notes.get(name, value)
-            if (stored.split()[0] if name == "engine" else stored) != value:
-                raise DataError(path, None, f"was made with {name} {stored!r}, not {value!r}: {OTHER_RUN}")
-
-
-def refused_path(path: Path) -> Path:
-    """The file of refusals: `predictions.jsonl` -> `predictions.refused.jsonl`."""
-    return path.parent / (path.name.removesuffix(".jsonl") + ".refused.jsonl")
-
-
-def refusals_of(path: Path) -> list[Refusal]:
-    """The refused requests of a finished file of predictions."""
-    return read_refusals(refused_path(path))
-
-
-def prediction(
-    question: Question, generation: Generation, answer: Answer, temperature: float, seed: int, engine: str
+def make_prediction(
+    question: Question, generation: Generation, answer: Answer, *, temperature: float, seed: int, engine: str
 ) -> Prediction:
-    """The record of what was read of a response."""
-    certainty, lowest = token_certainty(generation.tops) if generation.tops else (None, None)
+    """Make the record of what was read of a response."""
+    certainty = None
+    lowest_group = None
+    if generation.tops:
+        certainty, lowest_group = token_certainty(generation.tops)
     return Prediction(
         question=question.id,
         **question.model_dump(include={"task", "split", "gold"}),
         **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
         **answer._asdict(),
         self_certainty=certainty,
-        lowest_group=lowest,
+        lowest_group=lowest_group,
         temperature=temperature,
         seed=seed,
         engine=engine,
     )
 
 
-class _Job:
-    """One evaluation: the engine, its `Options`, and every (question, sample) with its prompt, rendered once."""
+# What is checked and decided before a run
 
-    def __init__(
-        self,
-        engine: Engine,
-        questions: Iterable[Question],
-        *,
-        out: Path | None = None,
-        progress: Progress | None = None,
-        retry_refused: bool = False,
-        max_refused: float = MOST_REFUSED,
-        shard: Shard | None = None,
-        k: int = 1,
-        temperature: float | Sequence[float] = 0.0,
-        seed: int = 0,
-        max_tokens: int = 512,
-        reasoning: bool = True,
-    ) -> None:
+
+def request_seed(seed: int, question: str, sample: int) -> int:
+    """Hash the seed of one response, 31 bits: servers would draw k equal samples from one seed.
+
+    Example:
+        >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
+        True
+    """
+    return int(content_hash([seed, question, sample]), 16) >> 33
+
+
+def check_questions(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
+    """Return the temperature of each sample, or raise ValueError if the questions cannot be asked like this."""
+    if k < 1:
+        raise ValueError(f"k is {k}, expected at least 1")
+    if isinstance(temperature, int | float):
+        temperatures: tuple[float, ...] = (temperature,) * k
+    else:
+        temperatures = tuple(temperature)
+    if len(temperatures) != k:
+        raise ValueError(f"{len(temperatures)} temperatures for k = {k} samples")
+    if temperatures.count(0) > 1:
+        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
+    check_ids(questions)
+    if not questions:
+        raise ValueError("no questions to evaluate")
+    return temperatures
+
+
+def chunk_size(batch_size: int, k: int) -> int:
+    """Return how many questions are generated, scored and stored together."""
+    return max(1, BATCHES_PER_CHUNK * batch_size // k)
+
+
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded.
+
+    Args:
+        path: The file of predictions.
+        settings: Names and values of the manifest's notes; of the engine its kind, without versions.
+    """
+    if not manifest_path(path).exists():
+        return
+    notes = read_manifest(path).notes
+    for name, value in settings.items():
+        stored = notes.get(name, value)
+        comparable = stored
+        if name == "engine":
+            comparable = stored.split()[0]
+        if comparable != value:
+            raise DataError(path, None, f"was made with {name} {stored!r}, not {value!r}: {OTHER_RUN}")
+
+
+# Files
+
+
+def refused_path(path: Path) -> Path:
+    """Return the file of refusals: `predictions.jsonl` -> `predictions.refused.jsonl`."""
+    return path.parent / (path.name.removesuffix(".jsonl") + ".refused.jsonl")
+
+
+def read_refused_requests(path: Path) -> list[Refusal]:
+    """Read the refused requests of a finished file of predictions."""
+    return read_refusals(refused_path(path))
+
+
+def shard_path(path: Path, shard: Shard) -> Path:
+    """Return the file of a shard: `predictions.jsonl` -> `predictions.shard-1-of-3.jsonl`."""
+    number, count = shard
+    stem = path.name.removesuffix(".jsonl")
+    return path.with_name(f"{stem}.shard-{number}-of-{count}.jsonl")
+
+
+def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
+    """Join the files of all shards, in their order, to the one that `evaluate` or `generate` writes without shards.
+
+    Args:
+        kind: Prediction or ScoredGeneration.
+        questions: The questions of all shards.
+        shards: The shards' files.
+        out: The file to write.
+
+    Returns:
+        The records of all shards.
+
+    Raises:
+        DataError: A shard is not finished, or belongs to another run.
+    """
+    count = len(shards)
+    unfinished = [f"{number}/{count}" for number, path in enumerate(shards, 1) if not manifest_path(path).exists()]
+    if unfinished:
+        raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(unfinished)}")
+    listed = list(questions)
+    notes = read_manifest(shards[0]).notes
+    sampling = SamplingOptions(
+        k=notes["k"],
+        temperature=tuple(notes["temperatures"]),
+        seed=notes["seed"],
+        max_tokens=notes["max_tokens"],
+        reasoning=notes["reasoning"],
+    )
+    # The engine generates nothing more; its batch size is one that gives the same chunks.
+    engine: Any = SimpleNamespace(
+        name=notes["engine"],
+        model=notes["model"],
+        positions=notes.get("positions"),
+        batch_size=-(-notes["chunk"] * notes["k"] // BATCHES_PER_CHUNK),
+        tokenizer=None,
+    )
+    outcomes: dict[Key, R | Refusal] = {}
+    for number, path in enumerate(shards, 1):
+        run = EvaluationRun(engine, listed, EvaluationSettings(shard=(number, count), **sampling))
+        if read_manifest(path).recipe_hash != run.make_manifest(kind).recipe_hash:
+            raise DataError(path, None, OTHER_RUN)
+        published = run.read_published(path, kind)
+        for record in published.records:
+            outcomes[record.key] = record
+        for refusal in published.refusals:
+            outcomes[refusal.key] = refusal
+    whole = EvaluationRun(engine, listed, EvaluationSettings(out=out, max_refused=1.0, **sampling))
+    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys])
+
+
+# The run
+
+
+class PublishedOutcomes(NamedTuple, Generic[R]):
+    """What a finished file and its file of refusals hold."""
+
+    records: list[R]
+    refusals: list[Refusal]
+
+
+@dataclass
+class RunOutcomes(Generic[R]):
+    """What a run has so far: records and refusals by key, and how many of the records are correct predictions."""
+
+    records: dict[Key, R]
+    refusals: dict[Key, Refusal]
+    correct: int
+
+    def add(self, outcome: R | Refusal) -> None:
+        """Add an outcome; it replaces an older refusal of its key."""
+        self.refusals.pop(outcome.key, None)
+        if isinstance(outcome, Refusal):
+            self.refusals[outcome.key] = outcome
+        else:
+            self.records[outcome.key] = outcome
+            self.correct += count_correct([outcome])
+
+
+class EvaluationRun:
+    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
+
+    def __init__(self, engine: Engine, questions: Iterable[Question], settings: EvaluationSettings) -> None:
         listed = list(questions)
-        self.out, self.progress, self.retry_refused, self.max_refused = out, progress, retry_refused, max_refused
-        self.engine, self.k, self.shard, self.seed, self.max_tokens = engine, k, shard, seed, max_tokens
-        self.temperatures, self.reasoning = check_questions(listed, k, temperature), reasoning
-        self.chunk = chunk_size(engine.batch_size, k)
-        self.cases = {q.id: AskedQuestion(q, messages(q, reasoning=reasoning)) for q in listed}
-        number, shards = shard or (1, 1)
-        answered = [question for place, question in enumerate(listed) if place // self.chunk % shards == number - 1]
-        keys = [(question.id, sample) for question in answered for sample in range(k)]
-        self.keys = {key: place for place, key in enumerate(keys)}
-        self.streams = engine.tokenizer is None  # outcomes depend on no batch, so they are stored one by one
+        self.engine = engine
+        self.settings = settings
+        self.temperatures = check_questions(listed, settings.k, settings.temperature)
+        self.chunk = chunk_size(engine.batch_size, settings.k)
+        self.asked: dict[str, AskedQuestion] = {}
+        for question in listed:
+            chat = messages(question, reasoning=settings.reasoning)
+            self.asked[question.id] = AskedQuestion(question, chat)
+        self.keys: dict[Key, int] = {}  # every (question, sample) of the shard -> its place in the file
+        for question in self._select_shard(listed):
+            for sample in range(settings.k):
+                self.keys[question.id, sample] = len(self.keys)
+        # Replies of a server depend on no batch, so each is stored as it arrives.
+        self.stores_each = engine.tokenizer is None
         self.todo: deque[Request] = deque()
 
+    def _select_shard(self, questions: list[Question]) -> list[Question]:
+        """Select every n-th chunk of questions."""
+        if self.settings.shard is None:
+            return questions
+        number, count = self.settings.shard
+        selected = []
+        for place, question in enumerate(questions):
+            chunk_number = place // self.chunk
+            if chunk_number % count == number - 1:
+                selected.append(question)
+        return selected
+
+    # Generate and read
+
+    def answer_keys(self, keys: Sequence[Key]) -> Iterator[Prediction | Refusal]:
+        """Generate responses and read them."""
+        return self.make_predictions(self.generate_responses(keys))
+
+    def score_keys(self, keys: Sequence[Key]) -> Iterator[ScoredGeneration | Refusal]:
+        """Generate responses and score their labels."""
+        return self._process_cases(lambda cases: score_labels(self.engine, cases), self.generate_responses(keys))
+
+    def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
+        """Return what the engine gives for these keys, as it arrives."""
+        self.todo.clear()
+        for question, sample in keys:
+            request = Request(
+                question=question,
+                sample=sample,
+                messages=self.asked[question].chat,
+                temperature=self.temperatures[sample],
+                seed=request_seed(self.settings.seed, question, sample),
+                max_tokens=self.settings.max_tokens,
+                stop=STOP,
+                keep_states=True,
+            )
+            self.todo.append(request)
+        return self.engine.generate(self.todo)
+
+    def make_predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
+        """Read each response; a refusal takes the place of a reply whose label cannot be read."""
+        for outcome in self._read_answers(outcomes):
+            if isinstance(outcome, Refusal):
+                yield outcome
+                continue
+            generation = outcome.case.generation
+            yield make_prediction(
+                outcome.case.question,
+                generation,
+                outcome.answer,
+                temperature=self.temperatures[generation.sample],
+                seed=self.settings.seed,
+                engine=self.engine.name,
+            )
+
+    def _read_answers(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[AnsweredCase | Refusal]:
+        if self.engine.tokenizer is None:
+            return read_replies(self._readable_server, self.asked, self.todo, outcomes)
+        return self._process_cases(self._read_cases, outcomes)
+
     @cached_property
-    def reader(self) -> Callable[[Iterable[Generation | Refusal]], Iterator[tuple[Case, Answer] | Refusal]]:
-        """What reads the labels of this engine's responses."""
-        if self.engine.tokenizer is not None:
-            return partial(self.each, lambda cases: zip(cases, read_token_answers(self.engine, cases), strict=True))
+    def _readable_server(self) -> ServerEngine:
+        """The server, once it is known that its replies can be read: before anything is generated."""
         from catto.engines.server import ServerEngine
 
         assert isinstance(self.engine, ServerEngine)
         if self.engine.top_logprobs == 0:
             raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
         self.engine.probe()
-        return partial(read_replies, self.engine, self.cases, self.todo)
+        return self.engine
 
-    def generate(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
-        """What the engine gives for these keys, as it arrives."""
-        self.todo.clear()
-        for question, sample in keys:
-            how: Any = {"temperature": self.temperatures[sample], "seed": request_seed(self.seed, question, sample)}
-            how |= {"max_tokens": self.max_tokens, "stop": STOP, "keep_states": True}
-            self.todo.append(Request(question=question, sample=sample, messages=self.cases[question][1], **how))
-        return self.engine.generate(self.todo)
+    def _read_cases(self, cases: list[Case]) -> Iterator[AnsweredCase]:
+        for case, answer in zip(cases, read_token_answers(self.engine, cases), strict=True):
+            yield AnsweredCase(case, answer)
 
-    def each(
-        self, make: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
+    def _process_cases(
+        self, process: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
     ) -> Iterator[T | Refusal]:
-        """What `make` makes of the generations, as they arrive or all at once and in order, and the refusals."""
-        in_order = partial(sorted, key=lambda outcome: self.keys[outcome.key])
-        for group in ([outcome] for outcome in outcomes) if self.streams else [in_order(outcomes)]:
-            yield from (outcome for outcome in group if isinstance(outcome, Refusal))
-            yield from make([Case(*self.cases[one.question], one) for one in group if isinstance(one, Generation)])
+        """Yield the refusals, and what `process` makes of the generations of each group."""
+        for group in self._group_outcomes(outcomes):
+            cases = []
+            for outcome in group:
+                if isinstance(outcome, Refusal):
+                    yield outcome
+                else:
+                    question, chat = self.asked[outcome.question]
+                    cases.append(Case(question, chat, outcome))
+            yield from process(cases)
 
-    def predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
-        """What is read of each response; a refusal where a reply came, but its label cannot be read.
+    def _group_outcomes(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Sequence[Generation | Refusal]]:
+        """Yield the outcomes one by one as they arrive, or all at once and in order."""
+        if self.stores_each:
+            for outcome in outcomes:
+                yield [outcome]
+        else:
+            yield sorted(outcomes, key=lambda outcome: self.keys[outcome.key])
 
-        The reader comes first: a server whose replies cannot be read is refused before anything is generated.
-        """
-        for read in self.reader(outcomes):
-            if isinstance(read, Refusal):
-                yield read
-                continue
-            (question, _, generation), answer = read
-            temperature = self.temperatures[generation.sample]
-            yield prediction(question, generation, answer, temperature, self.seed, self.engine.name)
+    # Collect and store
 
     def collect(self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]]) -> list[R]:
-        """All records: from the file as far as it has them, the others from `make`, chunk by chunk or one by one.
+        """Collect all records: from the file as far as it has them, the others from `make`.
 
-        Refused requests are taken off the total of `progress`.
+        Args:
+            kind: Prediction or ScoredGeneration.
+            make: Yields the records or refusals of the keys that it is given.
+
+        Returns:
+            The records in the order of the keys, without the refused ones.
         """
-        journal: Journal[R] | None = None
-        if (out := self.out) is not None:
-            journal = Journal(out, kind, self.manifest(kind), self.keys, refused=refused_path(out), other=OTHER_RUN)
-            if journal.finished():
-                published, left_out = self.published(out, kind)
-                journal.remove()
-                if not (self.retry_refused and left_out):
-                    return published
-                journal.reopen(refusals=True)
-        with journal or nullcontext():
-            width = (len(self.keys) or 1) if self.streams else self.chunk * self.k
-            if journal is not None and not self.streams and len(journal.places) < len(self.keys):
-                journal.cut(len(journal.places) // width * width)
-            stored = list(journal.outcomes()) if journal is not None else []
-            refused = {outcome.key: outcome for outcome in stored if isinstance(outcome, Refusal)}
-            done = {outcome.key: outcome for outcome in stored if not isinstance(outcome, Refusal)}
-            missing = [key for key in self.keys if key not in done and key not in refused]
-            chunks = [missing[start : start + width] for start in range(0, len(missing), width)]
-            again = list(refused) if self.retry_refused else []
-            chunks += [again] if again else []
-            if chunks and self.engine.tokenizer is not None:  # labels that tokens cannot tell apart are refused first
-                for labels in dict.fromkeys(question.labels for question, _ in self.cases.values()):
-                    check_labels(self.engine.tokenizer, labels)
-            cap, right = RefusalCap(self.max_refused, done, refused), _right(done.values())
-            for chunk in chunks:
-                cap, made = RefusalCap(1.0) if chunk is again else cap, make(chunk)
-                for outcomes in ([outcome] for outcome in made) if self.streams else [list(made)]:
-                    for outcome in outcomes if journal is None else journal.append(*outcomes, sync=not self.streams):
-                        refused.pop(outcome.key, None)
-                        if isinstance(outcome, Refusal):
-                            refused[outcome.key] = outcome
-                        else:
-                            done[outcome.key] = outcome
-                            right += _right([outcome])
-                        cap.count(outcome)
-                    if self.progress is not None and done:
-                        self.progress(len(done), len(self.keys) - len(refused), right)
-            records = [done[key] for key in self.keys if key not in refused]
-            refusals = [refused[key] for key in self.keys if key in refused]
-            RefusalCap.check_some(len(records), refusals)
-            if journal is not None:
-                journal.publish(self.manifest(kind, records, refusals))
-            elif refusals:
-                why = count_reasons(refusals)
-                warnings.warn(f"{len(refusals)} of {len(self.keys)} requests were refused: {why}", stacklevel=3)
+        out = self.settings.out
+        if out is None:
+            return self._complete_records(kind, make, journal=None)
+        manifest = self.make_manifest(kind)
+        journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
+        if journal.finished():
+            published = self.read_published(out, kind)
+            journal.remove()
+            asks_again = self.settings.retry_refused and len(published.refusals) > 0
+            if not asks_again:
+                return published.records
+            journal.reopen(refusals=True)
+        with journal:
+            return self._complete_records(kind, make, journal)
+
+    def _complete_records(
+        self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]], journal: Journal[R] | None
+    ) -> list[R]:
+        collected = self._read_journal(journal)
+        missing = [key for key in self.keys if key not in collected.records and key not in collected.refusals]
+        asked_again = list(collected.refusals) if self.settings.retry_refused else []
+        if missing or asked_again:
+            self._check_labels()
+        cap = RefusalCap(self.settings.max_refused, collected.records, collected.refusals)
+        width = self._chunk_width()
+        for start in range(0, len(missing), width):
+            self._add_outcomes(make(missing[start : start + width]), collected, cap, journal)
+        if asked_again:
+            self._add_outcomes(make(asked_again), collected, RefusalCap(1.0), journal)
+        records = [collected.records[key] for key in self.keys if key not in collected.refusals]
+        refusals = [collected.refusals[key] for key in self.keys if key in collected.refusals]
+        RefusalCap.check_some(len(records), refusals)
+        if journal is not None:
+            journal.publish(self.make_manifest(kind, records, refusals))
+        elif refusals:
+            reasons = count_reasons(refusals)
+            # The warning points to the caller of `evaluate`.
+            warnings.warn(f"{len(refusals)} of {len(self.keys)} requests were refused: {reasons}", stacklevel=4)
         return records
 
-    def published(self, out: Path, kind: type[R]) -> tuple[list[R], list[Refusal]]:
-        """Records and refusals of the finished file; DataError where a row is not the expected one."""
+    def _chunk_width(self) -> int:
+        """Return how many keys are made together; a server is asked for all at once."""
+        if self.stores_each:
+            return len(self.keys) or 1
+        return self.chunk * self.settings.k
+
+    def _read_journal(self, journal: Journal[R] | None) -> RunOutcomes[R]:
+        """Read what is stored. A chunk that was not stored whole is dropped, so that its batches come out the same."""
+        collected: RunOutcomes[R] = RunOutcomes(records={}, refusals={}, correct=0)
+        if journal is None:
+            return collected
+        stored = len(journal.places)
+        if not self.stores_each and stored < len(self.keys):
+            width = self._chunk_width()
+            journal.cut(stored // width * width)
+        for outcome in journal.outcomes():
+            collected.add(outcome)
+        return collected
+
+    def _check_labels(self) -> None:
+        """Refuse labels that tokens cannot tell apart before anything is generated."""
+        if self.engine.tokenizer is None:
+            return
+        label_sets = dict.fromkeys(asked.question.labels for asked in self.asked.values())
+        for labels in label_sets:
+            check_labels(self.engine.tokenizer, labels)
+
+    def _add_outcomes(
+        self,
+        outcomes: Iterable[R | Refusal],
+        collected: RunOutcomes[R],
+        cap: RefusalCap,
+        journal: Journal[R] | None,
+    ) -> None:
+        """Store outcomes, all at once or as they arrive, and report the progress."""
+        if not self.stores_each:
+            self._add_group(list(outcomes), collected, cap, journal)
+            return
+        for outcome in outcomes:
+            self._add_group([outcome], collected, cap, journal)
+
+    def _add_group(
+        self, group: list[R | Refusal], collected: RunOutcomes[R], cap: RefusalCap, journal: Journal[R] | None
+    ) -> None:
+        if journal is not None:
+            group = journal.append(*group, sync=not self.stores_each)
+        for outcome in group:
+            collected.add(outcome)
+            cap.count(outcome)
+        if self.settings.progress is not None and collected.records:
+            total = len(self.keys) - len(collected.refusals)
+            self.settings.progress(len(collected.records), total, collected.correct)
+
+    def read_published(self, out: Path, kind: type[R]) -> PublishedOutcomes[R]:
+        """Read the records and refusals of a finished file.
+
+        Raises:
+            DataError: A row is not the expected one.
+        """
         records = list(read_records(out, kind))
-        stored = {record.key for record in records}  # a record replaces an older refusal
-        refused = {refusal.key: refusal for refusal in refusals_of(out) if refusal.key not in stored}
-        expected = [key for key in self.keys if key not in refused]
-        for row, (record, (question, sample)) in enumerate(zip(records, expected, strict=False), 1):
-            if record.key != (question, sample):
+        stored = {record.key for record in records}
+        refusals: dict[Key, Refusal] = {}
+        for refusal in read_refused_requests(out):
+            if refusal.key not in stored:  # a record replaces an older refusal
+                refusals[refusal.key] = refusal
+        expected = [key for key in self.keys if key not in refusals]
+        for row, (record, key) in enumerate(zip(records, expected, strict=False), 1):
+            if record.key != key:
+                question, sample = key
                 raise DataError(out, row, f"expected question {question} sample {sample}")
         if len(records) != len(expected):
             raise DataError(out, None, f"{len(records)} {PLURALS[kind]}, expected {len(expected)}")
-        return records, list(refused.values())
+        return PublishedOutcomes(records, list(refusals.values()))
 
-    def manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
-        """What the file holds; its hash is of the settings, the prompts and, of predictions, the parser's version."""
+    # Manifest
+
+    def make_manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
+        """Describe the file. Its hash is of the settings, the prompts and, of predictions, the parser's version."""
+        hashed = self._hashed_settings()
         parser = VERSION if kind is Prediction else None
-        settings: dict[str, Any] = {"engine": self.engine.name, "model": self.engine.model}
-        settings |= {"temperatures": self.temperatures, "seed": self.seed, "max_tokens": self.max_tokens}
-        settings |= {"reasoning": self.reasoning, "chunk": self.chunk}
-        notes = {**settings, "k": self.k}
-        if self.shard is not None:
-            notes["shard"] = "{}/{}".format(*self.shard)
+        identity = [hashed, asked_hash(self.asked.values()), parser]
+        notes = {**hashed, "k": self.settings.k}
+        if self.settings.shard is not None:
+            number, count = self.settings.shard
+            identity += [number, count]
+            notes["shard"] = f"{number}/{count}"
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
-        # `read` closes generated responses within the positions
-        notes |= {"positions": self.engine.positions} if parser is None else {"parser": parser}
-        counts: dict[str, int] = {}
-        if records:
-            counts = {PLURALS[kind]: len(records), "questions": len(self.cases), "refused": len(refused)}
-            counts["other_model"] = sum(record.model != self.engine.model for record in records)
-        if predictions := [record for record in records if isinstance(record, Prediction)]:
-            sources = Counter(prediction.source for prediction in predictions)
-            counts |= {"correct": _right(predictions), "plain": sources["plain"], "fallback": sources["fallback"]}
-            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
+        if parser is None:
+            notes["positions"] = self.engine.positions  # `read` closes generated responses within them
+        else:
+            notes["parser"] = parser
         return Manifest(
             kind=PLURALS[kind],
-            counts=counts,
-            recipe_hash=content_hash([settings, asked_hash(self.cases.values()), parser, *(self.shard or ())]),
-            seed=self.seed,
+            counts=self._count_outcomes(kind, records, refused),
+            recipe_hash=content_hash(identity),
+            seed=self.settings.seed,
             versions=library_versions("transformers", "torch", "vllm", "httpx2"),
             notes=notes,
         )
 
+    def _hashed_settings(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine.name,
+            "model": self.engine.model,
+            "temperatures": self.temperatures,
+            "seed": self.settings.seed,
+            "max_tokens": self.settings.max_tokens,
+            "reasoning": self.settings.reasoning,
+            "chunk": self.chunk,
+        }
 
-def _right(records: Iterable[Sampled]) -> int:
-    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
+    def _count_outcomes(self, kind: type[R], records: Sequence[R], refused: Sequence[Refusal]) -> dict[str, int]:
+        if not records:
+            return {}
+        counts = {
+            PLURALS[kind]: len(records),
+            "questions": len(self.asked),
+            "refused": len(refused),
+            "other_model": sum(record.model != self.engine.model for record in records),
+        }
+        predictions = [record for record in records if isinstance(record, Prediction)]
+        if predictions:
+            sources = Counter(prediction.source for prediction in predictions)
+            counts["correct"] = count_correct(predictions)
+            counts["plain"] = sources["plain"]
+            counts["fallback"] = sources["fallback"]
+            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
+        return counts

@@ -200,13 +200,18 @@ def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelP
     Raises:
         ValueError: Two labels begin alike, or do not begin at the same token.
     """
-    encoded = {label: _encode_label(tokenizer, text, label, _ENDING) for label in labels}
-    branches = _split_paths(tokenizer, {label: encoded[label].path for label in labels}, text)
-    before = encoded[labels[0]].before
+    ids_before = {}
+    paths = {}
     for label in labels:
-        if encoded[label].before != before:
-            raise ValueError(f"labels {labels[0]!r} and {label!r} begin at different tokens in {_name(tokenizer)}")
-    return LabelPosition(ids=before + branches.shared, paths=branches.paths)
+        encoded = _encode_label(tokenizer, text, label, _ENDING)
+        ids_before[label] = encoded.before
+        paths[label] = encoded.path
+    branches = _split_paths(tokenizer, paths, text)
+    first = labels[0]
+    for label in labels:
+        if ids_before[label] != ids_before[first]:
+            raise ValueError(f"labels {first!r} and {label!r} begin at different tokens in {_name(tokenizer)}")
+    return LabelPosition(ids=ids_before[first] + branches.shared, paths=branches.paths)
 
 
 def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:

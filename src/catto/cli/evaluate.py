@@ -78,7 +78,9 @@ def evaluate(
     predictions = whole if part is None else predict.shard_path(whole, part)
     # Shards are joined where some have begun and no file of predictions is finished.
     begun = [] if part is not None or manifest_path(whole).exists() else sorted(out.glob("*.shard-*-of-*"))
-    settings = predict.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
+    settings = predict.SamplingOptions(
+        k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning
+    )
     writable_folder("--out", out)
     size = batch_size or (256 if engine == "vllm" else 16)
     load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
@@ -143,12 +145,12 @@ def _loader(
 
 def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
-    from catto.predict import refusals_of
+    from catto.predict import read_refused_requests
     from catto.report.build import write_cards
 
     measure(path)
     cards = write_cards(path)
-    counts, refused = read_manifest(path).counts, refusals_of(path)
+    counts, refused = read_manifest(path).counts, read_refused_requests(path)
     plain, forced = counts.get("plain", 0), counts["fallback"]
     tagged = counts["predictions"] - plain - forced
     say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")

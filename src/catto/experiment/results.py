@@ -66,7 +66,7 @@ def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     )
 
 
-def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predict.Settings:
+def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predict.SamplingOptions:
     """Return what generating and reading must agree on."""
     return {
         "k": len(temperatures),

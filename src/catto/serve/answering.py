@@ -21,7 +21,7 @@ from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, find_stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
-from catto.predict import STOP, prediction, request_seed
+from catto.predict import STOP, make_prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"
@@ -193,7 +193,14 @@ class Answerer:
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
         if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
             response = response.model_copy(update={"finish_reason": "stop"})
-        made = prediction(asked.question, response, answer, request.temperature, request.seed, self.engine.name)
+        made = make_prediction(
+            asked.question,
+            response,
+            answer,
+            temperature=request.temperature,
+            seed=request.seed,
+            engine=self.engine.name,
+        )
         return Sample(made, (response, *replies[1:]), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
