@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from catto.engines.transformers import TransformersEngine
-from catto.predict.predictor import Shard, evaluate
+from catto.predict import Shard, evaluate
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 from tiny import tiny_model, tiny_tokenizer

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from catto.prompts import common_tokens
+from catto.token_ids import count_shared_beginning
 from catto.training.batches import Batch, Query, Row, block_mask, build, dense_mask
 
 PAD = 0
@@ -143,7 +143,7 @@ def test_sharing_computes_each_prompt_once(rows: list[Row]) -> None:
 def test_packing_leaves_no_padding(rows: list[Row], shared: bool) -> None:
     """With sharing, all sequences but one also lose the beginning that all prompts have."""
     padded, packed = (build(rows, [], len(rows), PAD, shared=shared, packed=packed) for packed in (False, True))
-    again = (len(padded.input_ids) - 1) * common_tokens(row.prompt for row in rows) if shared else 0
+    again = (len(padded.input_ids) - 1) * count_shared_beginning(row.prompt for row in rows) if shared else 0
     assert packed.input_ids.shape == (1, int(padded.attention_mask.sum()) - again)
     assert packed.attention_mask.all()
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from catto.answer.confidence import close_response, close_token_ids
 from catto.answer.forms import VERSION
 from catto.answer.response import parse_answer, parse_response
+from catto.answer.tokens import encode_opening
 from catto.engines import TAU_GRID
 from catto.engines.transformers import TransformersEngine
 from catto.files import manifest_path, read_manifest, read_records
-from catto.labels import decoded, opening
 from catto.metrics.temperature import confidence_at
-from catto.predict.label_reader import close, closed_ids
-from catto.predict.predictor import evaluate, evaluate_model, generate
+from catto.predict import evaluate, evaluate_model, generate
 from catto.problems import DataError
 from catto.prompts import completion
 from catto.records import Prediction, Question
+from catto.token_ids import decode_ids
 from evaluation_world import LETTERS, NLI, Recording, before, dense_logits, encode, engine, model, questions, tokenizer
 from tiny import tiny_model
 
@@ -33,10 +34,10 @@ def place_of(text: str, ids: list[int], labels: tuple[str, ...]) -> tuple[list[i
     """Tokens before the label and each label's token, for this word-level vocabulary: a word may carry its space."""
     span = parse_response(text, labels, cut=len(ids) == SAMPLED["max_tokens"]).span
     if span is None:
-        keep, ending = close(text)
+        keep, ending = close_response(text)
         return before(ids, keep) + encode(ending), {label: encode(label)[0] for label in labels}
     prefix = before(ids, span[0])
-    space = " " if len(decoded(tokenizer(), prefix)) < span[0] else ""
+    space = " " if len(decode_ids(tokenizer(), prefix)) < span[0] else ""
     return prefix, {label: encode(space + label)[0] for label in labels}
 
 
@@ -89,7 +90,7 @@ def test_parsed_and_constrained_agree_where_the_answer_parses_in_our_form() -> N
     assert len(form) > 3
     for one in form:
         ids = recording.ids[one.question, one.sample][:-3]
-        closed = closed_ids(tokenizer(), ids, LETTERS)
+        closed = close_token_ids(tokenizer(), ids, LETTERS)
         assert closed is not None
         if list(closed.ids) != ids:
             continue  # the response wrote its white space another way
@@ -140,24 +141,24 @@ CLOSING = [
 
 @pytest.mark.parametrize(("text", "closed"), CLOSING)
 def test_closing_a_response_by_hand(text: str, closed: tuple[int, str]) -> None:
-    assert close(text) == closed
+    assert close_response(text) == closed
 
 
 def test_closing_gives_the_canonical_form() -> None:
     text = completion("the right", None)
     cuts = [text[:end] for end in range(len("<think>\nthe right"), len(text) + 1)]
-    assert {cut[: close(cut)[0]] + close(cut)[1] for cut in cuts} == {text}
+    assert {cut[: close_response(cut)[0]] + close_response(cut)[1] for cut in cuts} == {text}
 
 
 def test_closed_tokens_fit_the_room() -> None:
     ids = encode("<think>\n" + " the" * 50)
-    needed = len(opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
-    closed = closed_ids(tokenizer(), ids, LETTERS, room=20)
+    needed = len(encode_opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
+    closed = close_token_ids(tokenizer(), ids, LETTERS, room=20)
     assert closed is not None
     assert len(closed.ids) == 20
-    assert decoded(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
+    assert decode_ids(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
     assert list(closed.ids[: 20 - needed]) == ids[: 20 - needed]
-    assert closed_ids(tokenizer(), ids, LETTERS, room=1) is None
+    assert close_token_ids(tokenizer(), ids, LETTERS, room=1) is None
 
 
 def test_a_response_that_fills_the_models_positions_still_gets_its_fallback() -> None:
@@ -254,7 +255,7 @@ def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
     predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
     evaluate(engine(), questions(3), out=predictions, **GREEDY)
     text = generate(engine(), questions(3), out=generations, **GREEDY)
-    monkeypatch.setattr("catto.predict.predictor.VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.predict.VERSION", VERSION + 1)
     with pytest.raises(DataError, match="belongs to other settings"):
         evaluate(engine(), questions(3), out=predictions, **GREEDY)
     assert generate(engine(), questions(3), out=generations, **GREEDY) == text

@@ -16,7 +16,7 @@ from catto.engines import Generation
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.metrics.calibrators import Temperature
 from catto.metrics.selection import RULES, VOTES
-from catto.predict.predictor import evaluate, read
+from catto.predict import evaluate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Message, Prediction, Question
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason=REASONS["serve"])
 from catto.calibrate import RiskThreshold, open_fitted
 from catto.engines.server import ServerEngine
 from catto.files import read_record
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import messages
 from catto.records import Question
 from catto.tasks import load

@@ -13,7 +13,7 @@ import torch
 from catto.engines import Context, Generation, LabelScores, Request, ScoredGeneration, Scores
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_records
-from catto.predict.predictor import evaluate, generate, read
+from catto.predict import evaluate, generate, read
 from catto.prompts import prompt_ids
 from engine_cases import BATCH_SIZES, TOKENIZER, chat, each_architecture, forwards, log_softmax, ragged_requests
 from evaluation_world import LETTERS, NLI, engine, questions

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from catto.answer.confidence import close_token_ids
+from catto.answer.tokens import UnreadableLabelError, check_labels, encode_opening, find_label_token, locate_label
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
-from catto.labels import UnreadableLabelError, check_labels, decoded, label_place, locate, opening
 from catto.measure import GradedAnswers, read_graded
-from catto.predict.label_reader import closed_ids
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
+from catto.token_ids import decode_ids
 from tiny import tiny_model
 from tokenizer_kinds import byte_level, firsts, kinds, metaspace
 
@@ -57,7 +58,7 @@ class Scripted(TransformersEngine):
             yield Generation(
                 question=request.question,
                 sample=0,
-                text=decoded(self.tokenizer, ids),
+                text=decode_ids(self.tokenizer, ids),
                 token_ids=tuple(ids),
                 prompt_tokens=len(prompt_ids(self.tokenizer, request.messages)),
                 finish_reason=self.finish_reason,
@@ -117,23 +118,23 @@ def test_labels_of_several_bytes_are_read_where_they_differ(name: str, labels: t
 
 def test_training_reads_one_token_and_says_so() -> None:
     tokenizer = kinds()["byte-level"]
-    index, candidates = label_place(tokenizer, ids := encode(tokenizer, completion("the cat", "是")), YES_NO)
+    index, candidates = find_label_token(tokenizer, ids := encode(tokenizer, completion("the cat", "是")), YES_NO)
     assert ids[index] == candidates[0] != candidates[1]
-    assert decoded(tokenizer, ids[:index]).endswith("<answer>\n")
+    assert decode_ids(tokenizer, ids[:index]).endswith("<answer>\n")
     pair = THUMBS[:2]  # three bytes in common, then one that differs
-    index, candidates = label_place(tokenizer, ids := encode(tokenizer, completion("the cat", "👎")), pair)
+    index, candidates = find_label_token(tokenizer, ids := encode(tokenizer, completion("the cat", "👎")), pair)
     assert ids[index] == candidates[1] != candidates[0]
-    assert decoded(tokenizer, ids[: index + 1]).endswith("<answer>\n👎")
-    assert decoded(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
+    assert decode_ids(tokenizer, ids[: index + 1]).endswith("<answer>\n👎")
+    assert decode_ids(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
     with pytest.raises(ValueError, match=r"labels '👍' and '👎' begin with the same token .* training reads one token"):
-        label_place(tokenizer, encode(tokenizer, completion("the cat", "👎")), THUMBS)
+        find_label_token(tokenizer, encode(tokenizer, completion("the cat", "👎")), THUMBS)
 
 
 def test_labels_that_begin_with_the_same_character_are_refused() -> None:
     with pytest.raises(ValueError, match="labels '是的' and '是否' begin with the same token"):
         check_labels(kinds()["byte-level"], ("是的", "是否"))
     with pytest.raises(ValueError, match="labels '是的' and '是否' begin with the same token"):
-        opening(kinds()["byte-level"], "<answer>\n", ("是的", "是否"))
+        encode_opening(kinds()["byte-level"], "<answer>\n", ("是的", "是否"))
 
 
 @cache
@@ -190,9 +191,9 @@ class Shrinking:
 def test_tokens_whose_text_does_not_grow_are_no_answer() -> None:
     tokenizer = Shrinking()
     ids = [*encode(tokenizer, "<answer>\nB\n</answer>"), tokenizer.odd]
-    assert decoded(tokenizer, ids).startswith("<answer>\nA\n</answer>")
+    assert decode_ids(tokenizer, ids).startswith("<answer>\nA\n</answer>")
     with pytest.raises(UnreadableLabelError, match="does not grow"):
-        locate(tokenizer, ids, ("A", "B"))
+        locate_label(tokenizer, ids, ("A", "B"))
     (one,) = predictions(tokenizer, ("A", "B"), [ids])
     assert one.source == "fallback"
     assert one.label in ("A", "B")
@@ -202,10 +203,10 @@ def test_a_closed_response_leaves_room_for_all_tokens_that_tell_a_label() -> Non
     tokenizer = kinds()["byte-level"]
     ids = encode(tokenizer, "<think>\n" + "the cat " * 20)
     for room in range(20, 40):
-        closed = closed_ids(tokenizer, ids, CHOICES, room)
+        closed = close_token_ids(tokenizer, ids, CHOICES, room)
         assert closed is not None
         assert max(map(len, closed.paths.values())) == max(MORE[CHOICES])
-        assert closed.length == room
+        assert closed.needed_length == room
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted_not_raised() -> None:
@@ -229,14 +230,14 @@ def test_an_answer_without_tags_is_found_in_the_tokens(name: str) -> None:
             else text.replace("Answer:", "the answer is").replace("the cat sat\n", "")
         )
         ids = encode(tokenizer, text)
-        place = locate(tokenizer, ids, tuple("ABCD"))
+        place = locate_label(tokenizer, ids, tuple("ABCD"))
         assert place is not None
         assert (place.label, place.source) == ("B", "plain")
         assert ids[len(place.ids)] == firsts(place)["B"]
         assert tuple(firsts(place)) == tuple("ABCD")
         for label, token in firsts(place).items():
-            other = decoded(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
-            assert other == decoded(tokenizer, ids).removesuffix("B") + label
+            other = decode_ids(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
+            assert other == decode_ids(tokenizer, ids).removesuffix("B") + label
 
 
 def test_a_cut_response_is_not_read_in_its_last_line() -> None:

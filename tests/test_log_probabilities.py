@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_selection import prediction
 
 from catto.calibrate import fit_file
 from catto.engines import Generation
 from catto.files import read_records
 from catto.logs import ColumnNames
 from catto.measure import read_graded
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.problems import DataError
 from catto.records import Prediction
 from command import run, write_lines
@@ -22,7 +23,6 @@ from evaluation_world import questions
 from openai_server import OpenAIServer, Reply, Seen, chat, counted, ok
 from server_cases import engine, refused, request
 from test_logs import completion, lm_eval, sample
-from test_selection import prediction
 
 # As JSON writes them. Python's parser and pydantic's read NaN and Infinity.
 IMPOSSIBLE = ["3.0", "1.1e-6", "1e300", "1e999", "Infinity", "NaN", '"-0.5"', "true", f"1{'0' * 400}"]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import catto
 from catto.engines import open_engine
 from catto.files import read_records
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.problems import DataError
 from catto.prompts import messages
 from catto.records import SPLITS, Prediction, Question, SftRow

@@ -15,7 +15,7 @@ from transformers.integrations import flex_attention as transformers_flex
 from trl import DPOConfig
 
 import pairs
-from catto.prompts import common_tokens
+from catto.token_ids import count_shared_beginning
 from catto.training import model_forward as head
 from catto.training.batches import Row, block_mask, build
 from catto.training.config import CATTOConfig
@@ -106,7 +106,7 @@ def test_no_padding_goes_through_the_layers(shared: bool) -> None:
     prompts = {tuple(ids[:-kept]) for ids, kept in rows}
     tokens = sum(len(ids) for ids, _ in rows)
     if shared:  # each prompt once, and what all of them begin with once
-        again = (len(prompts) - 1) * common_tokens(prompts)
+        again = (len(prompts) - 1) * count_shared_beginning(prompts)
         tokens = sum(map(len, prompts)) - again + sum(kept for _, kept in rows)
     assert shapes == [(1, tokens)]
     assert tokens < packed.batch["input_ids"].numel()

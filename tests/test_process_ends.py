@@ -96,7 +96,7 @@ EVALUATION = """
     import sys
     from pathlib import Path
     from catto.engines.server import ServerEngine
-    from catto.predict.predictor import evaluate
+    from catto.predict import evaluate
     from teacher_world import questions
 
     def stop(*_):

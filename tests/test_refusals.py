@@ -27,7 +27,7 @@ from catto.experiment.runner import forget_refused, refused_stages
 from catto.experiment.runner import run as run_stages
 from catto.experiment.stages import Stage, done, place
 from catto.files import MAX_LINE_BYTES, manifest_path, read_manifest, read_records
-from catto.predict.predictor import evaluate, refusals_of, refused_path
+from catto.predict import evaluate, read_refused_requests, refused_path
 from catto.problems import DataError
 from catto.recipe import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow
@@ -327,7 +327,7 @@ def test_a_refused_question_does_not_block_an_evaluation(tmp_path: Path, name: s
         assert len(server.seen) == asked
     assert [one.question for one in found] == [f"q{i}" for i in range(12) if i not in (0, 5)]
     assert list(read_records(out, Prediction)) == found
-    assert [one.key for one in refusals_of(out)] == [("q0", 0), ("q5", 0)]
+    assert [one.key for one in read_refused_requests(out)] == [("q0", 0), ("q5", 0)]
     counts = read_manifest(out).counts
     assert (counts["predictions"], counts["refused"], counts["questions"]) == (10, 2, 12)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -345,7 +345,7 @@ def test_an_evaluation_asks_refused_requests_again_on_demand(tmp_path: Path) -> 
         found = evaluated(server, out, k=2, temperature=1.0, retry_refused=True)
         assert asked_questions(server) == [0, 0, 5, 5]
     assert len(found) == 22
-    assert [one.key for one in refusals_of(out)] == [("q5", 0), ("q5", 1)]
+    assert [one.key for one in read_refused_requests(out)] == [("q5", 0), ("q5", 1)]
     with serve(answering) as server:
         evaluated(server, out, k=2, temperature=1.0, retry_refused=True)
         evaluated(server, whole, k=2, temperature=1.0)
@@ -437,7 +437,7 @@ def test_an_evaluation_killed_between_its_last_files_ends_the_same(tmp_path: Pat
     with serve(refusing(0, 5, answer=answering)) as server:
         found = evaluated(server, out, count=6)
         whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        rows: list[Any] = sorted([*found, *refusals_of(out)], key=lambda one: one.question)
+        rows: list[Any] = sorted([*found, *read_refused_requests(out)], key=lambda one: one.question)
         manifest_path(tmp_path / "p.part.jsonl").write_bytes(whole["p.manifest.json"])
         (tmp_path / "p.part.jsonl").write_text("".join(row.model_dump_json() + "\n" for row in rows))
         if state != "before the clean-up":
@@ -460,7 +460,7 @@ def test_a_response_whose_label_has_no_log_probability_is_refused(tmp_path: Path
     with serve(respond) as server:
         found = evaluated(server, tmp_path / "p.jsonl")
     assert "q3" not in {one.question for one in found}
-    assert "do not add up to the text" in refusals_of(tmp_path / "p.jsonl")[0].refused
+    assert "do not add up to the text" in read_refused_requests(tmp_path / "p.jsonl")[0].refused
 
 
 def test_a_refused_continuation_refuses_its_question_alone(tmp_path: Path) -> None:
@@ -473,7 +473,9 @@ def test_a_refused_continuation_refuses_its_question_alone(tmp_path: Path) -> No
     with serve(respond) as server:
         found = evaluated(server, tmp_path / "p.jsonl")
     assert [one.question for one in found] == [f"q{i}" for i in range(12) if i != 3]
-    assert refusals_of(tmp_path / "p.jsonl") == [Refusal(refused="400 in try 1: too long", question="q3", sample=0)]
+    assert read_refused_requests(tmp_path / "p.jsonl") == [
+        Refusal(refused="400 in try 1: too long", question="q3", sample=0)
+    ]
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "null"])

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from catto.engines import Context, Request
 from catto.engines.decoding import draw_tokens, hash_uniform
 from catto.engines.transformers import TransformersEngine
-from catto.labels import decoded
 from catto.prompts import prompt_ids
+from catto.token_ids import decode_ids
 from engine_cases import (
     TOKENIZER,
     by_key,
@@ -127,7 +127,7 @@ def check_every_stop(engine: TransformersEngine, request: Request) -> int:
         for stop in {text[start : start + length] for length in (1, 2, 5, 9, 14)}:
             if "\ufffd" in stop or not stop:
                 continue
-            count = next(n for n in range(1, len(ids) + 1) if stop in decoded(engine.tokenizer, ids[:n]))
+            count = next(n for n in range(1, len(ids) + 1) if stop in decode_ids(engine.tokenizer, ids[:n]))
             found = next(engine.generate([request.model_copy(update={"stop": (stop, "never said")})]))
             assert found.token_ids == ids[:count]
             assert found.text == text[: text.index(stop) + len(stop)]

@@ -18,7 +18,7 @@ import pytest
 from catto.engines import Generation, model_name
 from catto.engines.server import ServerEngine, ServerError
 from catto.engines.server import _certificates as certificates
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from openai_server import Body, OpenAIServer, Reply, Seen, chat, counted, error, ok
 from server_cases import by_seed, engine, refused, request
 from teacher_world import questions

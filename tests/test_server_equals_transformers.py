@@ -14,12 +14,12 @@ import openai
 import pytest
 import torch
 
-from catto.engines import Generation, Request, stop_end
+from catto.answer.confidence import Answer, Case, read_label_logprobs, read_reply
+from catto.engines import Generation, Request, find_stop_end
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
 from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
-from catto.predict.label_reader import Answer, Case, label_logprobs, read_reply
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message, Option, Prediction, Question
 from evaluation_world import LETTERS, NLI, encode, engine, model, questions, tokenizer
@@ -254,7 +254,7 @@ def test_labels_among_candidate_texts() -> None:
     tops = {"A": -1.0, " A": -2.0, "B": -1.5, "ent": -0.5, "e": -3.0, "neutral": -2.5, "\n": -0.1}
 
     def logprobs(labels: Sequence[str], **place: str) -> dict[str, float]:
-        return label_logprobs({label: label for label in labels}, tops, **place)
+        return read_label_logprobs({label: label for label in labels}, tops, **place)
 
     assert logprobs(("A", "B", "C")) == {"A": -1.0, "B": -1.5}
     assert logprobs(("A", "B"), lead=" ") == {"A": -2.0}
@@ -337,10 +337,10 @@ def test_a_whole_answer_that_the_reasoning_quotes_does_not_end_the_response() ->
     stop = ("</answer>",)
     quoting = "<think>\nA form is <answer>A</answer>.\n</think>\n<answer>\nB\n</answer>"
     for text in (quoting, quoting.removeprefix("<think>")):  # the second as after a template that opens the reasoning
-        assert stop_end(f"{text} More. <answer>C</answer>", stop) == len(text)
-    growing = [stop_end(quoting[:end], stop) for end in range(len(quoting) + 1)]
+        assert find_stop_end(f"{text} More. <answer>C</answer>", stop) == len(text)
+    growing = [find_stop_end(quoting[:end], stop) for end in range(len(quoting) + 1)]
     assert growing == [None] * len(quoting) + [len(quoting)]  # as a local engine decodes it
-    assert stop_end("<answer>A</answer> <think>So</think> <answer>B</answer>", stop) == 18
+    assert find_stop_end("<answer>A</answer> <think>So</think> <answer>B</answer>", stop) == 18
 
 
 def test_characters_of_several_tokens_are_read_from_their_bytes() -> None:

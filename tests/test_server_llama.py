@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from catto.answer.tokens import encode_opening
 from catto.engines import Context, Generation, Request, server
 from catto.engines.server import ServerEngine
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_manifest
-from catto.labels import opening
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import completion, messages
 from catto.records import Message, Option, Prediction, Question
 from llama_server import gguf, llama
@@ -103,7 +103,7 @@ def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> N
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     local = TransformersEngine(model, AutoTokenizer.from_pretrained(**place))
     begun = completion(None, None)
-    path = opening(local.tokenizer, begun, LABELS)
+    path = encode_opening(local.tokenizer, begun, LABELS)
     tokens = tuple(tokens[0] for tokens in path.paths.values())
     chats = [messages(question, reasoning=False) for question in QUESTIONS]
     here = local.score([Context(messages=chat, prefix=path.ids, candidates=tokens) for chat in chats])

@@ -14,13 +14,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from catto import predict
 from catto.cli.evaluate import evaluate as command
 from catto.engines import Generation, ScoredGeneration
 from catto.experiment import runner
 from catto.experiment.graph import Graph
 from catto.experiment.stages import Stage, ordered, place
 from catto.files import manifest_path
-from catto.predict import predictor
 from catto.problems import DataError
 from catto.prompts import messages
 from catto.recipe import Recipe
@@ -37,7 +37,7 @@ SAMPLED: dict[str, Any] = {"k": 2, "temperature": 1.3, "max_tokens": 16}
 
 
 def _same_files(one: Path, other: Path) -> None:
-    for path in (lambda file: file, manifest_path, predictor.refused_path):
+    for path in (lambda file: file, manifest_path, predict.refused_path):
         assert path(one).exists() == path(other).exists()
         assert not path(one).exists() or path(one).read_bytes() == path(other).read_bytes()
 
@@ -48,30 +48,30 @@ def _untimed(path: Path) -> str:
 
 
 def _shards(out: Path, count: int) -> list[Path]:
-    return [predictor.shard_path(out, (number, count)) for number in range(1, count + 1)]
+    return [predict.shard_path(out, (number, count)) for number in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_joined_shards_are_the_file_of_one_run(tmp_path: Path, count: int) -> None:
     """The fifth of five has no chunk."""
     whole, joined = tmp_path / "whole.jsonl", tmp_path / "joined.jsonl"
-    predictor.evaluate(engine(4), ASKED, out=whole, **SAMPLED)
+    predict.evaluate(engine(4), ASKED, out=whole, **SAMPLED)
     for number, path in reversed(list(enumerate(_shards(joined, count), 1))):
-        part = predictor.evaluate(engine(4), ASKED, out=path, shard=(number, count), **SAMPLED)
+        part = predict.evaluate(engine(4), ASKED, out=path, shard=(number, count), **SAMPLED)
         assert {prediction.question for prediction in part} == {
             question.id for place, question in enumerate(ASKED) if place // 8 % count == number - 1
         }
-    predictions = predictor.merge(Prediction, ASKED, _shards(joined, count), joined)
+    predictions = predict.merge(Prediction, ASKED, _shards(joined, count), joined)
     assert len(predictions) == 58
     _same_files(whole, joined)
 
 
 def test_generations_are_joined_too(tmp_path: Path) -> None:
     whole, joined = tmp_path / "whole.jsonl", tmp_path / "joined.jsonl"
-    predictor.generate(engine(4), ASKED, out=whole, **SAMPLED)
+    predict.generate(engine(4), ASKED, out=whole, **SAMPLED)
     for number, path in enumerate(_shards(joined, 3), 1):
-        predictor.generate(engine(4), ASKED, out=path, shard=(number, 3), **SAMPLED)
-    predictor.merge(ScoredGeneration, ASKED, _shards(joined, 3), joined)
+        predict.generate(engine(4), ASKED, out=path, shard=(number, 3), **SAMPLED)
+    predict.merge(ScoredGeneration, ASKED, _shards(joined, 3), joined)
     assert _untimed(whole) == _untimed(joined)
     assert manifest_path(whole).read_bytes() == manifest_path(joined).read_bytes()
 
@@ -93,31 +93,31 @@ class _Choosy:
 
 def test_refusals_are_joined_in_their_order(tmp_path: Path) -> None:
     whole, joined, choosy = tmp_path / "whole.jsonl", tmp_path / "joined.jsonl", _Choosy()
-    predictor.evaluate(choosy, ASKED, out=whole, max_refused=1.0, **SAMPLED)  # type: ignore[arg-type]
+    predict.evaluate(choosy, ASKED, out=whole, max_refused=1.0, **SAMPLED)  # type: ignore[arg-type]
     for number, path in enumerate(_shards(joined, 3), 1):
-        predictor.evaluate(choosy, ASKED, out=path, shard=(number, 3), max_refused=1.0, **SAMPLED)  # type: ignore[arg-type]
-    predictor.merge(Prediction, ASKED, _shards(joined, 3), joined)
-    assert len(predictor.refusals_of(joined)) == 8
+        predict.evaluate(choosy, ASKED, out=path, shard=(number, 3), max_refused=1.0, **SAMPLED)  # type: ignore[arg-type]
+    predict.merge(Prediction, ASKED, _shards(joined, 3), joined)
+    assert len(predict.read_refused_requests(joined)) == 8
     _same_files(whole, joined)
 
 
 def test_a_shard_that_is_missing_unfinished_or_another_run_s_is_named(tmp_path: Path) -> None:
     out = tmp_path / "joined.jsonl"
     paths = _shards(out, 3)
-    predictor.evaluate(engine(4), ASKED, out=paths[0], shard=(1, 3), **SAMPLED)
+    predict.evaluate(engine(4), ASKED, out=paths[0], shard=(1, 3), **SAMPLED)
     with pytest.raises(DataError, match=r"joined.jsonl: cannot be joined, not finished: shard 2/3, 3/3"):
-        predictor.merge(Prediction, ASKED, paths, out)
+        predict.merge(Prediction, ASKED, paths, out)
     assert not out.exists()
-    predictor.evaluate(engine(4), ASKED, out=paths[1], shard=(2, 3), **SAMPLED)
-    predictor.evaluate(engine(4), ASKED, out=paths[2], shard=(3, 3), **{**SAMPLED, "seed": 1})
+    predict.evaluate(engine(4), ASKED, out=paths[1], shard=(2, 3), **SAMPLED)
+    predict.evaluate(engine(4), ASKED, out=paths[2], shard=(3, 3), **{**SAMPLED, "seed": 1})
     with pytest.raises(DataError, match=r"shard-3-of-3.jsonl: belongs to other settings"):
-        predictor.merge(Prediction, ASKED, paths, out)
+        predict.merge(Prediction, ASKED, paths, out)
     shutil.copyfile(paths[0], paths[2])  # the first in the place of the third
     shutil.copyfile(manifest_path(paths[0]), manifest_path(paths[2]))
     with pytest.raises(DataError, match=r"shard-3-of-3.jsonl: belongs to other settings"):
-        predictor.merge(Prediction, ASKED, paths, out)
+        predict.merge(Prediction, ASKED, paths, out)
     with pytest.raises(DataError, match=r"shard-1-of-3.jsonl: belongs to other settings"):
-        predictor.merge(Prediction, ASKED[1:], paths, out)
+        predict.merge(Prediction, ASKED[1:], paths, out)
 
 
 def test_a_killed_shard_resumes_and_the_whole_is_the_same(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_killed_shard_resumes_and_the_whole_is_the_same(tmp_path: Path) -> Non
             assert process.wait() == -signal.SIGKILL
             assert 0 < part.read_bytes().count(b"\n") < 18
         killable(str(folder), str(path), "29", (number, 3))
-    predictor.merge(Prediction, questions(29), _shards(joined, 3), joined)
+    predict.merge(Prediction, questions(29), _shards(joined, 3), joined)
     _same_files(whole, joined)
 
 

@@ -13,7 +13,8 @@ from catto.engines import Request
 from catto.engines.decoding import ResponseInProgress
 from catto.engines.transformers import TransformersEngine, pack_batches
 from catto.problems import DataError
-from catto.prompts import common_tokens, prompt_ids
+from catto.prompts import prompt_ids
+from catto.token_ids import count_shared_beginning
 from engine_cases import (
     BATCH_SIZES,
     TOKENIZER,
@@ -77,7 +78,7 @@ def test_a_prompt_runs_once_for_its_samples() -> None:
     with forwards(model.model.embed_tokens) as shapes:
         list(TransformersEngine(model, TOKENIZER).generate(requests))
     prompts = {prompt_ids(TOKENIZER, request.messages) for request in requests}
-    common, width = common_tokens(prompts), max(map(len, prompts))
+    common, width = count_shared_beginning(prompts), max(map(len, prompts))
     assert 0 < common < width
     assert shapes == [(1, common, 32), (2, width - common, 32), (16, 1, 32), (16, 1, 32)]
 
@@ -92,7 +93,7 @@ def test_what_prompts_share_runs_once_only_where_every_layer_sees_the_whole_cont
     alone = [tokens_of(TransformersEngine(model, TOKENIZER).generate([request])) for request in requests]
     assert together == {key: ids for one in alone for key, ids in one.items()}
     prompts = [prompt_ids(TOKENIZER, request.messages) for request in requests]
-    rest = max(map(len, prompts)) - (common_tokens(prompts) if arch == "qwen3" else 0)
+    rest = max(map(len, prompts)) - (count_shared_beginning(prompts) if arch == "qwen3" else 0)
     assert shapes[1][:2] == (4, rest)
 
 

@@ -18,7 +18,7 @@ from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
 from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, generate_fields, read_generation, read_row
 from catto.metrics.temperature import fit_tau, rescaled
-from catto.predict.predictor import evaluate
+from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message
 from engine_cases import TOKENIZER, ragged_contexts

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from catto.labels import Place
+from catto.answer.tokens import LabelPosition
 from tiny import TAGS, TEMPLATE, tiny_tokenizer
 
 # One mark may lead a word, newlines never do: the split of the Qwen and Llama 3 families.
@@ -102,6 +102,6 @@ def kinds() -> dict[str, Any]:
     }
 
 
-def firsts(place: Place) -> dict[str, int]:
+def firsts(place: LabelPosition) -> dict[str, int]:
     """Each label's first token."""
     return {label: path[0] for label, path in place.paths.items()}

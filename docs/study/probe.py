@@ -29,13 +29,13 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from transformers import AutoModel, AutoTokenizer
 
+from catto.answer.confidence import close_token_ids
+from catto.answer.tokens import LabelPosition, locate_label
 from catto.engines import ScoredGeneration
 from catto.experiment.graph import Graph
 from catto.experiment.stages import CellPlan, Stage, chosen, place
 from catto.files import read_json, read_records, write_records
-from catto.labels import Place, locate
 from catto.methods import METHODS
-from catto.predict.label_reader import closed_ids
 from catto.prompts import messages, prompt_ids
 from catto.recipe import Recipe
 from catto.records import Prediction, Question, SftRow
@@ -171,7 +171,7 @@ def label_context(tokenizer: Any, inputs: Inputs, row: Prediction, *, reasoning:
     return [*prompt, *find_place(tokenizer, inputs, row).ids]
 
 
-def find_place(tokenizer: Any, inputs: Inputs, row: Prediction) -> Place:
+def find_place(tokenizer: Any, inputs: Inputs, row: Prediction) -> LabelPosition:
     """Find where a test answer has its label, as the evaluation does.
 
     An answer that had to be forced is closed as in the evaluation, so that a label comes next.
@@ -181,9 +181,9 @@ def find_place(tokenizer: Any, inputs: Inputs, row: Prediction) -> Place:
     texts = [option.text for option in question.options]
     found = None
     if row.source != "fallback":
-        found = locate(tokenizer, ids, question.labels, texts, cut=generation.finish_reason == "length")
+        found = locate_label(tokenizer, ids, question.labels, texts, cut=generation.finish_reason == "length")
     if found is None:
-        found = closed_ids(tokenizer, ids, question.labels)
+        found = close_token_ids(tokenizer, ids, question.labels)
     if found is None:
         raise ValueError(f"{row.name}: no room for an answer")
     return found

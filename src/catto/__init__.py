@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from catto.metrics.catalogue import METRICS
     from catto.metrics.errors import ece
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
-    from catto.predict.predictor import evaluate_model as evaluate
+    from catto.predict import evaluate_model as evaluate
     from catto.problems import DataError
     from catto.tasks import TASKS
     from catto.tasks import load as load_questions
@@ -53,7 +53,7 @@ _HOME = {
     "bce_loss": ("objectives", "bce_loss"),
     "catto_loss": ("objectives", "catto_loss"),
     "ece": ("metrics.errors", "ece"),
-    "evaluate": ("predict.predictor", "evaluate_model"),
+    "evaluate": ("predict", "evaluate_model"),
     "load_questions": ("tasks", "load"),
     "outcome_loss": ("objectives", "outcome_loss"),
     "rcft_loss": ("objectives", "rcft_loss"),

@@ -194,31 +194,6 @@ def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
     return ids
 
 
-def common_tokens(prompts: Iterable[Sequence[int]]) -> int:
-    """Count the first tokens that all prompts share, so that they can run once.
-
-    Each prompt keeps at least one token of its own. Equal prompts count as one, and a single prompt shares nothing.
-
-    >>> common_tokens([(1, 2, 3), (1, 2, 4, 5)]), common_tokens([(1, 2), (1, 2, 3)]), common_tokens([(1, 2)])
-    (2, 1, 0)
-    """
-    different = {tuple(prompt) for prompt in prompts}
-    if len(different) < 2:
-        return 0
-    shortest = min(len(prompt) for prompt in different)
-    return min(common(*different), shortest - 1)
-
-
-def common(*sequences: Sequence[int]) -> int:
-    """Count the first tokens that all sequences share."""
-    count = 0
-    for tokens in zip(*sequences, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        count += 1
-    return count
-
-
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
     """Put the system text before the first user's text, for templates without a system role."""
     if not chat or chat[0].role != "system":

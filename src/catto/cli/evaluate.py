@@ -68,40 +68,42 @@ def evaluate(
     catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
     catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key
     """
-    from catto.predict import predictor
+    from catto import predict
 
     numbers = re.fullmatch(r"(\d{1,5})/(\d{1,5})", shard or "1/1")
     if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
         refuse(f"--shard: expected I/N with I from 1 to N, such as 1/3, got {shard}")
     part = None if shard is None else (int(numbers[1]), int(numbers[2]))
     whole = out / "predictions.jsonl"
-    predictions = whole if part is None else predictor.shard_path(whole, part)
+    predictions = whole if part is None else predict.shard_path(whole, part)
     # Shards are joined where some have begun and no file of predictions is finished.
     begun = [] if part is not None or manifest_path(whole).exists() else sorted(out.glob("*.shard-*-of-*"))
-    settings = predictor.Settings(k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning)
+    settings = predict.SamplingOptions(
+        k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning
+    )
     writable_folder("--out", out)
     size = batch_size or (256 if engine == "vllm" else 16)
     load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
     stored = model_name(model) if engine == "server" else model
-    chunk = predictor.chunk_size(Engine.batch_size if engine == "server" else size, k)
+    chunk = predict.chunk_size(Engine.batch_size if engine == "server" else size, k)
     expected = {**settings, "engine": engine, "model": stored, "chunk": chunk}
     with refusing(ServerError, ImportError):
         asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)
-        predictor.check_questions(questions, k, temperature)
+        predict.check_questions(questions, k, temperature)
         counts = {int(count) for path in begun for count in re.findall(r"-of-(\d+)\.", path.name)}
         if len(counts) > 1:
             refuse(f"--out: {out} has shards of {' and of '.join(map(str, sorted(counts)))}: delete those not meant")
-        finished = [predictor.shard_path(whole, (n, count)) for count in counts for n in range(1, count + 1)]
+        finished = [predict.shard_path(whole, (n, count)) for count in counts for n in range(1, count + 1)]
         for path in (predictions, *finished):
-            predictor.check_settings(path, expected)
+            predict.check_settings(path, expected)
         if finished:
-            predictor.merge(Prediction, questions, finished, whole)
+            predict.merge(Prediction, questions, finished, whole)
         else:
             limits: Any = {"retry_refused": retry_refused, "max_refused": max_refused, "shard": part}
             with running() as shown:
                 bar = Bar(shown, "answering")
-                predictor.evaluate(
+                predict.evaluate(
                     load_engine(),
                     questions,
                     out=predictions,
@@ -143,12 +145,12 @@ def _loader(
 
 def _show(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
-    from catto.predict.predictor import refusals_of
+    from catto.predict import read_refused_requests
     from catto.report.build import write_cards
 
     measure(path)
     cards = write_cards(path)
-    counts, refused = read_manifest(path).counts, refusals_of(path)
+    counts, refused = read_manifest(path).counts, read_refused_requests(path)
     plain, forced = counts.get("plain", 0), counts["fallback"]
     tagged = counts["predictions"] - plain - forced
     say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")

@@ -51,7 +51,7 @@ def select(
     from catto.calibrate import open_fitted, write_final
     from catto.measure import ParseCounts, jsonable
     from catto.metrics import selection, temperature
-    from catto.predict.predictor import refusals_of
+    from catto.predict import read_refused_requests
 
     sizes = [*k, *(more or ())]
     if out is None and (rule is not None or calibrator is not None):
@@ -65,7 +65,7 @@ def select(
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give one of the two")
-    refused = {refusal.question for refusal in refusals_of(file)}
+    refused = {refusal.question for refusal in read_refused_requests(file)}
     try:
         predictions = [row for row in read_records(file, Prediction) if row.question not in refused]
     except DataError as error:

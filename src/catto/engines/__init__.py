@@ -116,23 +116,41 @@ class Engine(Protocol):
         raise NotImplementedError(message)
 
 
-def stop_end(text: str, stops: Collection[str]) -> int | None:
-    """Find where the first stop text ends in `text`; None where it has none, so that text[:end] is the whole.
+def find_stop_end(text: str, stops: Collection[str]) -> int | None:
+    """Find where the first stop text ends. The end of an answer that the reasoning quotes does not count.
 
-    The end of an answer that the reasoning quotes does not count.
+    Args:
+        text: A response, possibly unfinished.
+        stops: The stop texts.
 
-    >>> stop_end("one</b> two</a>", ("</a>", "</b>"))
-    7
-    >>> stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
-    55
+    Returns:
+        The index after the stop text; None if there is none, so that `text[:end]` is the whole text.
+
+    Example:
+        >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
+        7
+        >>> find_stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
+        55
     """
-    start, (opened, closed) = 0, (text.find(tag) if "</answer>" in stops else -1 for tag in ("<think>", "</think>"))
-    first = min((text.index(stop) for stop in stops if stop in text), default=len(text))
-    if closed > first and not first < opened < closed:
-        start = closed
-    elif closed < 0 <= opened < first:
+    first = min((text.index(stop) for stop in stops if stop in text), default=None)
+    if first is None:
         return None
-    return min((text.index(stop, start) + len(stop) for stop in stops if stop in text[start:]), default=None)
+    start = 0
+    if "</answer>" in stops:
+        opened = text.find("<think>")
+        closed = text.find("</think>")
+        is_reasoning_unfinished = closed < 0 <= opened < first
+        if is_reasoning_unfinished:
+            return None
+        is_in_reasoning = first < closed and not first < opened < closed
+        if is_in_reasoning:
+            start = closed
+    ends = []
+    for stop in stops:
+        begin = text.find(stop, start)
+        if begin >= 0:
+            ends.append(begin + len(stop))
+    return min(ends, default=None)
 
 
 HUB_TIMEOUT = 10  # seconds

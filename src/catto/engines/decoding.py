@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from catto.engines import Request, stop_end
-from catto.prompts import common_tokens
+from catto.engines import Request, find_stop_end
+from catto.token_ids import count_shared_beginning
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
 PAD = 0
@@ -260,7 +260,7 @@ class CachedBatch:
 
     def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
         """Run the tokens that all prompts begin with; return how many are in the cache afterwards."""
-        shared_length = common_tokens(prompts)
+        shared_length = count_shared_beginning(prompts)
         if not shared_length:
             return 0
         beginning = prompts[0][:shared_length]
@@ -345,7 +345,7 @@ class StopTexts:
         """Return where the first stop text ends in the text of `ids`; None if there is none."""
         if not any(self._may_complete(ids[-1], stop) for stop in stops):
             return None
-        return stop_end(self._decode(ids), stops)
+        return find_stop_end(self._decode(ids), stops)
 
     def _may_complete(self, token: int, stop: str) -> bool:
         """Return whether a token can complete a stop text. A printable ASCII character shows in its token's text."""

@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import AfterValidator, AliasPath, BaseModel, Field
 from pydantic_core import from_json
 
-from catto.engines import Key, stop_end
+from catto.engines import Key, find_stop_end
 from catto.records import LogProbability, Refusal, Sampled
 
 MOST_REFUSED = 0.2
@@ -221,7 +221,7 @@ Tops = tuple[tuple[str, dict[str, float]], ...]
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | None, float | None]:
     """The text up to and with the first stop text, its tokens' candidates, and their mean log-probability."""
     text = choice.message.text
-    text = text[: stop_end(text, stop)]
+    text = text[: find_stop_end(text, stop)]
     tokens = choice.tokens or ()
     if choice.message.text not in "".join(token.token for token in tokens):  # a character of several tokens is in bytes
         decode = getincrementaldecoder("utf-8")("replace").decode

@@ -27,9 +27,9 @@ from catto.engines.decoding import (
     last_logits,
     state_logits,
 )
-from catto.labels import decoded
 from catto.problems import DataError
 from catto.prompts import prompt_ids
+from catto.token_ids import decode_ids
 
 
 class TransformersEngine(Engine):
@@ -96,7 +96,7 @@ class TransformersEngine(Engine):
             seen.add(request.key)
             response = self._begin_response(request)
             responses_by_prompt.setdefault(response.prompt, []).append(response)
-        decode = partial(decoded, self.tokenizer)
+        decode = partial(decode_ids, self.tokenizer)
         equal_lengths = counts_padding(self.network)
         for batch in pack_batches(responses_by_prompt.values(), self.batch_size, equal_lengths):
             missing = [response for response in batch if response.request.key not in done]

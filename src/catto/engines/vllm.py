@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from catto.engines import Context, Engine, Generation, Key, Request, Scores, stop_end
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, find_stop_end
 from catto.engines.transformers import score_candidates
-from catto.labels import decoded
 from catto.prompts import prompt_ids
+from catto.token_ids import decode_ids
 
 # vLLM refuses more. A recipe's `decode: greedy` rescales the stored answers and samples nothing.
 MOST_TEMPERATURE = 2.0
@@ -87,12 +87,12 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
     # `stop_reason` is the token where it is another of the model's end tokens, or the stop text
     if ids and ids[-1] in (tokenizer.eos_token_id, response.stop_reason):
         ids.pop()
-    text = decoded(tokenizer, ids)
+    text = decode_ids(tokenizer, ids)
     logprobs = [place[token].logprob for token, place in zip(ids, response.logprobs or (), strict=False)]
     return Generation(
         question=request.question,
         sample=request.sample,
-        text=text[: stop_end(text, request.stop)],
+        text=text[: find_stop_end(text, request.stop)],
         token_ids=tuple(ids),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
         prompt_tokens=len(output.prompt_token_ids or ()),

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
+from catto import predict
 from catto.engines import ScoredGeneration
 from catto.experiment import stages
 from catto.experiment.preference_step import ACCURACY, MARGINS
@@ -19,7 +20,6 @@ from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
 from catto.metrics.temperature import fit_tau, rescaled
 from catto.metrics.vector import fit_vector, scale_by_vector
-from catto.predict import predictor
 from catto.records import Prediction, content_hash
 from catto.report.numbers import Cell, Results, Training
 from catto.teacher.responses import GENERATIONS
@@ -41,9 +41,9 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
     questions = read_questions(work.input("held_out") / f"{settings.split}.jsonl", settings.limit)
     out = work.out / GENERATIONS
     if shards := [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]:
-        predictor.merge(ScoredGeneration, questions, shards, out)
+        predict.merge(ScoredGeneration, questions, shards, out)
         return
-    predictor.generate(
+    predict.generate(
         engine_of(work, settings.generating.evaluation),
         questions,
         **_options(settings, temperatures),
@@ -56,7 +56,7 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
 def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     """Read generated responses: their labels and how probable those are, by the scores stored with the text."""
     text, generations = work.settings.text, work.input("generated") / GENERATIONS
-    predictor.read(
+    predict.read(
         StoredEngine(work, text.generating.evaluation, generations),
         read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit),
         read_records(generations, ScoredGeneration),
@@ -66,7 +66,7 @@ def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     )
 
 
-def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predictor.Settings:
+def _options(text: stages.TextSettings, temperatures: Sequence[float]) -> predict.SamplingOptions:
     """Return what generating and reading must agree on."""
     return {
         "k": len(temperatures),
@@ -86,7 +86,7 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
         runs = [_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds]
-        errors = [ece([row.confidence for row in rows], [predictor.is_correct(row) for row in rows]) for rows in runs]
+        errors = [ece([row.confidence for row in rows], [predict.is_correct(row) for row in rows]) for rows in runs]
         scores.append(fmean(errors))
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"

@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
+from catto.answer.tokens import check_labels
 from catto.engines import check_hub
 from catto.experiment import launch
 from catto.experiment.runner import logging_to
 from catto.experiment.stages import LOG, BaseSettings, Stage, TrainSettings, Work, write
 from catto.experiment.steps import read_questions
 from catto.files import building, read_records, write_records, write_text
-from catto.labels import check_labels
 from catto.methods import Method, acting
 from catto.metrics.temperature import confidence_at
-from catto.predict.predictor import evaluate_model, is_correct
+from catto.predict import evaluate_model, is_correct
 from catto.problems import DataError
 from catto.prompts import completion
 from catto.recipe import LaunchSettings, ModelSettings, ScratchModel

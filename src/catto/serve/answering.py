@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import httpx2 as httpx
 import numpy as np
 
+from catto.answer.confidence import NO_ANSWER, Answer, Case, read_reply, request_continuation
 from catto.answer.response import parse_answer
 from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
-from catto.engines import Generation, Request, stop_end
+from catto.engines import Generation, Request, find_stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
-from catto.predict.label_reader import NO_ANSWER, Answer, Case, left_open, read_reply
-from catto.predict.predictor import STOP, prediction, request_seed
+from catto.predict import STOP, make_prediction, request_seed
 from catto.records import Message, Prediction, Protocol, Question, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"
@@ -176,7 +176,7 @@ class Answerer:
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
         if answer is NO_ANSWER or reads_all_labels:
-            return answer, left_open(self.engine, case, answer)
+            return answer, request_continuation(self.engine, case, answer)
         return answer, None
 
     def _make_sample(
@@ -191,9 +191,16 @@ class Answerer:
                 raise FaultError(f"no confidence can be read: {unreadable}", again=False, code=400)
             parsed = parse_answer(response.text, asked.question)
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
-        if stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
+        if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
             response = response.model_copy(update={"finish_reason": "stop"})
-        made = prediction(asked.question, response, answer, request.temperature, request.seed, self.engine.name)
+        made = make_prediction(
+            asked.question,
+            response,
+            answer,
+            temperature=request.temperature,
+            seed=request.seed,
+            engine=self.engine.name,
+        )
         return Sample(made, (response, *replies[1:]), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:

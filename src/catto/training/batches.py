@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from catto.prompts import common_tokens
+from catto.token_ids import count_shared_beginning
 
 Tokens = Sequence[int] | NDArray[np.int64]
 LAID_OUT = ("input_ids", "segments", "sequences", "position_ids", "counts")  # what `Batch` has of each token
@@ -107,7 +107,7 @@ def build(
     """
     balanced = scored if balanced is None else balanced
     arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
-    common = arrays[0][0][: common_tokens(prompt.tolist() for prompt, _ in arrays) if shared and packed else 0]
+    common = arrays[0][0][: count_shared_beginning(prompt.tolist() for prompt, _ in arrays) if shared and packed else 0]
     arrays = [[prompt[len(common) :], completion] for prompt, completion in arrays]
 
     def table(ids: NDArray[np.int64], segment: int, sequence: int, position: int, count: int) -> NDArray[np.int64]:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from catto.prompts import common
 from catto.records import PairLogprobs, PreferenceRow
+from catto.token_ids import count_common
 from catto.training.batches import Row, build
 from catto.training.model_forward import call, install, sharing_obstacle
 from catto.training.tokenize import find_label, pair_tokens, preference_columns
@@ -122,7 +122,7 @@ def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
     """Sum what the responses do not have in common; see `PairLogprobs`."""
-    same = common(list(pair.chosen.completion), list(pair.rejected.completion))
+    same = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
     chosen_end = pair.chosen_label_at
     rejected_end = pair.rejected_label_at
     same_reasoning = min(same, chosen_end, rejected_end)

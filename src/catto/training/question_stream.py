@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+from catto.answer.confidence import close_token_ids
+from catto.answer.tokens import LabelPosition, UnreadableLabelError, locate_label
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.files import read_records
-from catto.labels import Place, UnreadableLabelError, locate
-from catto.predict.label_reader import closed_ids
-from catto.predict.predictor import generate, read
+from catto.predict import generate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Question, content_hash
 from catto.training.batches import Row
@@ -133,22 +133,22 @@ def make_example(
 
 def find_place(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
-) -> Place | None:
+) -> LabelPosition | None:
     """Find where a response answers, or close it within `room` tokens. Training needs one token per label there."""
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]
     is_cut = generation.finish_reason == "length"
     with suppress(UnreadableLabelError):
-        place = locate(engine.tokenizer, ids, labels, texts, cut=is_cut)
-        if place is not None and place.length <= room and has_one_token_each(place, labels):
+        place = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
+        if place is not None and place.needed_length <= room and has_one_token_each(place, labels):
             return place
-    closed = closed_ids(engine.tokenizer, ids, labels, room)
+    closed = close_token_ids(engine.tokenizer, ids, labels, room)
     if closed is not None and not has_one_token_each(closed, labels):
         raise ValueError(f"question {question.id}: labels {', '.join(labels)} begin with the same token")
     return closed
 
 
-def has_one_token_each(place: Place, labels: Sequence[str]) -> bool:
+def has_one_token_each(place: LabelPosition, labels: Sequence[str]) -> bool:
     """Whether one token tells each label from the others at this place."""
     return all(label in place.paths and len(place.paths[label]) == 1 for label in labels)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from catto.labels import label_place, locate
+from catto.answer.tokens import find_label_token, locate_label
 from catto.prompts import completion as rendered
 from catto.prompts import prompt_ids, prompt_text
 from catto.records import Message, PreferenceRow, SftRow
@@ -134,7 +134,7 @@ def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
     """The index of the label's token and the labels' tokens at that index; an error names `where`."""
     try:
-        index, candidates = label_place(tokenizer, completion, labels)
+        index, candidates = find_label_token(tokenizer, completion, labels)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return index, list(candidates)
@@ -245,7 +245,7 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
     for side in ("chosen", "rejected"):
         ids = example[f"{side}_ids"]
         try:
-            place = locate(tokenizer, ids, example["labels"])
+            place = locate_label(tokenizer, ids, example["labels"])
         except ValueError as error:
             raise ValueError(f"{where}, {side}: {error}") from None
         columns[f"{side}_reasoning"] = len(ids) if place is None else len(place.ids)

@@ -1,0 +1,572 @@
+"""Read which label a response answers with and how probable that label is.
+
+An engine that exchanges tokens scores the label where `catto.answer.tokens` finds it. A server returns only token texts
+with the best candidates at each position. The answer's own log-probability always comes with the token that was drawn;
+the other labels are known if they are among the best 20. If one is not, a server that gives more candidates is asked
+again; otherwise `label_logprobs` is None. `logsumexp` is always None then.
+
+A response without an answer is closed, so that the next token is a label, and the most probable label is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from catto.answer.response import find_answer_tag, find_tags, find_turn_end, parse_answer
+from catto.answer.tokens import (
+    AnswerSource,
+    LabelPosition,
+    ScoringPoint,
+    TokenStart,
+    UnreadableLabelError,
+    encode_continuation,
+    encode_opening,
+    find_token,
+    locate_label,
+    restyle_labels,
+)
+from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
+from catto.prompts import TAGS, completion
+from catto.records import Message, Question, Refusal
+from catto.token_ids import count_common, decode_ids
+
+if TYPE_CHECKING:
+    from catto.engines.server import ServerEngine
+
+
+class AskedQuestion(NamedTuple):
+    """A question with the messages that ask it."""
+
+    question: Question
+    chat: tuple[Message, ...]
+
+
+class Case(NamedTuple):
+    """A response with the question and the messages that it answers."""
+
+    question: Question
+    chat: tuple[Message, ...]
+    generation: Generation
+
+
+class Answer(NamedTuple):
+    """What a response answers, how that was found, and the log-probabilities at the label's position."""
+
+    label: str | None
+    source: AnswerSource
+    confidence: float
+    label_logprobs: dict[str, float] | None
+    logsumexp: dict[str, float] | None
+
+
+class AnsweredCase(NamedTuple):
+    """A response with what was read of it."""
+
+    case: Case
+    answer: Answer
+
+
+NO_ANSWER = Answer(label=None, source="fallback", confidence=0.0, label_logprobs=None, logsumexp=None)
+# A server that tokenizes a text differently from how it had written it gives the drawn token another log-probability;
+# eight-bit arithmetic moves it by less than this.
+MAX_LOGPROB_DIFFERENCE = 0.3
+
+
+def _make_answer(
+    question: Question,
+    label: str,
+    *,
+    source: AnswerSource,
+    logprobs: Mapping[str, float],
+    logsumexp: dict[str, float] | None = None,
+) -> Answer:
+    """Make an answer with the probability of its label, never renormalised."""
+    label_logprobs = None
+    if all(name in logprobs for name in question.labels):
+        label_logprobs = {name: logprobs[name] for name in question.labels}
+    confidence = min(1.0, math.exp(logprobs[label]))  # float64 may round log 1 to 1e-17
+    return Answer(label, source, confidence, label_logprobs, logsumexp)
+
+
+# Responses without an answer
+
+
+class ClosedText(NamedTuple):
+    """How many characters of a response are kept, and the text that follows them."""
+
+    kept: int
+    ending: str
+
+
+def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
+    r"""Keep a response up to its answer, close an open think block, open the answer in the canonical form.
+
+    A next turn after the response is dropped. So are a tag that was cut off at the end and the white space before it.
+
+    Args:
+        text: The response.
+        labels: The question's labels.
+
+    Returns:
+        How many characters of the response are kept, and the text that follows them.
+
+    Example:
+        >>> close_response("<think>\nso\n</thi")
+        ClosedText(kept=10, ending='\n</think>\n<answer>\n')
+    """
+    turn = text[: find_turn_end(text, labels)]
+    tags = find_tags(turn)
+    answer_tag = find_answer_tag(turn, tags)
+    if answer_tag is None:
+        end = _find_torn_tag(turn)
+    else:
+        end = answer_tag.start
+    kept = turn[:end].rstrip()
+    think_tags = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
+    is_reasoning_open = bool(think_tags) and think_tags[-1] == "think"
+    ending = completion(None, None)
+    if is_reasoning_open:
+        ending = "</think>\n" + ending
+    if kept:
+        ending = "\n" + ending
+    return ClosedText(len(kept), ending)
+
+
+def _find_torn_tag(text: str) -> int:
+    """Find where a tag begins that was cut off at the end of a text; the text's length if there is none."""
+    bracket = text.rfind("<")
+    if bracket >= 0:
+        torn = text[bracket:].lower()
+        for tag in TAGS:
+            if tag.startswith(torn) and tag != torn:
+                return bracket
+    return len(text)
+
+
+def close_token_ids(
+    tokenizer: Any, ids: Sequence[int], labels: tuple[str, ...], room: float = math.inf
+) -> LabelPosition | None:
+    """Close a response as `close_response` does, so that a label comes next.
+
+    Args:
+        tokenizer: The tokenizer that the ids belong to.
+        ids: Token ids of the response.
+        labels: The question's labels.
+        room: Maximum number of tokens of the closed response. A longer reasoning loses its end.
+
+    Returns:
+        The tokens of the closed response and every label's next tokens; None if the answer's opening alone is longer
+        than `room`.
+    """
+    kept_ids = list(ids)
+    while True:
+        closed = _close_all_ids(tokenizer, kept_ids, labels)
+        excess = closed.needed_length - room
+        if excess <= 0:
+            return closed
+        if not kept_ids:
+            return None
+        kept_ids = kept_ids[: max(0, len(kept_ids) - int(excess))]
+
+
+def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> LabelPosition:
+    text = decode_ids(tokenizer, ids)
+    closed = close_response(text, labels)
+    first_dropped = TokenStart(token_index=len(ids), begin=closed.kept)
+    try:
+        if closed.kept < len(text):
+            first_dropped = find_token(tokenizer, ids, text, closed.kept)
+        # A token with kept and dropped characters is dropped; its kept characters are written again.
+        kept_of_dropped = text[first_dropped.begin : closed.kept]
+        opening = encode_opening(tokenizer, kept_of_dropped + closed.ending, labels)
+        before = ids[: first_dropped.token_index]
+    except ValueError:
+        # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it again.
+        opening = encode_opening(tokenizer, closed.ending, labels)
+        before = encode_continuation(tokenizer, text[: closed.kept])
+    return opening._replace(ids=(*before, *opening.ids))
+
+
+# From token ids
+
+
+def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
+    """Read the answer of every response: the written label, or else the most probable one.
+
+    A label of several tokens has the product of their probabilities, and no `logsumexp`, which belongs to one position.
+
+    Args:
+        engine: Scores the labels for which no scores are stored with the response.
+        cases: Responses with token ids.
+
+    Returns:
+        One answer for each case; `NO_ANSWER` if the prompt leaves no room for one.
+    """
+    answers = []
+    for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
+        if scored.position is None:
+            answers.append(NO_ANSWER)
+        else:
+            answers.append(_read_scored(case.question, scored.position, scored.scores))
+    return answers
+
+
+def _read_scored(question: Question, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
+    logprobs_after = {}
+    for point, score in scores.items():
+        logprobs_after[point.prefix] = dict(zip(point.candidates, score.logprobs, strict=True))
+    logprobs = {}
+    for label, path in position.paths.items():
+        token_logprobs = []
+        for length, token in enumerate(path):
+            prefix = position.ids + path[:length]
+            token_logprobs.append(logprobs_after[prefix][token])
+        logprobs[label] = sum(token_logprobs)
+    answered = position.label
+    if answered is None:
+        answered = max(question.labels, key=lambda name: logprobs[name])
+    logsumexp = None
+    if len(scores) == 1:
+        (score,) = scores.values()
+        logsumexp = score.logsumexp
+    return _make_answer(question, answered, source=position.source, logprobs=logprobs, logsumexp=logsumexp)
+
+
+def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration]:
+    """Store the scores at its label with each response, so that `read_token_answers` then needs no model.
+
+    Args:
+        engine: The engine that has just generated the responses.
+        cases: The responses.
+
+    Returns:
+        One generation for each case; without scores if only the text of the response is known.
+    """
+    generations = []
+    for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
+        generation = case.generation
+        labels = []
+        for point, score in scored.scores.items():
+            kept = count_common(generation.token_ids or (), point.prefix)
+            added = point.prefix[kept:]
+            labels.append(LabelScores(**dict(score), kept=kept, added=added, candidates=point.candidates))
+        generations.append(ScoredGeneration(**dict(generation), labels=tuple(labels)))
+    return generations
+
+
+class _ScoredPosition(NamedTuple):
+    """Where a response's label is read, None if nowhere, and the scores there."""
+
+    position: LabelPosition | None
+    scores: dict[ScoringPoint, Scores]
+
+
+def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosition]:
+    """Score each response's label. Scores that are stored with it are taken; the engine gives the others in one call.
+
+    Stored scores apply if they are of the same tokens and the same candidates, whichever parser found that position.
+    """
+    positions = []
+    stored_scores = []
+    contexts = []
+    for case in cases:
+        position = None
+        if engine.tokenizer is not None:
+            position = _find_position(engine, case)
+        stored = _read_stored_scores(case.generation)
+        positions.append(position)
+        stored_scores.append(stored)
+        for point in _list_points(position):
+            if point not in stored:
+                contexts.append(_make_context(case, point))
+    new_scores = iter(engine.score(contexts) if contexts else ())
+    scored = []
+    for position, stored in zip(positions, stored_scores, strict=True):
+        scores = {}
+        for point in _list_points(position):
+            if point in stored:
+                scores[point] = stored[point]
+            else:
+                scores[point] = next(new_scores)
+        scored.append(_ScoredPosition(position, scores))
+    return scored
+
+
+def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
+    """Find the label in the token ids, else close the response; None if the prompt leaves no room for an answer."""
+    question = case.question
+    generation = case.generation
+    if generation.token_ids is None:
+        raise ValueError(f"{engine.name} gave no token ids for question {question.id}")
+    room = math.inf
+    if engine.positions is not None:
+        room = engine.positions - (generation.prompt_tokens or 0)
+    option_texts = [option.text for option in question.options]
+    is_cut = generation.finish_reason == "length"
+    with suppress(UnreadableLabelError):
+        position = locate_label(engine.tokenizer, generation.token_ids, question.labels, option_texts, cut=is_cut)
+        if position is not None and position.needed_length <= room:
+            return position
+    return close_token_ids(engine.tokenizer, generation.token_ids, question.labels, room)
+
+
+def _read_stored_scores(generation: Generation) -> dict[ScoringPoint, Scores]:
+    stored: dict[ScoringPoint, Scores] = {}
+    if isinstance(generation, ScoredGeneration):
+        ids = generation.token_ids or ()
+        for score in generation.labels:
+            prefix = ids[: score.kept] + score.added
+            stored[ScoringPoint(prefix, score.candidates)] = score
+    return stored
+
+
+def _list_points(position: LabelPosition | None) -> list[ScoringPoint]:
+    if position is None:
+        return []
+    return position.list_scoring_points()
+
+
+def _make_context(case: Case, point: ScoringPoint) -> Context:
+    return Context(messages=case.chat, prefix=point.prefix, candidates=point.candidates, response=case.generation.key)
+
+
+# From a server's candidates
+
+
+def read_replies(
+    engine: ServerEngine,
+    asked: Mapping[str, AskedQuestion],
+    todo: deque[Request],
+    outcomes: Iterable[Generation | Refusal],
+) -> Iterator[AnsweredCase | Refusal]:
+    """Read the answer of every reply as it arrives. A reply that leaves something open is continued, if possible.
+
+    The request to continue is put before the others, and its reply is one of the outcomes. A response whose label has
+    no readable log-probability is refused, and so is one without an answer whose continuation was refused.
+
+    Args:
+        engine: The server.
+        asked: Question id -> the question as it was asked.
+        todo: The requests that the engine still has to send.
+        outcomes: What the engine gives for `todo`.
+
+    Yields:
+        A response with its answer, or a refusal.
+    """
+    continued: dict[Key, Case] = {}
+    for outcome in outcomes:
+        if outcome.key in continued:
+            case = continued.pop(outcome.key)
+            answer = read_reply(case, outcome)
+        elif isinstance(outcome, Refusal):
+            yield outcome
+            continue
+        else:
+            question, chat = asked[outcome.question]
+            case = Case(question, chat, outcome)
+            answer = read_reply(case)
+            continuation = request_continuation(engine, case, answer)
+            if continuation is not None:
+                continued[outcome.key] = case
+                todo.appendleft(continuation)
+                continue
+        if isinstance(answer, Refusal):
+            yield answer
+        else:
+            yield AnsweredCase(case, answer)
+
+
+def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
+    """Ask for the one token that settles what a reply leaves open.
+
+    Without an answer it is the token after the closed response. If other labels are not among the candidates, and the
+    server can give more candidates than it did, it is the label's token.
+
+    Args:
+        engine: The server.
+        case: The reply.
+        answer: What `read_reply` reads of it.
+
+    Returns:
+        The request; None if nothing is open or the server cannot continue a response.
+    """
+    text = case.generation.text
+    if answer is NO_ANSWER:
+        closed = close_response(text, case.question.labels)
+        begun = text[: closed.kept] + closed.ending
+    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.more_tops > engine.top_logprobs:
+        written = _find_written_label(case)
+        assert isinstance(written, _WrittenLabel)
+        begun = text[: written.begin]
+    else:
+        return None
+    if not begun or not engine.continues:
+        return None
+    return Request(
+        question=case.generation.question,
+        sample=case.generation.sample,
+        messages=(*case.chat, Message(role="assistant", content=begun)),
+        max_tokens=1,
+        begun=True,
+    )
+
+
+def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> Answer | Refusal:
+    """Read the answer of a server's reply, at the token that holds the label's first character.
+
+    Args:
+        case: The reply.
+        continuation: The reply to `request_continuation`, if it was asked. For a written label it gives the
+            log-probabilities of more labels; for a response without an answer it gives the most probable label.
+
+    Returns:
+        The answer; a refusal if the label's log-probability cannot be read.
+    """
+    next_candidates: Mapping[str, float] = {}
+    if isinstance(continuation, Generation) and continuation.tops:
+        _, next_candidates = continuation.tops[0]
+    written = _find_written_label(case)
+    if isinstance(written, Refusal):
+        return written
+    if written is not None:
+        return _read_written_label(case.question, written, next_candidates)
+    if isinstance(continuation, Refusal):
+        return continuation
+    return _read_most_probable(case.question, next_candidates)
+
+
+class _WrittenLabel(NamedTuple):
+    """A label as a server's reply writes it, with the token that it begins in."""
+
+    label: str
+    source: AnswerSource
+    begin: int  # where the token begins in the text
+    token: str
+    lead: str  # the token's text before the label
+    after: str  # the token's text after the label
+    candidates: Mapping[str, float]  # token text -> log-probability, at this token
+    forms: Mapping[str, str]  # every label as it would be written here
+
+
+def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
+    """Find the label and its token; None if there is no answer, a refusal if its log-probability is not known."""
+    generation = case.generation
+    text = generation.text
+    parsed = parse_answer(text, case.question, cut=generation.finish_reason == "length")
+    if parsed.label is None or parsed.source is None or parsed.span is None:
+        return None
+    start, stop = parsed.span
+    reason = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
+    begin = 0
+    for token, candidates in generation.tops or ():
+        end = begin + len(token)
+        # The text may end within the last token, after a stop text.
+        token_in_text = token[: max(0, len(text) - begin)]
+        if text[begin:end] != token_in_text:
+            break
+        if begin <= start < end:
+            written = _WrittenLabel(
+                label=parsed.label,
+                source=parsed.source,
+                begin=begin,
+                token=token,
+                lead=token[: start - begin],
+                after=token[stop - begin :],
+                candidates=candidates,
+                forms=restyle_labels(case.question.labels, parsed.label, text[start:stop]),
+            )
+            rival = _find_ambiguous_rival(written)
+            if rival is None:
+                return written
+            shared = token[start - begin :]
+            reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
+            break
+        begin = end
+    return Refusal(refused=reason, question=generation.question, sample=generation.sample)
+
+
+def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:
+    """Find another label that the token may begin as well.
+
+    A label that begins alike has a token of its own if a longer candidate begins it: 10 next to 1.
+    """
+    own = written.token.removeprefix(written.lead)
+    longer = []
+    for candidate in written.candidates:
+        if candidate.startswith(written.lead) and len(candidate) > len(written.token):
+            longer.append(candidate.removeprefix(written.lead))
+    for label, form in written.forms.items():
+        rival = form + written.after
+        has_own_token = rival.startswith(tuple(longer))
+        if label != written.label and rival.startswith(own) and not has_own_token:
+            return label
+    return None
+
+
+def _read_written_label(question: Question, written: _WrittenLabel, next_candidates: Mapping[str, float]) -> Answer:
+    """Read the probability of a written label.
+
+    The candidates of a continuation count only if the drawn token is as probable there.
+    """
+    drawn = written.candidates[written.token]
+    drawn_again = next_candidates.get(written.token, math.inf)
+    candidates = written.candidates
+    if abs(drawn_again - drawn) <= MAX_LOGPROB_DIFFERENCE:
+        candidates = {**next_candidates, **written.candidates}
+    logprobs = read_label_logprobs(written.forms, candidates, written.lead, written.after)
+    # The token that was drawn counts, not the most probable beginning of the label.
+    logprobs[written.label] = drawn
+    return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
+
+
+def _read_most_probable(question: Question, candidates: Mapping[str, float]) -> Answer:
+    """Read the most probable label among the candidates for the next token."""
+    logprobs = read_label_logprobs({label: label for label in question.labels}, candidates)
+    if not logprobs:
+        return NO_ANSWER
+    best = max(logprobs, key=lambda label: logprobs[label])
+    # A more probable token that begins two labels tells neither, and rules out the others.
+    for token, logprob in candidates.items():
+        begins_label = token != "" and any(label.startswith(token) for label in question.labels)
+        if begins_label and logprob > logprobs[best]:
+            return NO_ANSWER
+    return _make_answer(question, best, source="fallback", logprobs=logprobs)
+
+
+def read_label_logprobs(
+    forms: Mapping[str, str], candidates: Mapping[str, float], lead: str = "", after: str = ""
+) -> dict[str, float]:
+    """Read each label's log-probability: that of the most probable candidate token that begins it as written.
+
+    Labels that no candidate begins are left out, and so are labels that share a token. The whole of another label
+    (`no`) does not begin a label that a longer token begins (`not` of `not sure`).
+
+    Args:
+        forms: Label -> as it would be written.
+        candidates: Token text -> log-probability.
+        lead: Text before the label in its token.
+        after: Text after the label in its token.
+
+    Returns:
+        Label -> log-probability.
+
+    Example:
+        >>> read_label_logprobs({"a": "A", "b": "B", "c": "C"}, {"A": -1.0, " A": -0.5, "B": -1.5})
+        {'a': -1.0, 'b': -1.5}
+    """
+    whole_labels = {lead + form + after for form in forms.values()}
+    token_of = {}
+    for label, form in forms.items():
+        written = lead + form + after
+        beginnings = [token for token in candidates if len(token) > len(lead) and written.startswith(token)]
+        if not beginnings:
+            continue
+        longest = max(beginnings, key=len)
+        eligible = [token for token in beginnings if token == longest or token not in whole_labels]
+        token_of[label] = max(eligible, key=lambda token: (candidates[token], token))
+    tokens = list(token_of.values())
+    return {label: candidates[token] for label, token in token_of.items() if tokens.count(token) == 1}

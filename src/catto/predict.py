@@ -1,0 +1,689 @@
+"""Questions -> predictions: generate, find the label in the response, read its probability there.
+
+The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
+it was written. `source` is `free` after `<answer>`, `plain` if a response without that tag states its answer. A
+response without an answer is closed and the most probable label taken there: `source` is `fallback`.
+
+Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
+whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`. For the
+same reason shards are made of whole chunks, every n-th one: `merge` joins them to the file of one run, byte for byte.
+A server's replies depend on no batch and may be paid for: each is stored as it arrives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
+
+from catto.answer.confidence import (
+    Answer,
+    AnsweredCase,
+    AskedQuestion,
+    Case,
+    read_replies,
+    read_token_answers,
+    score_labels,
+)
+from catto.answer.forms import VERSION
+from catto.answer.tokens import check_labels
+from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
+from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
+from catto.files import library_versions, manifest_path, read_manifest, read_records
+from catto.journal import Journal, read_refusals
+from catto.metrics.selection import token_certainty
+from catto.problems import DataError
+from catto.prompts import asked_hash, check_ids, messages
+from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
+
+if TYPE_CHECKING:
+    from catto.engines.server import ServerEngine
+
+R = TypeVar("R", ScoredGeneration, Prediction)
+T = TypeVar("T")
+EvaluationProgress = Callable[[int, int, int], None]  # records done, records in all, correct predictions
+Shard = tuple[int, int]  # its number, from 1, and how many there are
+STOP = ("</answer>",)
+# This many batches are generated before their predictions are written: a kill loses at most these.
+BATCHES_PER_CHUNK = 4
+PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
+OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments that say how questions are asked; see `EvaluationSettings`."""
+
+    k: int
+    temperature: float | Sequence[float]
+    seed: int
+    max_tokens: int
+    reasoning: bool
+
+
+class EvaluationOptions(SamplingOptions, total=False):
+    """All keyword arguments of an evaluation; see `EvaluationSettings`."""
+
+    out: Path | None
+    progress: EvaluationProgress | None
+    retry_refused: bool
+    max_refused: float
+    shard: Shard | None
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How questions are asked, and how the evaluation runs. No prediction depends on the fields from `out` on.
+
+    Attributes:
+        k: Samples per question.
+        temperature: One sampling temperature for all k samples, or k of them; 0 means greedy decoding.
+        seed: Seed of the samples.
+        max_tokens: Maximum number of generated tokens.
+        reasoning: Whether the model is asked to reason before it answers.
+        out: The file of records; None writes no file.
+        progress: Called with the records done, the records in all, and the correct predictions.
+        retry_refused: Whether refused requests are asked again.
+        max_refused: Largest share of refused questions; more raises ServerError.
+        shard: The part of the questions to answer; None means all.
+    """
+
+    k: int = 1
+    temperature: float | Sequence[float] = 0.0
+    seed: int = 0
+    max_tokens: int = 512
+    reasoning: bool = True
+    out: Path | None = None
+    progress: EvaluationProgress | None = None
+    retry_refused: bool = False
+    max_refused: float = MOST_REFUSED
+    shard: Shard | None = None
+
+
+# Ask a model
+
+
+def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]) -> list[Prediction]:
+    """Answer every question k times.
+
+    `out` grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
+    A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason.
+    With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
+
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        **options: The fields of `EvaluationSettings`; by default one greedy response of at most 512 tokens with
+            reasoning.
+
+    Returns:
+        The predictions in the order of the questions, then of the samples.
+    """
+    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    return run.collect(Prediction, run.answer_keys)
+
+
+def generate(
+    engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]
+) -> list[ScoredGeneration]:
+    """Generate what `evaluate` with the same options reads: the expensive half of it, resumable in the same way.
+
+    The scores of the labels, as the present parser finds them, are stored with the text: at this point the engine
+    still has what makes them cheap.
+
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        **options: The fields of `EvaluationSettings`.
+
+    Returns:
+        The generations in the order of the questions, then of the samples.
+    """
+    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    return run.collect(ScoredGeneration, run.score_keys)
+
+
+def read(
+    engine: Engine,
+    questions: Iterable[Question],
+    generations: Iterable[Generation],
+    *,
+    out: Path | None = None,
+    progress: EvaluationProgress | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> list[Prediction]:
+    """Read the labels of `generate`'s generations from the scores stored with them; nothing is generated.
+
+    `read(engine, questions, generate(engine, questions, **options), **options)` is `evaluate(engine, questions,
+    **options)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
+    equal up to float noise.
+
+    Args:
+        engine: The engine that generated, or one like it.
+        questions: The questions that were asked.
+        generations: The stored generations.
+        out: The file of predictions; None writes no file.
+        progress: See `EvaluationSettings`.
+        **sampling: How the questions were asked; see `EvaluationSettings`.
+
+    Returns:
+        The predictions. A sample without a generation was refused and has no prediction.
+    """
+    settings = EvaluationSettings(out=out, progress=progress, max_refused=1.0, **sampling)
+    run = EvaluationRun(engine, questions, settings)
+    generation_of = {generation.key: generation for generation in generations}
+    not_asked = generation_of.keys() - run.keys.keys()
+    if not_asked:
+        question, sample = min(not_asked)
+        raise ValueError(f"question {question} sample {sample} was generated and is not asked")
+
+    def list_outcomes(keys: Sequence[Key]) -> Iterator[Generation | Refusal]:
+        for key in keys:
+            if key in generation_of:
+                yield generation_of[key]
+            else:
+                reason = "the request was refused when it was generated"
+                yield Refusal(refused=reason, question=key[0], sample=key[1])
+        # Reading a reply may have added a request to continue it.
+        if run.todo:
+            yield from engine.generate(run.todo)
+
+    return run.collect(Prediction, lambda keys: run.make_predictions(list_outcomes(keys)))
+
+
+def evaluate_model(
+    model: Any, tokenizer: Any, questions: Iterable[Question], *, batch_size: int = 16, **options: Any
+) -> list[Prediction]:
+    """Run `evaluate` on a loaded model of Transformers, with the same options."""
+    from catto.engines.transformers import TransformersEngine
+
+    return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
+
+
+def is_correct(prediction: Prediction) -> bool:
+    """Return whether the label is the gold one."""
+    return prediction.label == prediction.gold
+
+
+def count_correct(records: Iterable[Sampled]) -> int:
+    """Count the correct predictions among records."""
+    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
+
+
+def make_prediction(
+    question: Question, generation: Generation, answer: Answer, *, temperature: float, seed: int, engine: str
+) -> Prediction:
+    """Make the record of what was read of a response."""
+    certainty = None
+    lowest_group = None
+    if generation.tops:
+        certainty, lowest_group = token_certainty(generation.tops)
+    return Prediction(
+        question=question.id,
+        **question.model_dump(include={"task", "split", "gold"}),
+        **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
+        **answer._asdict(),
+        self_certainty=certainty,
+        lowest_group=lowest_group,
+        temperature=temperature,
+        seed=seed,
+        engine=engine,
+    )
+
+
+# What is checked and decided before a run
+
+
+def request_seed(seed: int, question: str, sample: int) -> int:
+    """Hash the seed of one response, 31 bits: servers would draw k equal samples from one seed.
+
+    Example:
+        >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
+        True
+    """
+    return int(content_hash([seed, question, sample]), 16) >> 33
+
+
+def check_questions(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
+    """Return the temperature of each sample, or raise ValueError if the questions cannot be asked like this."""
+    if k < 1:
+        raise ValueError(f"k is {k}, expected at least 1")
+    if isinstance(temperature, int | float):
+        temperatures: tuple[float, ...] = (temperature,) * k
+    else:
+        temperatures = tuple(temperature)
+    if len(temperatures) != k:
+        raise ValueError(f"{len(temperatures)} temperatures for k = {k} samples")
+    if temperatures.count(0) > 1:
+        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
+    check_ids(questions)
+    if not questions:
+        raise ValueError("no questions to evaluate")
+    return temperatures
+
+
+def chunk_size(batch_size: int, k: int) -> int:
+    """Return how many questions are generated, scored and stored together."""
+    return max(1, BATCHES_PER_CHUNK * batch_size // k)
+
+
+def check_settings(path: Path, settings: Mapping[str, object]) -> None:
+    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded.
+
+    Args:
+        path: The file of predictions.
+        settings: Names and values of the manifest's notes; of the engine its kind, without versions.
+    """
+    if not manifest_path(path).exists():
+        return
+    notes = read_manifest(path).notes
+    for name, value in settings.items():
+        stored = notes.get(name, value)
+        comparable = stored
+        if name == "engine":
+            comparable = stored.split()[0]
+        if comparable != value:
+            raise DataError(path, None, f"was made with {name} {stored!r}, not {value!r}: {OTHER_RUN}")
+
+
+# Files
+
+
+def refused_path(path: Path) -> Path:
+    """Return the file of refusals: `predictions.jsonl` -> `predictions.refused.jsonl`."""
+    return path.parent / (path.name.removesuffix(".jsonl") + ".refused.jsonl")
+
+
+def read_refused_requests(path: Path) -> list[Refusal]:
+    """Read the refused requests of a finished file of predictions."""
+    return read_refusals(refused_path(path))
+
+
+def shard_path(path: Path, shard: Shard) -> Path:
+    """Return the file of a shard: `predictions.jsonl` -> `predictions.shard-1-of-3.jsonl`."""
+    number, count = shard
+    stem = path.name.removesuffix(".jsonl")
+    return path.with_name(f"{stem}.shard-{number}-of-{count}.jsonl")
+
+
+def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
+    """Join the files of all shards, in their order, to the one that `evaluate` or `generate` writes without shards.
+
+    Args:
+        kind: Prediction or ScoredGeneration.
+        questions: The questions of all shards.
+        shards: The shards' files.
+        out: The file to write.
+
+    Returns:
+        The records of all shards.
+
+    Raises:
+        DataError: A shard is not finished, or belongs to another run.
+    """
+    count = len(shards)
+    unfinished = [f"{number}/{count}" for number, path in enumerate(shards, 1) if not manifest_path(path).exists()]
+    if unfinished:
+        raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(unfinished)}")
+    listed = list(questions)
+    notes = read_manifest(shards[0]).notes
+    sampling = SamplingOptions(
+        k=notes["k"],
+        temperature=tuple(notes["temperatures"]),
+        seed=notes["seed"],
+        max_tokens=notes["max_tokens"],
+        reasoning=notes["reasoning"],
+    )
+    # The engine generates nothing more; its batch size is one that gives the same chunks.
+    engine: Any = SimpleNamespace(
+        name=notes["engine"],
+        model=notes["model"],
+        positions=notes.get("positions"),
+        batch_size=-(-notes["chunk"] * notes["k"] // BATCHES_PER_CHUNK),
+        tokenizer=None,
+    )
+    outcomes: dict[Key, R | Refusal] = {}
+    for number, path in enumerate(shards, 1):
+        run = EvaluationRun(engine, listed, EvaluationSettings(shard=(number, count), **sampling))
+        if read_manifest(path).recipe_hash != run.make_manifest(kind).recipe_hash:
+            raise DataError(path, None, OTHER_RUN)
+        published = run.read_published(path, kind)
+        for record in published.records:
+            outcomes[record.key] = record
+        for refusal in published.refusals:
+            outcomes[refusal.key] = refusal
+    whole = EvaluationRun(engine, listed, EvaluationSettings(out=out, max_refused=1.0, **sampling))
+    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys])
+
+
+# The run
+
+
+class PublishedOutcomes(NamedTuple, Generic[R]):
+    """What a finished file and its file of refusals hold."""
+
+    records: list[R]
+    refusals: list[Refusal]
+
+
+@dataclass
+class RunOutcomes(Generic[R]):
+    """What a run has so far: records and refusals by key, and how many of the records are correct predictions."""
+
+    records: dict[Key, R]
+    refusals: dict[Key, Refusal]
+    correct: int
+
+    def add(self, outcome: R | Refusal) -> None:
+        """Add an outcome; it replaces an older refusal of its key."""
+        self.refusals.pop(outcome.key, None)
+        if isinstance(outcome, Refusal):
+            self.refusals[outcome.key] = outcome
+        else:
+            self.records[outcome.key] = outcome
+            self.correct += count_correct([outcome])
+
+
+class EvaluationRun:
+    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
+
+    def __init__(self, engine: Engine, questions: Iterable[Question], settings: EvaluationSettings) -> None:
+        listed = list(questions)
+        self.engine = engine
+        self.settings = settings
+        self.temperatures = check_questions(listed, settings.k, settings.temperature)
+        self.chunk = chunk_size(engine.batch_size, settings.k)
+        self.asked: dict[str, AskedQuestion] = {}
+        for question in listed:
+            chat = messages(question, reasoning=settings.reasoning)
+            self.asked[question.id] = AskedQuestion(question, chat)
+        self.keys: dict[Key, int] = {}  # every (question, sample) of the shard -> its place in the file
+        for question in self._select_shard(listed):
+            for sample in range(settings.k):
+                self.keys[question.id, sample] = len(self.keys)
+        # Replies of a server depend on no batch, so each is stored as it arrives.
+        self.stores_each = engine.tokenizer is None
+        self.todo: deque[Request] = deque()
+
+    def _select_shard(self, questions: list[Question]) -> list[Question]:
+        """Select every n-th chunk of questions."""
+        if self.settings.shard is None:
+            return questions
+        number, count = self.settings.shard
+        selected = []
+        for place, question in enumerate(questions):
+            chunk_number = place // self.chunk
+            if chunk_number % count == number - 1:
+                selected.append(question)
+        return selected
+
+    # Generate and read
+
+    def answer_keys(self, keys: Sequence[Key]) -> Iterator[Prediction | Refusal]:
+        """Generate responses and read them."""
+        return self.make_predictions(self.generate_responses(keys))
+
+    def score_keys(self, keys: Sequence[Key]) -> Iterator[ScoredGeneration | Refusal]:
+        """Generate responses and score their labels."""
+        return self._process_cases(lambda cases: score_labels(self.engine, cases), self.generate_responses(keys))
+
+    def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
+        """Return what the engine gives for these keys, as it arrives."""
+        self.todo.clear()
+        for question, sample in keys:
+            request = Request(
+                question=question,
+                sample=sample,
+                messages=self.asked[question].chat,
+                temperature=self.temperatures[sample],
+                seed=request_seed(self.settings.seed, question, sample),
+                max_tokens=self.settings.max_tokens,
+                stop=STOP,
+                keep_states=True,
+            )
+            self.todo.append(request)
+        return self.engine.generate(self.todo)
+
+    def make_predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
+        """Read each response; a refusal takes the place of a reply whose label cannot be read."""
+        for outcome in self._read_answers(outcomes):
+            if isinstance(outcome, Refusal):
+                yield outcome
+                continue
+            generation = outcome.case.generation
+            yield make_prediction(
+                outcome.case.question,
+                generation,
+                outcome.answer,
+                temperature=self.temperatures[generation.sample],
+                seed=self.settings.seed,
+                engine=self.engine.name,
+            )
+
+    def _read_answers(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[AnsweredCase | Refusal]:
+        if self.engine.tokenizer is None:
+            return read_replies(self._readable_server, self.asked, self.todo, outcomes)
+        return self._process_cases(self._read_cases, outcomes)
+
+    @cached_property
+    def _readable_server(self) -> ServerEngine:
+        """The server, once it is known that its replies can be read: before anything is generated."""
+        from catto.engines.server import ServerEngine
+
+        assert isinstance(self.engine, ServerEngine)
+        if self.engine.top_logprobs == 0:
+            raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
+        self.engine.probe()
+        return self.engine
+
+    def _read_cases(self, cases: list[Case]) -> Iterator[AnsweredCase]:
+        for case, answer in zip(cases, read_token_answers(self.engine, cases), strict=True):
+            yield AnsweredCase(case, answer)
+
+    def _process_cases(
+        self, process: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
+    ) -> Iterator[T | Refusal]:
+        """Yield the refusals, and what `process` makes of the generations of each group."""
+        for group in self._group_outcomes(outcomes):
+            cases = []
+            for outcome in group:
+                if isinstance(outcome, Refusal):
+                    yield outcome
+                else:
+                    question, chat = self.asked[outcome.question]
+                    cases.append(Case(question, chat, outcome))
+            yield from process(cases)
+
+    def _group_outcomes(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Sequence[Generation | Refusal]]:
+        """Yield the outcomes one by one as they arrive, or all at once and in order."""
+        if self.stores_each:
+            for outcome in outcomes:
+                yield [outcome]
+        else:
+            yield sorted(outcomes, key=lambda outcome: self.keys[outcome.key])
+
+    # Collect and store
+
+    def collect(self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]]) -> list[R]:
+        """Collect all records: from the file as far as it has them, the others from `make`.
+
+        Args:
+            kind: Prediction or ScoredGeneration.
+            make: Yields the records or refusals of the keys that it is given.
+
+        Returns:
+            The records in the order of the keys, without the refused ones.
+        """
+        out = self.settings.out
+        if out is None:
+            return self._complete_records(kind, make, journal=None)
+        manifest = self.make_manifest(kind)
+        journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
+        if journal.finished():
+            published = self.read_published(out, kind)
+            journal.remove()
+            asks_again = self.settings.retry_refused and len(published.refusals) > 0
+            if not asks_again:
+                return published.records
+            journal.reopen(refusals=True)
+        with journal:
+            return self._complete_records(kind, make, journal)
+
+    def _complete_records(
+        self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]], journal: Journal[R] | None
+    ) -> list[R]:
+        collected = self._read_journal(journal)
+        missing = [key for key in self.keys if key not in collected.records and key not in collected.refusals]
+        asked_again = list(collected.refusals) if self.settings.retry_refused else []
+        if missing or asked_again:
+            self._check_labels()
+        cap = RefusalCap(self.settings.max_refused, collected.records, collected.refusals)
+        width = self._chunk_width()
+        for start in range(0, len(missing), width):
+            self._add_outcomes(make(missing[start : start + width]), collected, cap, journal)
+        if asked_again:
+            self._add_outcomes(make(asked_again), collected, RefusalCap(1.0), journal)
+        records = [collected.records[key] for key in self.keys if key not in collected.refusals]
+        refusals = [collected.refusals[key] for key in self.keys if key in collected.refusals]
+        RefusalCap.check_some(len(records), refusals)
+        if journal is not None:
+            journal.publish(self.make_manifest(kind, records, refusals))
+        elif refusals:
+            reasons = count_reasons(refusals)
+            # The warning points to the caller of `evaluate`.
+            warnings.warn(f"{len(refusals)} of {len(self.keys)} requests were refused: {reasons}", stacklevel=4)
+        return records
+
+    def _chunk_width(self) -> int:
+        """Return how many keys are made together; a server is asked for all at once."""
+        if self.stores_each:
+            return len(self.keys) or 1
+        return self.chunk * self.settings.k
+
+    def _read_journal(self, journal: Journal[R] | None) -> RunOutcomes[R]:
+        """Read what is stored. A chunk that was not stored whole is dropped, so that its batches come out the same."""
+        collected: RunOutcomes[R] = RunOutcomes(records={}, refusals={}, correct=0)
+        if journal is None:
+            return collected
+        stored = len(journal.places)
+        if not self.stores_each and stored < len(self.keys):
+            width = self._chunk_width()
+            journal.cut(stored // width * width)
+        for outcome in journal.outcomes():
+            collected.add(outcome)
+        return collected
+
+    def _check_labels(self) -> None:
+        """Refuse labels that tokens cannot tell apart before anything is generated."""
+        if self.engine.tokenizer is None:
+            return
+        label_sets = dict.fromkeys(asked.question.labels for asked in self.asked.values())
+        for labels in label_sets:
+            check_labels(self.engine.tokenizer, labels)
+
+    def _add_outcomes(
+        self,
+        outcomes: Iterable[R | Refusal],
+        collected: RunOutcomes[R],
+        cap: RefusalCap,
+        journal: Journal[R] | None,
+    ) -> None:
+        """Store outcomes, all at once or as they arrive, and report the progress."""
+        if not self.stores_each:
+            self._add_group(list(outcomes), collected, cap, journal)
+            return
+        for outcome in outcomes:
+            self._add_group([outcome], collected, cap, journal)
+
+    def _add_group(
+        self, group: list[R | Refusal], collected: RunOutcomes[R], cap: RefusalCap, journal: Journal[R] | None
+    ) -> None:
+        if journal is not None:
+            group = journal.append(*group, sync=not self.stores_each)
+        for outcome in group:
+            collected.add(outcome)
+            cap.count(outcome)
+        if self.settings.progress is not None and collected.records:
+            total = len(self.keys) - len(collected.refusals)
+            self.settings.progress(len(collected.records), total, collected.correct)
+
+    def read_published(self, out: Path, kind: type[R]) -> PublishedOutcomes[R]:
+        """Read the records and refusals of a finished file.
+
+        Raises:
+            DataError: A row is not the expected one.
+        """
+        records = list(read_records(out, kind))
+        stored = {record.key for record in records}
+        refusals: dict[Key, Refusal] = {}
+        for refusal in read_refused_requests(out):
+            if refusal.key not in stored:  # a record replaces an older refusal
+                refusals[refusal.key] = refusal
+        expected = [key for key in self.keys if key not in refusals]
+        for row, (record, key) in enumerate(zip(records, expected, strict=False), 1):
+            if record.key != key:
+                question, sample = key
+                raise DataError(out, row, f"expected question {question} sample {sample}")
+        if len(records) != len(expected):
+            raise DataError(out, None, f"{len(records)} {PLURALS[kind]}, expected {len(expected)}")
+        return PublishedOutcomes(records, list(refusals.values()))
+
+    # Manifest
+
+    def make_manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
+        """Describe the file. Its hash is of the settings, the prompts and, of predictions, the parser's version."""
+        hashed = self._hashed_settings()
+        parser = VERSION if kind is Prediction else None
+        identity = [hashed, asked_hash(self.asked.values()), parser]
+        notes = {**hashed, "k": self.settings.k}
+        if self.settings.shard is not None:
+            number, count = self.settings.shard
+            identity += [number, count]
+            notes["shard"] = f"{number}/{count}"
+        if len(set(self.temperatures)) == 1:
+            notes["temperature"] = self.temperatures[0]
+        if parser is None:
+            notes["positions"] = self.engine.positions  # `read` closes generated responses within them
+        else:
+            notes["parser"] = parser
+        return Manifest(
+            kind=PLURALS[kind],
+            counts=self._count_outcomes(kind, records, refused),
+            recipe_hash=content_hash(identity),
+            seed=self.settings.seed,
+            versions=library_versions("transformers", "torch", "vllm", "httpx2"),
+            notes=notes,
+        )
+
+    def _hashed_settings(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine.name,
+            "model": self.engine.model,
+            "temperatures": self.temperatures,
+            "seed": self.settings.seed,
+            "max_tokens": self.settings.max_tokens,
+            "reasoning": self.settings.reasoning,
+            "chunk": self.chunk,
+        }
+
+    def _count_outcomes(self, kind: type[R], records: Sequence[R], refused: Sequence[Refusal]) -> dict[str, int]:
+        if not records:
+            return {}
+        counts = {
+            PLURALS[kind]: len(records),
+            "questions": len(self.asked),
+            "refused": len(refused),
+            "other_model": sum(record.model != self.engine.model for record in records),
+        }
+        predictions = [record for record in records if isinstance(record, Prediction)]
+        if predictions:
+            sources = Counter(prediction.source for prediction in predictions)
+            counts["correct"] = count_correct(predictions)
+            counts["plain"] = sources["plain"]
+            counts["fallback"] = sources["fallback"]
+            counts["without_label_logprobs"] = sum(prediction.label_logprobs is None for prediction in predictions)
+        return counts

@@ -1,1 +1,0 @@
-"""Ask a model: generate, read the label and its probability."""
