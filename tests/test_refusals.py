@@ -478,7 +478,7 @@ def test_a_refused_continuation_refuses_its_question_alone(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "null"])
+@pytest.mark.parametrize("value", ["-Infinity", "null"])
 def test_candidates_without_a_number_are_left_out(tmp_path: Path, value: str) -> None:
     """D's log-probability is none: the labels are not all known, the answer is."""
 

@@ -503,13 +503,15 @@ def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[s
 def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
     """Return the rows of an object of columns, or of pandas' orient="columns" or "index"."""
     entries = list(table.values())
-    if entries and all(isinstance(entry, list) for entry in entries):
+    if not any(entries):
+        raise DataError(path, None, EXPECTED_ROWS)
+    if all(isinstance(entry, list) for entry in entries):
         lengths = {len(column) for column in entries}
         if len(lengths) > 1:
             expected = f"expected columns of equal length, got {listed(sorted(lengths))}"
             raise DataError(path, None, expected)
         return [dict(zip(table, cells, strict=True)) for cells in zip(*entries, strict=True)]
-    if not entries or not all(isinstance(entry, dict) for entry in entries):
+    if not all(isinstance(entry, dict) for entry in entries):
         raise DataError(path, None, EXPECTED_ROWS)
     # The index of a table that was not given another one is made of whole numbers, and columns have names.
     outer_numbers = all(name.isdecimal() for name in table)
