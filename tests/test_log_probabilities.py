@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_selection import prediction
 
 from catto.calibrate import fit_file
 from catto.engines import Generation
@@ -21,6 +20,7 @@ from catto.records import Prediction
 from command import run, write_lines
 from evaluation_world import questions
 from openai_server import OpenAIServer, Reply, Seen, chat, counted, ok
+from predictions import prediction
 from server_cases import engine, refused, request
 from test_logs import completion, lm_eval, sample
 
