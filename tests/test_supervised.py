@@ -327,7 +327,9 @@ def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str,
         turn = (Message(role="assistant", content=completion("the cat sat", label)),)
         update = {"labels": labels, "gold": label, "label": label, "completion": turn}
         (example,) = examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
-        ids, (at, candidates, gold) = example.row.completion, example.label
+        ids = example.row.completion
+        at, candidates, gold, target = example.label
+        assert target is None
         assert gold == labels.index(label)
         assert candidates[gold] == ids[at]
         assert len(set(candidates)) == 2
