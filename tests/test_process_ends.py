@@ -70,8 +70,15 @@ PROGRAMS = {
 def start(*command: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NO_PROXY": "127.0.0.1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *command], env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A suite that runs in the background ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def end(process: subprocess.Popen[str]) -> str:
