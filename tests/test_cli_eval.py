@@ -75,9 +75,12 @@ def test_vllm_is_given_the_batch_size(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("catto.cli.evaluate.needs", lambda *_: None)
     monkeypatch.setattr("catto.cli.evaluate.open_engine", opened)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     app = typer.Typer()
     app.command()(command)
     for more in ([], ["--batch-size", "7"]):
         options = ["--task", "witnesses", "--n", "2", "--engine", "vllm", "--out", str(tmp_path), *more]
-        assert "there is no GPU" in CliRunner().invoke(app, ["some/model", *options]).stderr
+        assert "there is no GPU" in CliRunner().invoke(app, [str(model), *options]).stderr
     assert sizes == [256, 7]
