@@ -344,7 +344,7 @@ def test_a_stage_exported_from_one_of_several_recipes_is_that_recipes(tmp_path: 
     assert (told.code, told.err.count(f"no recipe {'0' * 16} is stored here")) == (2, 1)
     stored(tmp_path, one).write_text('{"name": "old", "no_longer": 1}')
     told = run(capsys, "stage", tmp_path, key, "--recipe", stored(tmp_path, one).stem)
-    assert (told.code, told.err.count(".json: no_longer")) == (2, 1)
+    assert (told.code, told.err.count(".json: damaged")) == (2, 1)
 
 
 def test_make_calls_every_missing_stage_after_its_needs(
