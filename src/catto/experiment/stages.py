@@ -485,7 +485,8 @@ def check(folder: Path, *, contents: bool = False) -> None:
     """
     done_record = account(folder)
     own_name = folder_name(done_record["name"], done_record["key"])
-    if folder.name != own_name:
+    published_name = _UNFINISHED.sub("", folder.name)  # an attempt that could not be renamed is checked too
+    if published_name != own_name:
         raise DataError(folder, None, f"damaged: the folder holds the stage {own_name}; {REPAIR}")
     seals = {name: Seal(*seal) for name, seal in done_record["files"].items()}
     if (problem := damage(folder, seals, contents=contents)) is not None:
