@@ -543,21 +543,23 @@ def objectives(numbers: Numbers) -> Iterator[str]:
             name = _short(group.method)
             if group.seeds != dpo.seeds:
                 name += f" ({_listed(group.seeds)} alone)"
-            rows.append([name, *_objective_row(group, dpo)])
+            cells = [cell for cell in numbers.cells if dpo.holds(cell) and cell.seed in group.seeds]
+            of_dpo = fmean(cell.metrics["preference_accuracy"].value for cell in cells)
+            rows.append([name, *_objective_row(group, of_dpo)])
         yield from _table(heads, rows)
 
 
-def _objective_row(group: GroupNumbers, dpo: GroupNumbers) -> list[str]:
+def _objective_row(group: GroupNumbers, of_dpo: float) -> list[str]:
+    """The numbers of a method. of_dpo: the share of held-out pairs that DPO orders with the same seeds."""
     means = {name: spread.mean for name, spread in {**group.metrics, **group.others}.items()}
     preference = group.number("preference_accuracy")
-    of_dpo = dpo.number("preference_accuracy")
     ordered = "-"
     kept = "-"
-    if preference is not None and of_dpo is not None:
+    if preference is not None:
         interval = group.intervals["preference_accuracy"]
         ordered = f"{100 * preference.mean:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-        if of_dpo.mean > 0.5:
-            kept = f"{(preference.mean - 0.5) / (of_dpo.mean - 0.5):.2f}"
+        if of_dpo > 0.5:
+            kept = f"{(preference.mean - 0.5) / (of_dpo - 0.5):.2f}"
     return [
         f"{100 * means['accuracy']:.1f}",
         f"{100 * means['ece']:.1f}",
