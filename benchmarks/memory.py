@@ -29,11 +29,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 import roofline
-from catto.experiment.cost import KNOWN, Memory, Network, memory
 from catto.objectives import tiles
-from catto.training import model_forward
+from catto.pipeline.cost import KNOWN, Memory, Network, memory
+from catto.training import forward as model_forward
 from catto.training.batches import Row, build
-from catto.training.preference import TRL_EXTRAS, surrogate_term
+from catto.training.trainer import TRL_EXTRAS, surrogate_term
 
 BF16 = torch.bfloat16
 SMALL = {

@@ -26,10 +26,11 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 from ray.cluster_utils import Cluster
 
-from catto.experiment import ray_runner, runner
-from catto.experiment.graph import Graph
-from catto.experiment.stages import Stage, ordered
-from catto.recipe import Recipe
+from catto.pipeline import ray as ray_runner
+from catto.pipeline import run as runner
+from catto.pipeline.plan import Graph
+from catto.pipeline.stage import Stage, ordered
+from catto.recipe.settings import Recipe
 
 CELLS, LIGHT = 8, 40
 WORLD = {"witnesses": {"train": 200, "validation": 20, "test": 40}}

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from trl import DPOTrainer
 
 from catto.training.config import CATTOConfig
-from catto.training.preference import CATTOTrainer
+from catto.training.trainer import CATTOTrainer
 
 PAIRS, PROMPT, RESPONSE, VOCABULARY, LAYERS = 4, 160, 64, 49152, 30
 ARMS = ("dpo", "catto", "shared")

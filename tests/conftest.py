@@ -26,6 +26,12 @@ for name in ("FORCE_COLOR", "NO_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTE
 for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "HF_TOKEN", "PYTHONWARNINGS", "MPLCONFIGDIR"):
     os.environ.pop(name, None)
 
+# Helpers are next to the tests they serve; every test, and every process that a test starts, finds them by name.
+_FOLDERS = [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
+sys.path.extend(_FOLDERS)
+_GIVEN = os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join([*([_GIVEN] if _GIVEN else []), str(Path(__file__).parent), *_FOLDERS])
+
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402

@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from chromium import executable
 
 DATA = Path(os.environ.get("CATTO_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -32,14 +32,15 @@ from transformers import AutoModel, AutoTokenizer
 from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import LabelPosition, locate_label
 from catto.engines import ScoredGeneration
-from catto.experiment.graph import Graph
-from catto.experiment.stages import CellPlan, Stage, chosen, place
-from catto.files import read_json, read_records, write_records
+from catto.io.record_files import read_records, write_records
+from catto.io.text_files import read_json
 from catto.methods import METHODS
+from catto.pipeline.plan import Graph
+from catto.pipeline.stage import CellPlan, Stage, chosen, place
 from catto.prompts import messages, prompt_ids
-from catto.recipe import Recipe
+from catto.recipe.settings import Recipe
 from catto.records import Prediction, Question, SftRow
-from catto.training.tokenize import examples
+from catto.training.examples import examples
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # values of C; one is chosen by the log loss of held-out folds
 FOLDS = 5

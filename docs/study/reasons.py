@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from catto import TASKS, load_questions
-from catto.files import replacing
+from catto.io.atomic import replacing
 from catto.records import Question
 
 QUOTED = 2  # most words of a kind that a sentence quotes

@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from catto.files import read_json, read_records, replacing, replacing_bytes
+from catto.io.atomic import replacing, replacing_bytes
+from catto.io.record_files import read_records
+from catto.io.text_files import read_json
 from catto.measure import MeasureSettings, ParseCounts, compare_runs
 from catto.methods import AMONG_LABELS, KNOBS, METHODS, WEIGHTS, Budget, order, unscaled
 from catto.metrics.binning import reliability

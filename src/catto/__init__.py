@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from catto.errors import DataError
     from catto.methods import METHODS
     from catto.metrics.catalogue import METRICS
     from catto.metrics.errors import ece
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
     from catto.predict import evaluate_model as evaluate
-    from catto.problems import DataError
     from catto.tasks import TASKS
     from catto.tasks import load as load_questions
     from catto.training.config import CATTOConfig
-    from catto.training.preference import CATTOTrainer
+    from catto.training.trainer import CATTOTrainer
 
 __version__ = "0.1.0"
 
@@ -44,8 +44,8 @@ __all__ = [
 # public name -> module, and its name there
 _HOME = {
     "CATTOConfig": ("training.config", "CATTOConfig"),
-    "CATTOTrainer": ("training.preference", "CATTOTrainer"),
-    "DataError": ("problems", "DataError"),
+    "CATTOTrainer": ("training.trainer", "CATTOTrainer"),
+    "DataError": ("errors", "DataError"),
     "METHODS": ("methods", "METHODS"),
     "METRICS": ("metrics.catalogue", "METRICS"),
     "TASKS": ("tasks", "TASKS"),

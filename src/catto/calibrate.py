@@ -23,15 +23,15 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from catto import files
-from catto.files import library_versions, manifest_path, read_manifest
-from catto.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
+from catto.errors import DataError, locating
+from catto.formats.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
+from catto.io import atomic, record_files, text_files
+from catto.io.record_files import library_versions, manifest_path, read_manifest
 from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
 from catto.metrics.binning import Floats
 from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, VectorScaling, label_table, load
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
-from catto.problems import DataError, locating
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
 
 On = Literal["confidence", "labels"]
@@ -145,9 +145,11 @@ def fit_file(
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
     notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": _final_notes(path).get("protocol")}
     manifest_path(out).unlink(missing_ok=True)  # of the calibrator that is replaced
-    files.write_record(out, calibrator)
+    record_files.write_record(out, calibrator)
     counts = {"rows": len(answers)}
-    files.write_manifest(out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes))
+    record_files.write_manifest(
+        out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes)
+    )
     return open_fitted(out), answers
 
 
@@ -194,7 +196,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     raw, final = f"{names.confidence}_raw", _final_notes(path)
     foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
-    with files.replacing(out) as file:
+    with atomic.replacing(out) as file:
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
@@ -267,7 +269,9 @@ def write_final(
         "own_stop": protocol.stop if own_stop else None,
     }
     counts = {"answers": len(answers)}
-    files.write_records(out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes))
+    record_files.write_records(
+        out, answers, Manifest(kind=FINAL, counts=counts, versions=library_versions(), notes=notes)
+    )
     return answers
 
 
@@ -306,7 +310,7 @@ class RiskThreshold(Record):
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
-    with files.opened(path):  # refuses a folder, and what is missing
+    with text_files.opened(path):  # refuses a folder, and what is missing
         notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
@@ -323,5 +327,5 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     with locating(manifest_path(path), field="notes: "):
         threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
-    files.write_record(out, threshold)
+    record_files.write_record(out, threshold)
     return threshold

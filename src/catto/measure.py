@@ -3,7 +3,7 @@
 A row has a confidence and whether the answer was right. The confidence is the column `confidence`, else the probability
 of the answer in `label_logprobs` (label -> log-probability). An answer is right by the column `correct`, else if
 `label == gold`, else if the top label of `label_logprobs` is `gold`. The first row decides; later rows must have the
-same columns. `ColumnNames` names other columns; `catto.logs` brings logs of other tools into this form.
+same columns. `ColumnNames` names other columns; `catto.formats.logs` brings logs of other tools into this form.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from catto import plain_table
-from catto.logs import ColumnNames, Fields, format_of, read_answers
+from catto.errors import DataError, did_you_mean, listed, locating, nested
+from catto.formats import plain_table
+from catto.formats.logs import ColumnNames, Fields, format_of, read_answers
+from catto.formats.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
 from catto.metrics import statistics
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import HEADLINE, METRICS
@@ -34,9 +36,7 @@ from catto.metrics.statistics import (
     Tick,
     drop_invalid_interval,
 )
-from catto.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
-from catto.problems import DataError, did_you_mean, listed, locating, nested
-from catto.recipe import FEW_QUESTIONS
+from catto.recipe.settings import FEW_QUESTIONS
 
 Unparsed = Literal["fallback", "wrong"]
 

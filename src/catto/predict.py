@@ -34,10 +34,10 @@ from catto.answer.forms import VERSION
 from catto.answer.tokens import check_labels
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
 from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
-from catto.files import library_versions, manifest_path, read_manifest, read_records
-from catto.journal import Journal, read_refusals
+from catto.errors import DataError
+from catto.io.journal import Journal, read_refusals
+from catto.io.record_files import library_versions, manifest_path, read_manifest, read_records
 from catto.metrics.selection import token_certainty
-from catto.problems import DataError
 from catto.prompts import asked_hash, check_ids, messages
 from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from catto.problems import shortened
+from catto.errors import shortened
 
 SCHEMA_VERSION = 1
 

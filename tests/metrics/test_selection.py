@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from catto.calibrate import final_answers
 from catto.cli.select import select as command
 from catto.engines import TAU_GRID
-from catto.files import read_records, write_records
+from catto.errors import DataError
+from catto.io.record_files import read_records, write_records
 from catto.metrics.errors import ece
 from catto.metrics.selection import (
     MOST_SUBSETS,
@@ -29,7 +30,6 @@ from catto.metrics.selection import (
     measure_rules,
 )
 from catto.metrics.temperature import fit_tau
-from catto.problems import DataError
 from catto.records import Prediction, Protocol
 from catto.tasks import load
 from command import run

@@ -19,7 +19,7 @@ import typer
 from catto import __version__
 from catto.cli import calibrate, data, doctor, evaluate, measure, plan, report, run, select, serve, teach, train
 from catto.cli.console import refuse
-from catto.problems import DataError
+from catto.errors import DataError
 from catto.telemetry import switch_off_telemetry
 
 # A plain traceback: the decorated one would print local variables, and with them whatever a file holds.

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from catto.problems import DataError, did_you_mean, escape_controls, shortened
-from catto.recipe import FEW_QUESTIONS
+from catto.errors import DataError, did_you_mean, escape_controls, shortened
+from catto.recipe.settings import FEW_QUESTIONS
 from catto.tasks import TASKS
 
 # A path or two, and a message that is itself limited in length.

@@ -15,9 +15,9 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import print_json, refuse, refusing, say, show_table, tasks
-from catto.problems import DataError
+from catto.errors import DataError
 from catto.prompts import messages
-from catto.recipe import TaskSettings, is_task_file
+from catto.recipe.settings import TaskSettings, is_task_file
 from catto.records import SPLITS, Split
 from catto.tasks import Task, load
 from catto.tasks.fields import Style
@@ -123,7 +123,7 @@ def own_questions(
     task: str | None, file: list[str] | None, fields: str | None, answer: Any, answers: list[str] | None
 ) -> tuple[str, TaskSettings] | None:
     """Return name and settings of the user's own questions; None where the task is one of ours."""
-    from catto.recipe_file import load_task
+    from catto.recipe.load import load_task
 
     if not file:
         for option, value in (("--fields", fields), ("--answer", answer), ("--answers", answers)):

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from catto.experiment.cost import took
-from catto.experiment.stages import Stage, done, ordered
 from catto.methods import METHODS
+from catto.pipeline.cost import took
+from catto.pipeline.stage import Stage, done, ordered
 
 __all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
 

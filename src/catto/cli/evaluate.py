@@ -18,8 +18,8 @@ from catto.cli.measure import measure
 from catto.cli.run import running
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
-from catto.files import manifest_path, read_manifest
-from catto.recipe import MOST_SAMPLES
+from catto.io.record_files import manifest_path, read_manifest
+from catto.recipe.settings import MOST_SAMPLES
 from catto.records import Prediction, Split
 from catto.tasks import load
 

@@ -13,11 +13,11 @@ from typer import Option
 from catto.cli import console
 from catto.cli.display import duration
 from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, folder, read_recipe
-from catto.experiment import runner
-from catto.experiment.cost import GPU, PROMPT, Costs, Job, group, resources, simulate, took
-from catto.experiment.stages import Stage, ordered
-from catto.files import write_text
+from catto.io.atomic import write_text
 from catto.methods import METHODS
+from catto.pipeline import run as runner
+from catto.pipeline.cost import GPU, PROMPT, Costs, Job, group, resources, simulate, took
+from catto.pipeline.stage import Stage, ordered
 
 Planned = Sequence[tuple[Stage, str, float | None]]  # with its standing, and the seconds it took
 Exported = Literal["slurm", "make"]
@@ -49,8 +49,8 @@ def plan(
     catto plan paper --schedule 1,8,64 --seconds train=5400
     catto plan paper --export slurm
     """
-    from catto.experiment.export import makefile, slurm
-    from catto.experiment.graph import Graph, freeze
+    from catto.pipeline.export import makefile, slurm
+    from catto.pipeline.plan import Graph, freeze
 
     if sum((memory, schedule is not None, export is not None)) > 1:
         console.refuse("give one of --memory, --schedule and --export")

@@ -20,16 +20,16 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.display import Bar, RunDisplay, bars, progress
-from catto.experiment import runner
-from catto.experiment.stages import Stage, account, check, done, finished, ordered, place
-from catto.files import write_text
-from catto.problems import DataError, listed
-from catto.recipe import Recipe
+from catto.errors import DataError, listed
+from catto.io.atomic import write_text
+from catto.pipeline import run as runner
+from catto.pipeline.stage import Stage, account, check, done, finished, ordered, place
+from catto.recipe.settings import Recipe
 
 
 def recipes() -> dict[str, Path]:
     """Return the shipped recipes. The shell completes a recipe to their names; where none fits, it offers files."""
-    from catto.recipe_file import shipped
+    from catto.recipe.load import shipped
 
     return shipped()
 
@@ -72,7 +72,7 @@ def go(
 
     execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
     """
-    from catto.experiment.graph import check_places, freeze
+    from catto.pipeline.plan import check_places, freeze
 
     refuse_windows()
     check_places(source, recipe)
@@ -86,7 +86,7 @@ def go(
         console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
     with running() as shown:
         if training and execute is None:  # elsewhere are other devices and libraries
-            from catto.experiment.train_step import rehearse
+            from catto.pipeline.kinds.train import rehearse
 
             rehearse(source, training)
         freeze(root, recipe)
@@ -127,7 +127,7 @@ def running() -> Iterator[Progress]:
 
 def read_recipe(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
     """Read a recipe with what the command line overrides."""
-    from catto.experiment.graph import open_recipe
+    from catto.pipeline.plan import open_recipe
 
     if seeds and len(set(seeds)) < len(seeds):
         console.refuse(f"--seed: {', '.join(map(str, seeds))} names a seed twice")
@@ -151,7 +151,7 @@ def run(
     catto run mine.yaml --out runs/mine --set preference.learning_rates=[5e-6] --seed 0 --seed 1
     catto run mine.yaml --on ray --address auto
     """
-    from catto.experiment.graph import Graph
+    from catto.pipeline.plan import Graph
     from catto.report import numbers as store
     from catto.report import render, tables
     from catto.report.headline import write_headline
@@ -162,7 +162,7 @@ def run(
     root, goal = folder(read, out), Graph(read).report()
     if on == "ray":
         console.needs("ray", "ray", "--on ray")
-        from catto.experiment import ray_runner
+        from catto.pipeline import ray as ray_runner
 
         execute = partial(ray_runner.run, address=address)
     go(recipe, read, root, [goal], retry_refused, repair, execute)
@@ -200,7 +200,7 @@ def stage(
     Examples:
     catto stage runs/quickstart 5f2c81d09ab34e67
     """
-    from catto.experiment.graph import find_stage
+    from catto.pipeline.plan import find_stage
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
@@ -257,7 +257,7 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
 
 def _damage_outside_stages(folder: Path) -> list[str]:
     """Return what is wrong with the stored recipes and with the copy of the report's page."""
-    from catto.experiment.graph import read_stored
+    from catto.pipeline.plan import read_stored
 
     problems = []
     for path in sorted((folder / "recipes").glob("*.json")):

@@ -10,9 +10,9 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import Real, number, refuse, say, span
-from catto.files import read_records
-from catto.problems import DataError
-from catto.recipe import MOST_SAMPLES
+from catto.errors import DataError
+from catto.io.record_files import read_records
+from catto.recipe.settings import MOST_SAMPLES
 from catto.records import FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from catto.cli import console
 from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
 from catto.cli.data import source_of
 from catto.engines.replies import ServerError
-from catto.files import read_record
-from catto.recipe import MOST_SAMPLES
+from catto.io.record_files import read_record
+from catto.recipe.settings import MOST_SAMPLES
 from catto.records import Protocol
 from catto.tasks import TASKS
 

@@ -14,10 +14,10 @@ from catto import teacher
 from catto.cli.console import check_name, refusing, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
-from catto.experiment.attempts import folders
-from catto.experiment.stages import Stage, done, place
-from catto.experiment.steps import questions_of, read_questions
-from catto.recipe import TeacherSettings
+from catto.pipeline.attempts import folders
+from catto.pipeline.kinds.steps import questions_of, read_questions
+from catto.pipeline.stage import Stage, done, place
+from catto.recipe.settings import TeacherSettings
 from catto.teacher.responses import Estimate
 
 __all__ = ["teach"]
@@ -42,7 +42,7 @@ def teach(
     catto teach mine.yaml --task snli --set teacher.concurrency=64
     catto teach mine.yaml --dry-run
     """
-    from catto.experiment.graph import Graph, check_places, open_recipe
+    from catto.pipeline.plan import Graph, check_places, open_recipe
 
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     read = open_recipe(recipe, overrides)

@@ -11,8 +11,8 @@ from typer import Argument, Option
 from catto.cli.console import Seed, check_name, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
-from catto.experiment.stages import chosen, place
 from catto.methods import METHODS, Budget, unscaled
+from catto.pipeline.stage import chosen, place
 
 __all__ = ["app", "train"]
 
@@ -43,7 +43,7 @@ def train(
     catto train mine.yaml --method dpo --task snli --seed 1 --budget paper
     catto train mine.yaml --method dpo+catto --processes 8 --config fsdp2
     """
-    from catto.experiment.graph import Graph, open_recipe
+    from catto.pipeline.plan import Graph, open_recipe
 
     if unscaled(method) in set(METHODS) - {method}:
         refuse(f"--method: {method} only rescales the confidence of {unscaled(method)}: train that")

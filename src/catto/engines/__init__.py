@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import Field
 
-from catto.files import read_json
-from catto.problems import DataError
+from catto.errors import DataError
+from catto.io.text_files import read_json
 from catto.records import Key as Key
 from catto.records import Message, Record, Refusal, Sampled
 

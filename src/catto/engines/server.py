@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from catto import __version__
 from catto.engines import Engine, Generation, Key, Request, model_name, server_address
 from catto.engines.replies import ModelList, Reply, ServerError, cut_after_stop, error_message, one_line, wished_wait
-from catto.problems import first_problem, shortened
+from catto.errors import first_problem, shortened
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0

@@ -27,7 +27,7 @@ from catto.engines.decoding import (
     last_logits,
     state_logits,
 )
-from catto.problems import DataError
+from catto.errors import DataError
 from catto.prompts import prompt_ids
 from catto.token_ids import decode_ids
 

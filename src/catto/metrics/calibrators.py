@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, TypeAdapter, model_validator
 
-from catto.files import read_json
+from catto.errors import DataError, listed, locating, shortened
+from catto.io.text_files import read_json
 from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
-from catto.problems import DataError, listed, locating, shortened
 from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.

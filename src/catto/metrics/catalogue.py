@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from catto.errors import did_you_mean
 from catto.metrics import errors, ranking
 from catto.metrics.binning import Score
 from catto.metrics.statistics import ALPHA, Comparison, MetricFunction
-from catto.problems import did_you_mean
 
 
 @dataclass(frozen=True)

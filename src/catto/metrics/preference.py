@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from catto.errors import DataError
 from catto.metrics.binning import Floats
 from catto.metrics.statistics import Interval, ratio_interval
-from catto.problems import DataError
 from catto.records import PairLogprobs, PairMargin
 
 Part = Literal["whole", "reasoning"]

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.random import default_rng
 from numpy.typing import ArrayLike, NDArray
 
+from catto.errors import DataError
 from catto.metrics.binning import (
     Bools,
     Floats,
@@ -41,7 +42,6 @@ from catto.metrics.binning import (
     total_weight,
 )
 from catto.metrics.sharing import share_results
-from catto.problems import DataError
 
 # A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]

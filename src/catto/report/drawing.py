@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from catto.files import replacing_bytes
+from catto.io.atomic import replacing_bytes
 from catto.measure import ParseCounts
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand

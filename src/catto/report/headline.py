@@ -8,7 +8,7 @@ from math import isnan
 from typing import NamedTuple
 
 from catto import methods
-from catto.recipe import FEW_QUESTIONS
+from catto.recipe.settings import FEW_QUESTIONS
 from catto.report.measuring import BASELINE
 from catto.report.numbers import GroupNumbers, Numbers, Verdict, supported_decimals
 from catto.report.tables import (

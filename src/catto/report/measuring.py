@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from catto.files import read_records, sha256
+from catto.errors import DataError, locating
+from catto.io.atomic import sha256
+from catto.io.record_files import read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, Unparsed, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
 from catto.metrics.binning import Floats
@@ -23,7 +25,6 @@ from catto.metrics.selection import LEVEL, gather_candidates, measure_rules, wit
 from catto.metrics.statistics import Answers, Interval, SeedSummary, summarise_seeds
 from catto.metrics.temperature import rescaled
 from catto.metrics.vector import scale_by_vector
-from catto.problems import DataError, locating
 from catto.records import PairMargin, Prediction, Question, content_hash
 from catto.report import VERSION
 from catto.report.numbers import Cell, CellNumbers, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict

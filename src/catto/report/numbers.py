@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
+from catto.errors import DataError, first_problem
 from catto.measure import ParseCounts, shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.catalogue import Versus
 from catto.metrics.statistics import Interval, NullBand, SeedSummary
-from catto.problems import DataError, first_problem
-from catto.recipe import EvaluationSettings
+from catto.recipe.settings import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
 

@@ -17,9 +17,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from catto.errors import shortened
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
-from catto.problems import shortened
 from catto.report.numbers import GroupNumbers
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -33,9 +33,9 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from catto.engines.server import FaultError
+from catto.errors import shortened
 from catto.metrics.errors import brier, ece
 from catto.metrics.selection import RULES
-from catto.problems import shortened
 from catto.records import Message, Option, Protocol, Question, Record
 from catto.serve.answering import Answered, Answerer, Asked, run_in_thread
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple, get_args
 
-from catto.problems import DataError, listed, locating, nested, parse_json
+from catto.errors import DataError, listed, locating, nested, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)

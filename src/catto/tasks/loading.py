@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from catto.files import Rows, kind, read_hub, read_lines, read_rows
-from catto.problems import DataError, did_you_mean, locating
-from catto.recipe import is_task_file
+from catto.errors import DataError, did_you_mean, locating
+from catto.io.tables import Rows, read_hub, read_rows
+from catto.io.text_files import kind, read_lines
+from catto.recipe.settings import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
 from catto.tasks.benchmarks import TASKS, Files, QuestionGenerator, RowParser, Task
@@ -328,7 +329,7 @@ def load(
 
 def _resolve_task(name: str) -> Task:
     if is_task_file(name):
-        from catto.recipe_file import load_task  # imports YAML
+        from catto.recipe.load import load_task  # imports YAML
         from catto.tasks.own_file import own_task, task_name  # imports this module
 
         return own_task(task_name(name), load_task(name))

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from catto.problems import DataError, listed
-from catto.recipe import TaskSettings
+from catto.errors import DataError, listed
+from catto.recipe.settings import TaskSettings
 from catto.records import SPLITS, Split, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, LETTERS, PLACEHOLDER, FieldMap, SourceRow, Style, find_single_mark

@@ -16,7 +16,7 @@ from pydantic import Field
 from catto.engines import model_name
 from catto.engines.replies import count_reasons
 from catto.prompts import completion
-from catto.recipe import TeacherSettings
+from catto.recipe.settings import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
 
 EXAMPLES = 3  # responses that a summary shows

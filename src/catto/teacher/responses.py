@@ -15,15 +15,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from catto import files
 from catto.answer.forms import VERSION
 from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
-from catto.files import locked, manifest_path, read_manifest, read_records
-from catto.journal import Journal, journal_path, read_refusals
+from catto.io import atomic, record_files
+from catto.io.atomic import locked
+from catto.io.journal import Journal, journal_path, read_refusals
+from catto.io.record_files import manifest_path, read_manifest, read_records
 from catto.prompts import asked_hash, check_ids, messages
-from catto.recipe import TeacherSettings
+from catto.recipe.settings import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
 from catto.teacher.sources import StoredResponses, open_source
@@ -206,7 +207,7 @@ def write_rows(
         with ExitStack() as stack:
             outputs: dict[str, IO[str]] = {}
             for name, path in paths.items():
-                outputs[name] = stack.enter_context(files.replacing(path))
+                outputs[name] = stack.enter_context(atomic.replacing(path))
             writer = _RowWriter(settings, paths, outputs)
             summary = count_yield(training, writer.write_groups(groups), settings, refusals(generations.parent))
         _write_manifests(asked, summary, writer, questions=len(training))
@@ -237,7 +238,7 @@ class _RowWriter:
             for name, file in self.outputs.items():
                 for record in ROWS[name](group, self.settings):
                     self.written[name] += 1
-                    file.write(files.json_line(record, self.paths[name], self.written[name]))
+                    file.write(record_files.json_line(record, self.paths[name], self.written[name]))
             for response in group.responses:
                 if not response.temperature_acts:
                     self.temperature_ignored += 1
@@ -273,13 +274,13 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
                 recipe=rows_hash,
                 notes=settings.picked(),
             )
-        files.write_manifest(path, manifest)
+        record_files.write_manifest(path, manifest)
 
 
 def _make_manifest(
     kind: str, *, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
 ) -> Manifest:
-    versions = files.library_versions("httpx2", "pydantic", "transformers", "torch")
+    versions = record_files.library_versions("httpx2", "pydantic", "transformers", "torch")
     return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
 
 

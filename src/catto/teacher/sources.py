@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Key, Request, is_hub_id
-from catto.files import SUFFIXES, kind, read_hub, read_rows
-from catto.logs import text_of
-from catto.problems import DataError, locating
+from catto.errors import DataError, locating
+from catto.formats.logs import text_of
+from catto.io.tables import read_hub, read_rows
+from catto.io.text_files import SUFFIXES, kind
 from catto.prompts import completion, messages
-from catto.recipe import ResponseFields, TeacherSettings
+from catto.recipe.settings import ResponseFields, TeacherSettings
 from catto.records import Question
 from catto.redaction import secret_texts
 from catto.tasks.witnesses import respond

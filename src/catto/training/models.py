@@ -10,10 +10,11 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from catto.files import building, opened
-from catto.problems import DataError
+from catto.errors import DataError
+from catto.io.atomic import building
+from catto.io.text_files import opened
 from catto.prompts import TAGS
-from catto.recipe import ScratchModel
+from catto.recipe.settings import ScratchModel
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluation_mode
-from catto.files import link, write_text
+from catto.io.atomic import link, write_text
 from catto.metrics import errors
-from catto.training import model_forward
+from catto.training import forward as model_forward
 from catto.training.batches import build
-from catto.training.tokenize import Example, label_queries
+from catto.training.examples import Example, label_queries
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
 WATCHED = 100  # losses after which they are read, whatever the interval of the logs

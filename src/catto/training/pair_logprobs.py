@@ -10,8 +10,8 @@ import torch
 from catto.records import PairLogprobs, PreferenceRow
 from catto.token_ids import count_common
 from catto.training.batches import Row, build
-from catto.training.model_forward import call, install, sharing_obstacle
-from catto.training.tokenize import find_label, pair_tokens, preference_columns
+from catto.training.examples import find_label, pair_tokens, preference_columns
+from catto.training.forward import call, install, sharing_obstacle
 
 # Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
 MOST_TOKENS = 32_768

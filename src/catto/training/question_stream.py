@@ -19,13 +19,13 @@ from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import LabelPosition, UnreadableLabelError, locate_label
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
-from catto.files import read_records
+from catto.io.record_files import read_records
 from catto.predict import generate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Question, content_hash
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
-from catto.training.tokenize import Example, Label
+from catto.training.examples import Example, Label
 
 logger = logging.getLogger(__name__)
 FOLDER = "calibration_responses"  # in the output folder of a training

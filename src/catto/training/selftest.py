@@ -21,13 +21,13 @@ from torch.nn.functional import logsigmoid
 from trl import DPOTrainer
 
 from catto.objectives import token_stats
-from catto.recipe import ScratchModel
+from catto.recipe.settings import ScratchModel
 from catto.training.batches import KEY, Row
 from catto.training.config import CATTOConfig
+from catto.training.examples import Example, Label
 from catto.training.models import scratch_model, word_tokenizer
 from catto.training.monitor import label_logprobs
-from catto.training.preference import CATTOTrainer
-from catto.training.tokenize import Example, Label
+from catto.training.trainer import CATTOTrainer
 
 # A check passes below this relative distance, |ours - reference| / |reference|. In bf16 the head's values lose nothing
 # against the rounded inputs; the bounds of a step are three times what bf16 gave on a CPU.

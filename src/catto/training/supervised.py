@@ -20,11 +20,11 @@ from transformers.trainer_callback import ExportableState
 
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
-from catto.training import model_forward
+from catto.training import forward as model_forward
 from catto.training.batches import Batch, build
 from catto.training.config import knob, warn_of_slow_bf16
+from catto.training.examples import Example, label_queries
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
-from catto.training.tokenize import Example, label_queries
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10

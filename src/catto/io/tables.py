@@ -1,0 +1,207 @@
+"""Read the rows of any file: JSON lines, JSON, CSV, TSV, Parquet or a dataset on the Hub."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+from catto.errors import DataError, listed, parse_json, shortened
+from catto.io.parquet_rows import MAX_ROWS, TOO_MANY_ROWS, read_parquet
+from catto.io.text_files import (
+    MAX_LINE_BYTES,
+    MOST_JSON_BYTES,
+    SUFFIXES,
+    _parse_whole,
+    _text_lines,
+    kind,
+    opened,
+    parse_object,
+    read_lines,
+    read_text,
+)
+
+Rows = Iterator[tuple[int, dict[str, Any]]]
+
+
+def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
+    """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
+    for count, numbered in enumerate(_read_any(path, columns), 1):
+        if count > MAX_ROWS:
+            raise DataError(path, None, TOO_MANY_ROWS)
+        yield numbered
+
+
+def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
+    match kind(path):
+        case ".jsonl" | ".ndjson":
+            yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+        case ".json":
+            yield from _read_json_rows(path)
+        case ".csv" | ".tsv":
+            yield from _read_csv(path, columns)
+        case ".parquet":
+            with opened(path) as file:
+                yield from read_parquet(path, file)
+        case _:
+            with opened(path):  # refuses a folder, and what is missing
+                raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
+
+
+def _read_json_rows(path: Path) -> Rows:
+    """Yield the rows of a JSON file: a list, JSON lines by another name, a log, or one of the layouts of pandas."""
+    text = read_text(path, MOST_JSON_BYTES)
+    if _holds_json_lines(text):
+        del text
+        yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+        return
+    value = _parse_whole(path, text)
+    rows = _find_rows(path, value)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            hint = "; names of columns are needed: write objects" if isinstance(row, list) else ""
+            raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}{hint}")
+        yield number, row
+
+
+def _holds_json_lines(text: str) -> bool:
+    """Whether the first line is a whole object and another one follows."""
+    first, _, rest = text.strip().partition("\n")
+    if not first.startswith("{") or not rest.lstrip().startswith("{"):
+        return False
+    try:
+        return isinstance(parse_json(first), dict)
+    except ValueError:
+        return False
+
+
+def _find_rows(path: Path, value: Any) -> list[Any]:
+    """Return the rows in the value of a JSON file; what has no rows, or leaves open which they are, is refused."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(path, None, EXPECTED_ROWS)
+    if isinstance(value.get("samples"), list):
+        check_finished(path, value)
+    columns = value.get("columns")
+    table = value.get("data")
+    if isinstance(columns, list) and isinstance(table, list):  # pandas' orient="split"
+        return _name_cells(path, columns, table)
+    rows = value.get("data", value.get("samples", value))
+    if isinstance(rows, dict):
+        return _rows_of_object(path, rows)
+    if isinstance(rows, list):
+        return rows
+    raise DataError(path, None, EXPECTED_ROWS)
+
+
+def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[str, Any]]:
+    names = [str(column) for column in columns]
+    _refuse_twice(path, names)
+    rows = []
+    for number, cells in enumerate(table, 1):
+        if not isinstance(cells, list) or len(cells) != len(names):
+            raise DataError(path, number, f"expected a list of {len(names)} cells ({listed(names)})")
+        rows.append(dict(zip(names, cells, strict=True)))
+    return rows
+
+
+def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
+    """Return the rows of an object of columns, or of pandas' orient="columns" or "index"."""
+    entries = list(table.values())
+    if not any(entries):
+        raise DataError(path, None, EXPECTED_ROWS)
+    if all(isinstance(entry, list) for entry in entries):
+        lengths = {len(column) for column in entries}
+        if len(lengths) > 1:
+            expected = f"expected columns of equal length, got {listed(sorted(lengths))}"
+            raise DataError(path, None, expected)
+        return [dict(zip(table, cells, strict=True)) for cells in zip(*entries, strict=True)]
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise DataError(path, None, EXPECTED_ROWS)
+    # The index of a table that was not given another one is made of whole numbers, and columns have names.
+    outer_numbers = all(name.isdecimal() for name in table)
+    inner_numbers = all(name.isdecimal() for entry in entries for name in entry)
+    if outer_numbers == inner_numbers:
+        hint = 'either could be the rows; with pandas write orient="records", lines=True to a .jsonl file'
+        raise DataError(path, None, f"an object of objects: {hint}")
+    if outer_numbers:
+        return entries
+    index = list(entries[0])
+    for name, entry in table.items():
+        if list(entry) != index:
+            raise DataError(path, None, f"{name}: expected the same rows as in {next(iter(table))}")
+    return [{name: entry[place] for name, entry in table.items()} for place in index]
+
+
+EXPECTED_ROWS = 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}, or an object of columns'
+
+
+def check_finished(path: Path, log: dict[str, Any]) -> None:
+    """Refuse a log of inspect_ai whose run failed, was cancelled or is still going on. log: its header."""
+    status = log.get("status")
+    if status is None or status == "success":
+        return
+    error = log.get("error")
+    reason = error.get("message") if isinstance(error, dict) else None
+    said = f": {shortened(str(reason), 200)}" if reason else ""
+    outcome = "failed" if status == "error" else "did not finish"
+    raise DataError(path, None, f"the run {outcome} (status {shortened(str(status), 40)}{said}): nothing to measure")
+
+
+def _refuse_twice(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(path, None, f"column {twice[0]!r} occurs twice")
+
+
+def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
+    number, lines = 0, (line for _, line in _text_lines(path, "line"))
+    first = next((line for line in lines if line.strip()), "")
+    csv.field_size_limit(MAX_LINE_BYTES)
+    if names is None and first.startswith(('{"', "[{")):
+        raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
+    # The header's most frequent one outside of quotes; a file without a header has commas.
+    signs = "\t" if kind(path) == ".tsv" else ",;\t|" if names is None else ","
+    sign = max(signs, key=re.sub('"[^"]*"', "", first).count)
+    try:
+        for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
+            if names is None:
+                names = tuple(map(str.strip, values))
+                _refuse_twice(path, names)
+            elif values:
+                number += 1
+                if len(values) != len(names):
+                    expected = f"expected {len(names)} columns ({listed(names)}), got {len(values)}"
+                    raise DataError(path, number, expected + _decimal_comma_hint(values, sign))
+                yield number, dict(zip(names, values, strict=True))
+    except csv.Error as error:
+        raise DataError(path, number + 1, f"not CSV: {error}") from None
+
+
+def _decimal_comma_hint(values: Sequence[str], sign: str) -> str:
+    """Return a hint where decimal commas may have cut numbers of a comma-separated row in two: 0,9."""
+    if sign != ",":
+        return ""
+    for left, right in pairwise(values):
+        if left.strip() in ("0", "1") and right.strip().isdecimal():
+            return "; decimal commas are not read: write 0.9, not 0,9"
+    return ""
+
+
+def read_hub(
+    place: str, trouble: str, name: str, split: str, config: str | None = None, revision: str | None = None
+) -> Any:
+    """The rows of a dataset on the hub. An error names `place` and reads `trouble`, where {} is the reason."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError(place, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
+    try:
+        return load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # the errors of the hub, the network and the cache share no class
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(place, None, trouble.format(reason)) from None

@@ -1,0 +1,130 @@
+"""Read text, lines and JSON with limits: plain or gzip-compressed, strictly UTF-8."""
+
+from __future__ import annotations
+
+import gzip
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from catto.errors import DataError, parse_json
+
+# One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
+MAX_LINE_BYTES = 16 * 2**20
+# A JSON file is held whole, also when it is unpacked; more rows than this belong into JSON lines.
+MOST_JSON_BYTES = 2**29
+# Values of such a file: an empty list takes three bytes of text and sixty of memory.
+MOST_JSON_VALUES = 2**25
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+def kind(path: Path) -> str:
+    """The format by the file's name, `.gz` aside; empty where it is none that we read.
+
+    >>> kind(Path("rows.jsonl.gz")), kind(Path("rows.txt"))
+    ('.jsonl', '')
+    """
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    return suffix if suffix in SUFFIXES else ""
+
+
+@contextmanager
+def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
+    """Open a regular file, a gzipped one as what it holds unless `plain`; one that cannot be read is a DataError."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+        if kind != stat.S_IFREG:  # a pipe would wait for ever, a device has no end
+            names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+            raise ValueError(f"expected a file, got {names.get(kind, 'a device')}")
+        file = gzip.open(path, "rb") if path.suffix == ".gz" and not plain else path.open("rb")  # noqa: SIM115 (closed below)
+    except (OSError, ValueError) as error:
+        raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None
+    with file:
+        try:
+            yield file  # type: ignore[misc]
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise DataError(path, None, f"broken gzip file: {error}") from None
+        except OSError as error:  # some files of /proc open and cannot be read
+            raise DataError(path, None, error.strerror or str(error)) from None
+
+
+def _text_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
+    """Yield (number, text) of every line, with its end. What is no UTF-8 text is a DataError.
+
+    A quoted field of a CSV file may hold line breaks: there `unit` is `line`, which is not the row's number.
+    """
+
+    def problem(message: str) -> DataError:
+        return DataError(path, number, message) if unit == "row" else DataError(path, None, f"line {number}: {message}")
+
+    with opened(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise problem(f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
+            if b"\0" in line:
+                raise problem("holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise problem(f"not UTF-8 at byte {error.start} of the line") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (row, text) of every non-empty line, rows counted from 1, streaming."""
+    return ((row, text) for row, line in _text_lines(path) if (text := line.strip()))
+
+
+def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
+    """Return a whole small file as text; one of more than `most` bytes is refused."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(path, None, f"larger than {most / 2**20:g} MB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(path, None, f"not UTF-8 at byte {error.start}") from None
+
+
+def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
+    """Return the value of a JSON file."""
+    return _parse_whole(path, read_text(path, most))
+
+
+def _parse_whole(path: Path, text: str) -> Any:
+    """Return the value of the text of a JSON file; more values than memory may hold are refused."""
+    check_value_count(path, None, text)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        hint = "; JSON lines must be named .jsonl" if "Extra data" in str(error) else ""
+        raise DataError(path, None, f"{error}{hint}") from None
+
+
+def check_value_count(path: Path, row: int | None, text: str) -> None:
+    """Refuse a JSON text of more values than memory may hold. Every value follows a comma or an opening bracket."""
+    if len(text) <= MAX_LINE_BYTES:
+        return
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MOST_JSON_VALUES:
+        raise DataError(path, row, f"holds more than {MOST_JSON_VALUES:,} values: write JSON lines")
+
+
+def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
+    """Parse one line; where the first is of another format, the error says so."""
+    try:
+        value = parse_json(line)
+        if isinstance(value, dict):
+            return value
+        problem = f"expected a JSON object, got {type(value).__name__}"
+    except ValueError as error:
+        problem = str(error)
+    if row == 1 and not line.startswith("{"):
+        other = kind(path) in (".json", ".csv", ".tsv", ".parquet")
+        problem += "; only JSON lines are read here" if other else "; JSON lists must be named .json and CSV named .csv"
+    raise DataError(path, row, problem)

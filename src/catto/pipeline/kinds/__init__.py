@@ -1,0 +1,1 @@
+"""The kinds of stages, one module each."""

@@ -1,0 +1,174 @@
+"""One training in many processes: the stage starts `accelerate launch`, and each process runs `train_step.train`.
+
+The processes read the training's `Job` from a file. Their output goes to the stage's log, and rank 0 reports its
+progress on marked lines of it. They inherit the stage's pipe as their standard input and end when it closes, since the
+stage is gone then: `accelerate launch` would leave them, and the GPUs with them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from catto.methods import method
+from catto.recipe.settings import LaunchSettings, Recipe, TrainerSettings
+
+logger = logging.getLogger(__name__)
+CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
+MARK = "catto progress: "
+# Characters of an error that a process reports: a pipe takes lines below 4 KB whole, longer ones mix.
+MOST = 2000
+
+
+def shared(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
+    """Cut a step's batch over the processes, so that the step stays the same; accumulated micro-batches come first.
+
+    >>> shared({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 4)
+    {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
+    """
+    size, micro = arguments["per_device_train_batch_size"], arguments.get("gradient_accumulation_steps", 1)
+    turns = math.gcd(micro, processes)
+    if size % (processes // turns):
+        raise ValueError(f"{processes} processes cannot share a batch of {size * micro} equally")
+    return {"per_device_train_batch_size": size * turns // processes, "gradient_accumulation_steps": micro // turns}
+
+
+# ---- what can be launched -------------------------------------------------------------------------------------------
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError where the processes could not share a method's batch, or its head not work in their layout."""
+    launch = recipe.launch
+    if launch.processes == 1:
+        return
+    layout = _layout(launch)
+    for name in recipe.methods:
+        row = method(method(name).start if method(name).stage == "scaling" else name)
+        if row.stage == "base":  # it is not trained
+            continue
+        block: TrainerSettings = getattr(recipe, row.stage)
+        batch = {"per_device_train_batch_size": block.batch_size or row.batch_size}
+        try:
+            shared({**batch, **block.trl}, launch.processes)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if row.rcft_weight and layout in ("FSDP", "ZeRO-3"):
+            raise ValueError(f"{name} generates with the model that it trains, which {layout} keeps in pieces: use ddp")
+
+
+def _layout(launch: LaunchSettings) -> str:
+    """Return DDP, FSDP, ZeRO-2 or ZeRO-3; raise ValueError for a layout in which the head is not known to work."""
+    path = CONFIGS.get(launch.config, Path(launch.config))
+    if not path.is_file():
+        raise ValueError(f"config {launch.config} is neither one of {', '.join(CONFIGS)} nor a file")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {launch.config} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict) or "distributed_type" not in config:
+        raise ValueError(f"config {launch.config} is not a configuration file of Accelerate: no distributed_type")
+    kind = str(config["distributed_type"])
+    fsdp, deepspeed = (config.get(name) or {} for name in ("fsdp_config", "deepspeed_config"))
+    if not (isinstance(fsdp, dict) and isinstance(deepspeed, dict)):
+        raise ValueError(f"config {launch.config}: fsdp_config and deepspeed_config are mappings")
+    obstacles = {
+        "several machines: a stage starts the processes of its own": config.get("num_machines", 1) != 1,
+        "tensor, context or sequence parallelism: every process must see whole rows": config.get("parallelism_config"),
+        "fp8: the head's products are in 16 or 32 bits": config.get("mixed_precision") == "fp8",
+        "FSDP 1, which flattens the head's weight: set fsdp_version: 2": kind == "FSDP"
+        and str(fsdp.get("fsdp_version", 1)) != "2",
+        "a file of DeepSpeed's own, whose stage is not read: set zero_stage": "deepspeed_config_file" in deepspeed,
+        f"distributed_type {kind}": kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED"),
+        "DeepSpeed, which is not installed: pip install deepspeed": kind == "DEEPSPEED" and not find_spec("deepspeed"),
+    }
+    for obstacle, there in obstacles.items():
+        if there:
+            raise ValueError(f"config {launch.config} asks for {obstacle}")
+    if kind == "DEEPSPEED":
+        return f"ZeRO-{deepspeed.get('zero_stage', 2)}"
+    return "FSDP" if kind == "FSDP" else "DDP"
+
+
+def command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
+    """Return the command that starts the processes; devices: the machine's GPUs, 0 for training on a CPU."""
+    layout, entry = _layout(launch), ["-m", __name__, str(job)]
+    if not devices and layout != "DDP":
+        raise ValueError(f"{layout} needs GPUs: on a CPU Accelerate would train with DDP instead")
+    if not devices:  # `accelerate launch` starts a single process on a CPU
+        processes = f"--nproc_per_node={launch.processes}"
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", processes, *entry]
+    if devices < launch.processes:
+        raise ValueError(f"{launch.processes} processes need as many GPUs, and there are {devices}")
+    file = CONFIGS.get(launch.config, Path(launch.config))
+    options = [f"--config_file={file}", f"--num_processes={launch.processes}", "--num_machines=1"]
+    # Port 0 is a free one: stages may train side by side.
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port=0", *entry]
+
+
+# ---- the stage and its processes ------------------------------------------------------------------------------------
+
+
+def start(words: list[str], progress: Callable[[int, int, str], None]) -> None:
+    """Run the command, log what it prints and report its progress; RuntimeError with the reason where it fails."""
+    logger.info("starting %s", " ".join(words))
+    problem = ""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, text=True, errors="replace", **pipes) as launched:
+        try:
+            for line in launched.stdout or ():
+                printed, mark, message = line.partition(MARK)
+                if printed.strip():
+                    logger.info("%s", printed.rstrip())
+                try:
+                    told = json.loads(message) if mark else None
+                except json.JSONDecodeError:  # mixed with another line: of an error, what arrived of it
+                    told = message.strip()[:MOST] if message.startswith('"') else None
+                if isinstance(told, list):
+                    progress(*told)
+                elif told:
+                    problem = problem or told
+        finally:
+            launched.terminate()  # where the stage is interrupted
+    if launched.returncode:
+        raise RuntimeError(problem or f"a process of the training was killed (exit code {launched.returncode})")
+
+
+def _end_with_the_stage() -> None:
+    """Wait until the stage's pipe closes; nothing is ever written into it."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)  # the main thread may be waiting for another process
+
+
+def main(file: str) -> None:
+    """Be one of the processes. Rank 0 alone reports, and logs more than errors."""
+    from pydantic import TypeAdapter
+
+    from catto.pipeline.kinds.train import Job, train
+
+    def tell(message: Any) -> None:
+        print(f"{MARK}{json.dumps(message)}", flush=True)
+
+    first = os.environ["RANK"] == "0"
+    logging.basicConfig(level=logging.INFO if first else logging.ERROR, format="%(name)s: %(message)s")
+    try:
+        job = TypeAdapter(Job).validate_json(Path(file).read_bytes())
+        train(job, lambda *progress: tell(progress) if first else None)
+    except Exception as error:
+        tell(f"{type(error).__name__}: {error}"[:MOST])
+        raise
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_the_stage, daemon=True).start()
+    main(sys.argv[1])

@@ -1,0 +1,180 @@
+"""Run the matrix on a Ray cluster: one task a stage, and the files on a shared file system stay the truth.
+
+A task gets the recipe, the key of its stage and references to the tasks of what it needs, for which Ray lets it wait.
+Its worker finds the stage by the key and runs it as the local runner does, so a task that Ray starts again after a lost
+node or worker is another attempt, which resumes. Only how a stage ended travels back; progress is read from the
+heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+
+from catto.errors import DataError
+from catto.pipeline import attempts
+from catto.pipeline import run as runner
+from catto.pipeline import stage as stages
+from catto.pipeline.cost import resources, sort_of, took
+from catto.pipeline.kinds import steps
+from catto.pipeline.plan import Graph
+from catto.pipeline.run import Display, Ending, Outcome
+from catto.pipeline.stage import Stage
+from catto.recipe.settings import Recipe
+from catto.telemetry import switch_off_telemetry
+
+# How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
+RETRIES = 10
+# Seconds between two looks at what is running, and for a cluster to answer.
+LOOK, CONNECT = 1.0, 10.0
+# Nothing but keys and endings is in the object store; Ray takes no less than this.
+OBJECT_STORE = 80 * 2**20
+
+
+def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None) -> Outcome:
+    """Run the goals, stages of the recipe's report, and what they need on a cluster, as `runner.run` does here.
+
+    address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
+    """
+    with attempts.locked(root):
+        missing = [stage for stage, standing in runner.plan(root, goals) if standing != "done"]
+        with _connected(address):
+            options = cluster_options(recipe, missing, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            tasks: dict[str, Any] = {}
+            for stage in missing:
+                needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
+                given = {"name": stage.name, "max_retries": RETRIES, **options[sort_of(recipe, stage)]}
+                task = ray.remote(_run_stage).options(**given)
+                tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
+            try:
+                outcome = _follow(root, missing, tasks, display)
+            except BaseException:
+                for task in tasks.values():
+                    ray.cancel(task, force=True)
+                raise
+        if not outcome.stopped:  # what the workers finished is read here next
+            runner.unseen(root, goals, "this run")
+        return outcome
+
+
+@contextmanager
+def _connected(address: str | None) -> Iterator[None]:
+    """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
+    switch_off_telemetry()  # Ray's processes on this machine inherit it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
+    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # else a stage that needs more memory runs for ever
+    started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
+    where = started if address is None else {"address": address}
+    try:
+        if address is not None and address != "auto":  # Ray itself would try for many minutes
+            place = urlsplit(f"//{address.removeprefix('ray://')}")
+            if not place.hostname or not place.port:
+                raise ValueError("expected auto, HOST:PORT or ray://HOST:PORT")
+            socket.create_connection((place.hostname, place.port), timeout=CONNECT).close()
+        ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError("--address", None, f"{address or 'a cluster on this machine'}: {told}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
+    """Show the stages until all have ended: progress by the heartbeats of the attempts, ends by the tasks."""
+    outcome, watch, began = Outcome(), attempts.Watch(), dict[str, float]()
+    pending = {stage.key: stage for stage in missing}
+
+    def start(stage: Stage) -> None:
+        if stage.key not in began:
+            began[stage.key] = time.monotonic()
+            display.started(stage, len(began), len(missing))
+
+    while pending:
+        ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=LOOK)
+        begun = attempts.begun(root)
+        for stage in pending.values():
+            for path in (folder / stages.ATTEMPT for folder in begun.get(stage.folder, ())):
+                if watch.alive(path):
+                    start(stage)
+                    if progress := attempts.heartbeat(path).get("progress"):
+                        display.progress(stage, *progress)
+        for stage in [stage for stage in pending.values() if tasks[stage.key] in set(ready)]:
+            del pending[stage.key]
+            if outcome.blocks(stage):
+                display.ended(stage, "blocked", 0.0)
+                continue
+            try:
+                ending = ray.get(tasks[stage.key])
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
+            start(stage)
+            outcome.add(stage, ending)
+            display.ended(stage, ending.outcome, took(root, stage) or time.monotonic() - began[stage.key])
+    return outcome
+
+
+# ---- resources ------------------------------------------------------------------------------------------------------
+
+
+def cluster_options(
+    recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return Ray's options for each sort of stage; raise DataError where no node has what one asks for.
+
+    Ray itself would wait for such a node for ever.
+    """
+
+    def amounts(of: Mapping[str, float]) -> str:
+        return f"{of['CPU']:g} CPU, {of['GPU']:g} GPU and {of['memory'] / 1e9:g} GB of memory"
+
+    options, with_gpus = {}, any(node.get("GPU", 0) >= 1 for node in nodes)
+    sorts = {sort_of(recipe, stage): stage for stage in missing}
+    for name in sorted(sorts):
+        block = resources(recipe, sorts[name], gpus=with_gpus)
+        asked = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
+        if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
+            most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
+            told = f"no node has all of {amounts(asked)}; the most that one has of each: {amounts(most)}"
+            raise DataError(f"resources.{name}", None, told)
+        memory = {"memory": block.bytes} if block.bytes else {}
+        options[name] = {"num_cpus": asked["CPU"], "num_gpus": asked["GPU"], **memory}
+    return options
+
+
+# ---- in a worker ----------------------------------------------------------------------------------------------------
+
+# A worker runs many stages of one recipe: its stages by key, and the folders whose bytes were compared.
+_graphs: dict[str, dict[str, Stage]] = {}
+_checked: set[Path] = set()
+
+
+def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -> Ending:
+    """Run the stage of a key in a worker; paths in the recipe are seen from the folder `here`."""
+    switch_off_telemetry()  # a cluster that was started elsewhere has not the environment of the command
+    if any(need.outcome in ("failed", "blocked") for need in needs):
+        return Ending("blocked")
+    os.chdir(here)
+    text = recipe.model_dump_json()
+    if text not in _graphs:
+        _graphs[text] = {stage.key: stage for stage in stages.ordered([Graph(recipe).report()])}
+    stage = _graphs[text].get(key)
+    if stage is None:
+        raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
+    if missing := runner.unseen(Path(root), stage.needs.values(), stage.name):
+        raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
+    try:
+        return runner.run_stage(Path(root), stage, lambda *_: None, _checked)
+    finally:
+        steps.release()

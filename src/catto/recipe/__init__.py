@@ -1,0 +1,1 @@
+"""Recipes: typed, closed settings, and how a YAML file becomes them."""
