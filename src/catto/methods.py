@@ -127,6 +127,7 @@ METHODS: dict[str, Method] = {
     # goes on in the first of the two and stops in its control.
     "outcome+decoupled": replace(_DECOUPLED, title="Outcome, then decoupled DPO", start="sft+outcome", only_from="sft"),
     "outcome+dpo": replace(_PREFERENCE, title="Outcome, then DPO", start="sft+outcome", only_from="sft"),
+    "outcome+dpo+outcome": replace(_OUTCOME, title="Outcome, then DPO + outcome", start="sft+outcome", only_from="sft"),
     # Controls of `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are the wrong way.
     "ipo": replace(_PREFERENCE, title="IPO", loss_type=("ipo",)),
     "dpo+robust": replace(_PREFERENCE, title="Robust DPO", loss_type=("robust",), label_smoothing=0.1),
