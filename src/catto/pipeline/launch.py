@@ -1,4 +1,4 @@
-"""One training in many processes: the stage starts `accelerate launch`, and each process runs `train_step.train`.
+"""One training in many processes: the stage starts `accelerate launch`, and each process runs `kinds.train.train`.
 
 The processes read the training's `Job` from a file. Their output goes to the stage's log, and rank 0 reports its
 progress on marked lines of it. They inherit the stage's pipe as their standard input and end when it closes, since the

@@ -29,21 +29,21 @@ from catto.teacher.responses import forget_refusals, refusals
 
 # kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
 RUN = {
-    "questions": "steps.run_questions",
-    "held_out": "steps.run_questions",
-    "responses": "steps.run_responses",
-    "sampled": "steps.run_responses",
-    "rows": "steps.run_rows",
-    "base": "train_step.run_base",
-    "train": "train_step.run_train",
+    "questions": "kinds.steps.run_questions",
+    "held_out": "kinds.steps.run_questions",
+    "responses": "kinds.steps.run_responses",
+    "sampled": "kinds.steps.run_responses",
+    "rows": "kinds.steps.run_rows",
+    "base": "kinds.train.run_base",
+    "train": "kinds.train.run_train",
     "chosen": "results.run_chosen",
     "generated": "results.run_generated",
     "predicted": "results.run_predicted",
     "tau": "results.run_tau",
     "sampling": "results.run_sampling",
     "scaled": "results.run_scaled",
-    "pair_logprobs": "preference_step.run_pair_logprobs",
-    "preference_accuracy": "preference_step.run_preference_accuracy",
+    "pair_logprobs": "kinds.preference.run_pair_logprobs",
+    "preference_accuracy": "kinds.preference.run_preference_accuracy",
     "report": "results.run_report",
 }
 # With fewer bytes left than this a failure is attributed to a full disk.
@@ -216,7 +216,7 @@ def _work(work: Work, checked: set[Path]) -> None:
         if folder not in checked:
             stages.check(folder, contents=True)
             checked.add(folder)
-    module, _, function = RUN[work.stage.kind].partition(".")
+    module, _, function = RUN[work.stage.kind].rpartition(".")
     getattr(importlib.import_module(f"catto.pipeline.{module}"), function)(work)
 
 
