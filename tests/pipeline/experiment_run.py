@@ -47,7 +47,7 @@ def fill_disk(calls: int) -> None:
 
 def import_stages() -> None:
     """Import what the stages import when they begin: in every process that is forked later, it is there."""
-    modules = [f"catto.pipeline.{name}" for name in ("steps", "train_step", "results")]
+    modules = [f"catto.pipeline.{name}" for name in ("kinds.steps", "kinds.train", "results")]
     for module in (*modules, "catto.engines.transformers", "catto.report.build", "scipy.stats"):
         importlib.import_module(module)
 
