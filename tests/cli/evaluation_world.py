@@ -13,7 +13,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from catto.engines.transformers import TransformersEngine
-from catto.predict import Shard, evaluate
+from catto.predict import evaluate
 from catto.prompts import completion, messages, prompt_ids
 from catto.records import Option, Prediction, Question
 
@@ -114,9 +114,7 @@ def dense_logits(question: Question, prefix: list[int]) -> torch.Tensor:
         return model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
 
 
-def killable(
-    folder: str, out: str, count: str, shard: Shard | None = None, chunks: int | None = None
-) -> list[Prediction]:
+def killable(folder: str, out: str, count: str, chunks: int | None = None) -> list[Prediction]:
     """What the killed process runs: the model from its folder, small chunks.
 
     After `chunks` it waits: however late the kill comes, the run is there to be killed.
@@ -130,5 +128,5 @@ def killable(
         return generate(*arguments, **options)
 
     loaded.generate = held  # type: ignore[method-assign]
-    options: dict[str, Any] = {"k": 2, "temperature": 1.0, "max_tokens": 24, "shard": shard}
+    options: dict[str, Any] = {"k": 2, "temperature": 1.0, "max_tokens": 24}
     return evaluate(loaded, questions(int(count)), out=Path(out), **options)

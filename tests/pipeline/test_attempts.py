@@ -445,19 +445,6 @@ def test_looking_for_refusals_does_not_scan_the_folder_for_every_stage(
     assert len(scans) < 5
 
 
-def test_attempts_at_shards_end_with_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = replace(STAGE, name="shard 1 of 2", whole=STAGE)
-    slow = Attempt(tmp_path, shard, stages.content(tmp_path, shard))
-    whole = replace(STAGE, needs={"shard 1": shard})
-    monkeypatch.setattr(runner, "_work", lambda *_: None)
-    assert runner.run_stage(tmp_path, whole, lambda *_: None, set()).outcome == "done"
-    assert list((tmp_path / "stages").iterdir()) == [place(tmp_path, STAGE)]
-    with slow, pytest.raises(LostError):
-        slow.publish({})
-    assert runner.run_stage(tmp_path, shard, lambda *_: None, set()).outcome == "done"
-    assert list((tmp_path / "stages").iterdir()) == [place(tmp_path, STAGE)]
-
-
 # ---- who is alive -----------------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,6 @@ BLOCKS: dict[str, set[str]] = {
 }
 # Settings that enter elsewhere than the rest of their block; empty: no stage depends on it.
 EXCEPTIONS: dict[str, set[str]] = {
-    "launch.shards": {"generated"},  # new stages; what joins them keeps its key (test_shards.py)
     "tasks.snli.train": {"questions"},
     "tasks.snli.validation": {"held_out"},
     "tasks.snli.test": {"held_out"},

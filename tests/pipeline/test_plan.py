@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from catto.errors import DataError
-from catto.pipeline.cost import Costs, Job, Network, group, network, simulate, took
+from catto.pipeline.cost import Costs, Job, Network, network, simulate, took
 from catto.pipeline.plan import Graph, find_stage, freeze, open_recipe, stored
 from catto.pipeline.stage import Stage, ordered, place, record, write
 from catto.recipe.load import load
@@ -232,15 +232,6 @@ def test_durations_are_stated_or_measured_or_estimated() -> None:
     assert costs.durations([dpo], taken, {})[dpo.key] == (120.0, "measured")
 
 
-def test_shards_and_what_joins_them_are_measured_apart() -> None:
-    costs, stages = planned("launch.shards=2", "evaluation.batch_size=32")
-    name = "generated validation dpo matched snli seed 0 lr 5e-06"
-    joined, part = stages[name], stages[f"{name} shard 1 of 2"]
-    assert (group(joined), group(part)) == ("generated joined", "generated shard")
-    durations = costs.durations([joined, part], [(part, 100.0), (part, 120.0), (joined, 1.0)], {})
-    assert durations == {joined.key: (1.0, "measured"), part.key: (110.0, "measured")}
-
-
 def test_a_training_that_was_resumed_took_all_of_its_runs(tmp_path: Path) -> None:
     _, stages = planned()
     training = stages["sft snli seed 0 lr 5e-05"]
@@ -314,7 +305,7 @@ def exported(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> tuple[Path, dict[str, Stage]]:
     """Export the stages that are missing once the questions are there; the run's folder and these stages."""
-    recipe = write_recipe(folder, **SMALLEST, launch={"shards": 2})
+    recipe = write_recipe(folder, **SMALLEST)
     root, plan = folder / NAME / "out", ordered([Graph(load(str(recipe))).report()])
     (folder / NAME).mkdir()
     monkeypatch.chdir(folder / NAME)

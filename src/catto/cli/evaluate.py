@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,9 @@ from catto.cli.measure import measure
 from catto.cli.run import running
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
-from catto.io.record_files import manifest_path, read_manifest
+from catto.io.record_files import read_manifest
 from catto.recipe.settings import MOST_SAMPLES
-from catto.records import Prediction, Split
+from catto.records import Split
 from catto.tasks import load
 
 __all__ = ["evaluate"]
@@ -51,7 +50,6 @@ def evaluate(
     deadline: Annotated[float, Real(min=1, max=1e6, help="Server: seconds for a reply, with retries.")] = 1800.0,
     max_refused: Annotated[float, Real(min=0, max=1, help="Server: most refused questions, as a share.")] = 0.2,
     retry_refused: Annotated[bool, Option("--retry-refused", help="Ask refused requests again.")] = False,
-    shard: Annotated[str | None, Option(help="Answer part I of N; without it, parts are joined.")] = None,
     out: Annotated[Path, Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
 ) -> None:
     """Answer questions, read the confidence of every answer, and measure how honest it is.
@@ -59,25 +57,16 @@ def evaluate(
     Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Beside it: the picture
     reliability.png, and cards for the Hugging Face hub, model_card.md and, for the predictions, README.md.
     Requests that a server refuses for good are listed in predictions.refused.jsonl.
-    With --shard 1/4 to 4/4 four jobs share the questions; the same command without --shard joins what they wrote.
 
     Examples:
     catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval
     catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval
-    catto eval runs/dpo --task snli --shard 1/4 --out eval
     catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
     catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key
     """
     from catto import predict
 
-    numbers = re.fullmatch(r"(\d{1,5})/(\d{1,5})", shard or "1/1")
-    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        refuse(f"--shard: expected I/N with I from 1 to N, such as 1/3, got {shard}")
-    part = None if shard is None else (int(numbers[1]), int(numbers[2]))
-    whole = out / "predictions.jsonl"
-    predictions = whole if part is None else predict.shard_path(whole, part)
-    # Shards are joined where some have begun and no file of predictions is finished.
-    begun = [] if part is not None or manifest_path(whole).exists() else sorted(out.glob("*.shard-*-of-*"))
+    predictions = out / "predictions.jsonl"
     settings = predict.SamplingOptions(
         k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning
     )
@@ -91,32 +80,21 @@ def evaluate(
         asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
         questions = list(asked)
         predict.check_questions(questions, k, temperature)
-        counts = {int(count) for path in begun for count in re.findall(r"-of-(\d+)\.", path.name)}
-        if len(counts) > 1:
-            refuse(f"--out: {out} has shards of {' and of '.join(map(str, sorted(counts)))}: delete those not meant")
-        finished = [predict.shard_path(whole, (n, count)) for count in counts for n in range(1, count + 1)]
-        for path in (predictions, *finished):
-            predict.check_settings(path, expected)
-        if finished:
-            predict.merge(Prediction, questions, finished, whole)
-        else:
-            limits: Any = {"retry_refused": retry_refused, "max_refused": max_refused, "shard": part}
-            with running() as shown:
-                bar = Bar(shown, "answering")
-                predict.evaluate(
-                    load_engine(),
-                    questions,
-                    out=predictions,
-                    progress=lambda n, total, right: bar.update(n, total, f"accuracy {100 * right / n:.1f} %"),
-                    **limits,
-                    **settings,
-                )
-                bar.print_line()
+        predict.check_settings(predictions, expected)
+        with running() as shown:
+            bar = Bar(shown, "answering")
+            predict.evaluate(
+                load_engine(),
+                questions,
+                out=predictions,
+                progress=lambda n, total, right: bar.update(n, total, f"accuracy {100 * right / n:.1f} %"),
+                retry_refused=retry_refused,
+                max_refused=max_refused,
+                **settings,
+            )
+            bar.print_line()
     for note in asked.report.notes:
         say(f"{asked.report.task}: {note}")
-    if part is not None:
-        say(f"Shard {shard} is done: {predictions}. The same command without --shard joins all shards.")
-        return
     _show(predictions)
 
 

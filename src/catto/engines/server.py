@@ -104,7 +104,7 @@ class ServerEngine(Engine):
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
-        # What changes no reply is not part of the engine's name or of the chunks that shards are cut by: the client's
+        # What changes no reply is not part of the engine's name: the client's
         # version and how many requests are sent at once. `batch_size` keeps its default.
         self.name = "server"
         # the model's name as it is stored and shown, and the server's own, which may be a path

@@ -226,7 +226,7 @@ def _new(root: Path, stage: Stage, content: str) -> Path:
 
 
 def settled(root: Path, stage: Stage, content: str) -> bool:
-    """Whether the stage is published with this content. If so, delete the other attempts at it and at its shards."""
+    """Whether the stage is published with this content. If so, delete the other attempts at it."""
     final = place(root, stage)
     # Before the stage is looked at: what is moved aside later may be the stage itself, and is not deleted.
     asides = list((root / "stages").glob(f"{stage.folder}{ASIDE}*"))
@@ -234,14 +234,12 @@ def settled(root: Path, stage: Stage, content: str) -> bool:
         if _current(aside, content):
             with contextlib.suppress(OSError):
                 _move_in(aside, final, content)
-    whole = stage.whole is not None and stages.done(root, stage.whole)
-    if not whole and not _current(final, content):
+    if not _current(final, content):
         return False
     for aside in asides:
         _delete(aside, final)
-    for each in (stage, *stage.shards):
-        for folder in (root / "stages").glob(f"{each.folder}{PART}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (root / "stages").glob(f"{stage.folder}{PART}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     return True
 
 

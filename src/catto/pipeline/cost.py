@@ -186,13 +186,11 @@ def memory(net: Network, tokens: int, scored: int, *, width: int = 4, rank: int 
 
 
 def group(stage: Stage) -> str:
-    """Return the line of the plan that counts a stage: its kind, a training's method, and whether there are shards."""
+    """Return the line of the plan that counts a stage: its kind, and a training's method."""
     kind = stage.kind.replace("_", " ")
     if stage.kind == "train":
         return f"train {stage.method}"
-    if stage.whole is not None:
-        return f"{kind} shard"
-    return f"{kind} joined" if stage.shards else kind
+    return kind
 
 
 def took(root: Path, stage: Stage) -> float | None:
@@ -293,11 +291,9 @@ class Costs:
         if isinstance(stage.settings, ResponseSettings):
             asked, outcome = self.questions(stage.needs["questions"]), stage.settings.outcome
             return min(asked, (outcome and outcome.questions) or asked) * stage.settings.teacher.n
-        if stage.shards:  # it only joins what they have generated
-            return 0
         asked, each = self.questions(stage.needs["held_out"]), stage.settings.temperatures
         samples = each if isinstance(each, int) else len(each)
-        return -(-min(asked, stage.settings.limit or asked) * samples // (stage.settings.shard or (1, 1))[1])
+        return min(asked, stage.settings.limit or asked) * samples
 
     def seconds(self, stage: Stage) -> float | None:
         """Estimate how long a stage takes on GPUs of the kind `GPU`; None for a model of unknown size."""

@@ -14,7 +14,6 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,15 +300,12 @@ class Graph:
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
-        count = self.recipe.launch.shards
         settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": self.questions(task, split, seed)}
-        others = {} if temperature is None else {"temperature": temperature}
-        whole, shards = Stage("generated", f"generated {name}", settings, needs | others), dict[str, Stage]()
-        for number in range(1, count + 1) if count > 1 else ():
-            shard, part = f"{whole.name} shard {number} of {count}", replace(settings, shard=(number, count))
-            shards[f"shard {number}"] = replace(whole, name=shard, settings=part, whole=whole)
-        needs["generated"] = replace(whole, needs={**whole.needs, **shards})
+        generating_needs = dict(needs)
+        if temperature is not None:
+            generating_needs["temperature"] = temperature
+        needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
         title = name if temperatures == GREEDY else f"read {name}"
         return Stage("predicted", title, stages.PredictionSettings(settings, forms.VERSION), needs)
 

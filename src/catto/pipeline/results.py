@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 
 
 def run_generated(work: Work[stages.TextSettings]) -> None:
-    """Generate responses to the questions of a split, or of a shard of it, or join what its shards generated.
+    """Generate responses to the questions of a split.
 
     Stored are text, token ids and the scores at their labels.
     """
@@ -41,14 +41,10 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
     write(work.out / TEMPERATURES, temperatures)
     questions = read_questions(work.input("held_out") / f"{settings.split}.jsonl", settings.limit)
     out = work.out / GENERATIONS
-    if shards := [place(work.root, shard) / GENERATIONS for shard in work.stage.shards]:
-        predict.merge(ScoredGeneration, questions, shards, out)
-        return
     predict.generate(
         engine_of(work, settings.generating.evaluation),
         questions,
         **_options(settings, temperatures),
-        shard=settings.shard,
         out=out,
         progress=lambda n, total, _: work.progress(n, total, ""),
     )

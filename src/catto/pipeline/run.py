@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import shutil
@@ -23,29 +22,11 @@ from catto.pipeline import attempts
 from catto.pipeline import stage as stages
 from catto.pipeline.attempts import LostError, locked
 from catto.pipeline.kinds import steps
+from catto.pipeline.kinds.table import find_runner
 from catto.pipeline.stage import LOG, Stage, Work, ordered, place
 from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
 
-# kind -> module and function; imported when the first stage of the kind runs, since torch takes seconds.
-RUN = {
-    "questions": "kinds.steps.run_questions",
-    "held_out": "kinds.steps.run_questions",
-    "responses": "kinds.steps.run_responses",
-    "sampled": "kinds.steps.run_responses",
-    "rows": "kinds.steps.run_rows",
-    "base": "kinds.train.run_base",
-    "train": "kinds.train.run_train",
-    "chosen": "results.run_chosen",
-    "generated": "results.run_generated",
-    "predicted": "results.run_predicted",
-    "tau": "results.run_tau",
-    "sampling": "results.run_sampling",
-    "scaled": "results.run_scaled",
-    "pair_logprobs": "kinds.preference.run_pair_logprobs",
-    "preference_accuracy": "kinds.preference.run_preference_accuracy",
-    "report": "results.run_report",
-}
 # With fewer bytes left than this a failure is attributed to a full disk.
 ROOM = 2**20
 # What --repair moves aside gets this suffix.
@@ -216,8 +197,7 @@ def _work(work: Work, checked: set[Path]) -> None:
         if folder not in checked:
             stages.check(folder, contents=True)
             checked.add(folder)
-    module, _, function = RUN[work.stage.kind].rpartition(".")
-    getattr(importlib.import_module(f"catto.pipeline.{module}"), function)(work)
+    find_runner(work.stage.kind)(work)
 
 
 @contextlib.contextmanager

@@ -240,7 +240,6 @@ class TextSettings(StageSettings):
     generating: Generating
     temperatures: tuple[float, ...] | int  # of each sample, or how many are drawn at the temperature of another stage
     limit: int | None  # at most so many questions
-    shard: tuple[int, int] | None = None  # its number and how many there are; None: all questions
 
 
 @dataclass(frozen=True)
@@ -322,22 +321,11 @@ class Stage(Generic[S]):
     name: str
     settings: S
     needs: Mapping[str, Stage] = field(default_factory=dict)
-    whole: Stage | None = None  # of a shard: the stage whose work it does a part of
-
-    @property
-    def shards(self) -> list[Stage]:
-        """Those of its needs that do parts of its own work, which it joins."""
-        return [need for need in self.needs.values() if need.whole is not None]
-
-    @property
-    def inputs(self) -> dict[str, Stage]:
-        """The needs that determine it: all but its own shards."""
-        return {role: need for role, need in self.needs.items() if need.whole is None}
 
     @cached_property
     def key(self) -> str:
         """Hash of what determines this stage."""
-        inputs = {role: need.key for role, need in self.inputs.items()}
+        inputs = {role: need.key for role, need in self.needs.items()}
         return content_hash([VERSION, self.kind, self.settings.counted(), inputs])
 
     @property
@@ -442,7 +430,7 @@ def content(root: Path, stage: Stage) -> str:
     A choice holds the model that it took. Manifests describe how files were made and do not count.
     """
     inputs: dict[str, str] = {}
-    for role, need in stage.inputs.items():
+    for role, need in stage.needs.items():
         files = account(place(root, chosen(root, need)))["files"]
         inputs[role] = content_hash({name: seal for name, seal in files.items() if not name.endswith(".manifest.json")})
     return content_hash([VERSION, stage.kind, stage.name, stage.settings.counted(), inputs])
@@ -450,7 +438,7 @@ def content(root: Path, stage: Stage) -> str:
 
 def record(stage: Stage, folder: Path, content: str, details: Mapping[str, Any]) -> dict[str, Any]:
     """Return the done.json of a stage whose files are in a folder."""
-    needs = {role: need.key for role, need in stage.inputs.items()}
+    needs = {role: need.key for role, need in stage.needs.items()}
     about = {**details, "name": stage.name, "key": stage.key, "needs": needs, "content": content}
     about["files"] = {name: list(seal) for name, seal in sealed(folder, UNSEALED).items()}
     return {**about, "checksum": content_hash(about)}
@@ -507,14 +495,9 @@ def _files_beside(folder: Path, seals: Mapping[str, Seal]) -> Iterator[str]:
 
 
 def done(root: Path, stage: Stage) -> bool:
-    """Return whether the stage has finished with what its needs hold now. A damaged one raises DataError.
-
-    A shard is not needed any more once the whole is there.
-    """
-    if stage.whole is not None and done(root, stage.whole):
-        return True
+    """Return whether the stage has finished with what its needs hold now. A damaged one raises DataError."""
     folder = place(root, stage)
-    if not folder.exists() or not all(path.exists() for need in stage.inputs.values() for path in sources(root, need)):
+    if not folder.exists() or not all(path.exists() for need in stage.needs.values() for path in sources(root, need)):
         return False
     check(folder)
     return bool(account(folder)["content"] == content(root, stage))

@@ -275,7 +275,6 @@ class LaunchSettings(Settings):
 
     processes: int = Field(default=1, ge=1)  # share a training and each step's batch, whose size must be a multiple
     config: Place = "ddp"  # how they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
-    shards: int = Field(default=1, ge=1)  # stages that share an evaluation and may run side by side
 
 
 class OutcomeSettings(Settings):
