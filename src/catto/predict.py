@@ -5,9 +5,8 @@ it was written. `source` is `free` after `<answer>`, `plain` if a response witho
 response without an answer is closed and the most probable label taken there: `source` is `fallback`.
 
 Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
-whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`. For the
-same reason shards are made of whole chunks, every n-th one: `merge` joins them to the file of one run, byte for byte.
-A server's replies depend on no batch and may be paid for: each is stored as it arrives.
+whole chunk, with the same batches and so the same numbers. Refused requests are listed in `<name>.refused.jsonl`. A
+server's replies depend on no batch and may be paid for: each is stored as it arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
 from catto.answer.confidence import (
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 R = TypeVar("R", ScoredGeneration, Prediction)
 T = TypeVar("T")
 EvaluationProgress = Callable[[int, int, int], None]  # records done, records in all, correct predictions
-Shard = tuple[int, int]  # its number, from 1, and how many there are
 STOP = ("</answer>",)
 # This many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_PER_CHUNK = 4
@@ -72,7 +69,6 @@ class EvaluationOptions(SamplingOptions, total=False):
     progress: EvaluationProgress | None
     retry_refused: bool
     max_refused: float
-    shard: Shard | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,6 @@ class EvaluationSettings:
         progress: Called with the records done, the records in all, and the correct predictions.
         retry_refused: Whether refused requests are asked again.
         max_refused: Largest share of refused questions; more raises ServerError.
-        shard: The part of the questions to answer; None means all.
     """
 
     k: int = 1
@@ -101,7 +96,6 @@ class EvaluationSettings:
     progress: EvaluationProgress | None = None
     retry_refused: bool = False
     max_refused: float = MOST_REFUSED
-    shard: Shard | None = None
 
 
 # Ask a model
@@ -112,7 +106,6 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Ev
 
     `out` grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
     A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason.
-    With `shard`, only that part of the questions is answered; `merge` joins the files of all shards.
 
     Args:
         engine: The engine that runs the model.
@@ -303,63 +296,6 @@ def read_refused_requests(path: Path) -> list[Refusal]:
     return read_refusals(refused_path(path))
 
 
-def shard_path(path: Path, shard: Shard) -> Path:
-    """Return the file of a shard: `predictions.jsonl` -> `predictions.shard-1-of-3.jsonl`."""
-    number, count = shard
-    stem = path.name.removesuffix(".jsonl")
-    return path.with_name(f"{stem}.shard-{number}-of-{count}.jsonl")
-
-
-def merge(kind: type[R], questions: Iterable[Question], shards: Sequence[Path], out: Path) -> list[R]:
-    """Join the files of all shards, in their order, to the one that `evaluate` or `generate` writes without shards.
-
-    Args:
-        kind: Prediction or ScoredGeneration.
-        questions: The questions of all shards.
-        shards: The shards' files.
-        out: The file to write.
-
-    Returns:
-        The records of all shards.
-
-    Raises:
-        DataError: A shard is not finished, or belongs to another run.
-    """
-    count = len(shards)
-    unfinished = [f"{number}/{count}" for number, path in enumerate(shards, 1) if not manifest_path(path).exists()]
-    if unfinished:
-        raise DataError(out, None, f"cannot be joined, not finished: shard {', '.join(unfinished)}")
-    listed = list(questions)
-    notes = read_manifest(shards[0]).notes
-    sampling = SamplingOptions(
-        k=notes["k"],
-        temperature=tuple(notes["temperatures"]),
-        seed=notes["seed"],
-        max_tokens=notes["max_tokens"],
-        reasoning=notes["reasoning"],
-    )
-    # The engine generates nothing more; its batch size is one that gives the same chunks.
-    engine: Any = SimpleNamespace(
-        name=notes["engine"],
-        model=notes["model"],
-        positions=notes.get("positions"),
-        batch_size=-(-notes["chunk"] * notes["k"] // BATCHES_PER_CHUNK),
-        tokenizer=None,
-    )
-    outcomes: dict[Key, R | Refusal] = {}
-    for number, path in enumerate(shards, 1):
-        run = EvaluationRun(engine, listed, EvaluationSettings(shard=(number, count), **sampling))
-        if read_manifest(path).recipe_hash != run.make_manifest(kind).recipe_hash:
-            raise DataError(path, None, OTHER_RUN)
-        published = run.read_published(path, kind)
-        for record in published.records:
-            outcomes[record.key] = record
-        for refusal in published.refusals:
-            outcomes[refusal.key] = refusal
-    whole = EvaluationRun(engine, listed, EvaluationSettings(out=out, max_refused=1.0, **sampling))
-    return whole.collect(kind, lambda keys: [outcomes[key] for key in keys])
-
-
 # The run
 
 
@@ -401,25 +337,13 @@ class EvaluationRun:
         for question in listed:
             chat = messages(question, reasoning=settings.reasoning)
             self.asked[question.id] = AskedQuestion(question, chat)
-        self.keys: dict[Key, int] = {}  # every (question, sample) of the shard -> its place in the file
-        for question in self._select_shard(listed):
+        self.keys: dict[Key, int] = {}  # every (question, sample) -> its place in the file
+        for question in listed:
             for sample in range(settings.k):
                 self.keys[question.id, sample] = len(self.keys)
         # Replies of a server depend on no batch, so each is stored as it arrives.
         self.stores_each = engine.tokenizer is None
         self.todo: deque[Request] = deque()
-
-    def _select_shard(self, questions: list[Question]) -> list[Question]:
-        """Select every n-th chunk of questions."""
-        if self.settings.shard is None:
-            return questions
-        number, count = self.settings.shard
-        selected = []
-        for place, question in enumerate(questions):
-            chunk_number = place // self.chunk
-            if chunk_number % count == number - 1:
-                selected.append(question)
-        return selected
 
     # Generate and read
 
@@ -640,10 +564,6 @@ class EvaluationRun:
         parser = VERSION if kind is Prediction else None
         identity = [hashed, asked_hash(self.asked.values()), parser]
         notes = {**hashed, "k": self.settings.k}
-        if self.settings.shard is not None:
-            number, count = self.settings.shard
-            identity += [number, count]
-            notes["shard"] = f"{number}/{count}"
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
         if parser is None:
