@@ -197,14 +197,9 @@ def evaluate_model(
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
 
 
-def is_correct(prediction: Prediction) -> bool:
-    """Return whether the label is the gold one."""
-    return prediction.label == prediction.gold
-
-
 def count_correct(records: Iterable[Sampled]) -> int:
     """Count the correct predictions among records."""
-    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
+    return sum(isinstance(record, Prediction) and record.is_correct for record in records)
 
 
 def make_prediction(
