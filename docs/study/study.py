@@ -32,7 +32,7 @@ from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.metrics.temperature import rescaled
+from catto.metrics.temperature import rescale_predictions
 from catto.records import PairMargin, Prediction, Question
 from catto.report.build import read_experiment
 from catto.report.drawing import Panel, reliability_figure, write_figure
@@ -236,7 +236,7 @@ def _copied(cell: Cell, run: Path, folder: Path) -> Cell:
         _write_lines(folder / update["preference"], [_short_margin(pair) for pair in margins])
     update["predictions"] = copied(f"{_name(cell)}.jsonl.gz", read_records(run / cell.predictions, Prediction), DROPPED)
     if cell.candidates is not None and cell.tau is not None:
-        ranked = rescaled(list(read_records(run / cell.candidates, Prediction)), cell.tau)
+        ranked = rescale_predictions(list(read_records(run / cell.candidates, Prediction)), cell.tau)
         update["candidates"] = copied(f"{_name(cell)}-sampled.jsonl.gz", ranked, DROPPED - {"mean_logprob"})
     return cell.model_copy(update=update)
 

@@ -27,18 +27,24 @@ from catto.errors import DataError, locating
 from catto.formats.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
 from catto.io import atomic, record_files, text_files
 from catto.io.record_files import library_versions, manifest_path, read_manifest
-from catto.measure import Confidences, GradedAnswers, Unparsed, read_confidences, read_graded
+from catto.measure import Confidences, GradedAnswers, read_confidences, read_graded
 from catto.metrics.binning import Floats
-from catto.metrics.calibrators import CALIBRATORS, Calibrator, Temperature, VectorScaling, label_table, load
+from catto.metrics.calibrators import (
+    CALIBRATORS,
+    Calibrator,
+    Temperature,
+    VectorScaling,
+    label_table,
+    load,
+    pad_label_logprobs,
+)
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
-from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, content_hash
+from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, Unparsed, content_hash
 
 On = Literal["confidence", "labels"]
 Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 
-# Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
-NO_LABEL = -1e6
 # The smallest digests of the fit questions are kept, and no more: of larger sets they are a fair sample.
 MANY_QUESTIONS = 10_000
 FINAL = "final answers"
@@ -76,7 +82,7 @@ class Fitted:
         """What tells this calibrator from others."""
         return content_hash([self.on, self.calibrator.model_dump()])
 
-    def ranked(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+    def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """Return samples with calibrated confidences; a calibrator of final answers leaves samples as they are.
 
         ValueError where a sample lacks the label log-probabilities that the calibrator reads. No answer stays at 0.
@@ -87,8 +93,12 @@ class Fitted:
             new = self.of_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
             new = [self._of_label(row.label_logprobs, row.label, row.name) for row in predictions]
-        pairs = zip(predictions, new, strict=True)
-        return [row.model_copy(update={"confidence": 0.0 if row.label is None else value}) for row, value in pairs]
+        calibrated = []
+        for prediction, confidence in zip(predictions, new, strict=True):
+            if prediction.label is None:
+                confidence = 0.0
+            calibrated.append(prediction.model_copy(update={"confidence": confidence}))
+        return calibrated
 
     def of_confidences(self, confidence: ArrayLike) -> Floats:
         """Return calibrated confidences. (N,) -> (N,)."""
@@ -106,8 +116,8 @@ class Fitted:
             return self.calibrator.probability(logprobs, label)
         if not isinstance(self.calibrator, Temperature):
             raise ValueError("only a temperature or vector scaling can be applied to label log-probabilities")
-        rescaled = self.calibrator.apply_labels([list(logprobs.values())])
-        return exp(rescaled[0, list(logprobs).index(label)])
+        new_logprobs = self.calibrator.apply_labels([list(logprobs.values())])
+        return exp(new_logprobs[0, list(logprobs).index(label)])
 
     def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
         """Return the calibrated confidence of each answer. -> (N,)."""
@@ -117,7 +127,7 @@ class Fitted:
             rows = read_labels(answers.source, names)
             return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
 
-    def shared(self, questions: Iterable[str]) -> int | None:
+    def count_fit_questions(self, questions: Iterable[str]) -> int | None:
         """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
         return None if self.questions is None else len({*self.questions} & {*_digests(questions)})
 
@@ -166,15 +176,13 @@ def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames) -> Calibrator:
         labels, table = label_table(rows)
         places = [labels.index(gold) for gold in golds]
         return VectorScaling.fit_labels(table, places, labels)
-    widest = max(len(logprobs) for logprobs in rows)
-    filled = [[*logprobs.values(), *[NO_LABEL] * (widest - len(logprobs))] for logprobs in rows]
-    places = [list(logprobs).index(gold) for logprobs, gold in zip(rows, golds, strict=True)]
-    return Temperature.fit_labels(filled, places)
+    return Temperature.fit_labels(*pad_label_logprobs(rows, golds))
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
     """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
-    calibrator, place = load(path), manifest_path(path)
+    calibrator = load(path)
+    place = manifest_path(path)
     if not place.exists():
         if on is None:
             raise DataError(place, None, "missing: copy it beside the calibrator too (calibrate apply takes --on)")
@@ -193,7 +201,8 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
-    raw, final = f"{names.confidence}_raw", _final_notes(path)
+    raw = f"{names.confidence}_raw"
+    final = _final_notes(path)
     foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
     with atomic.replacing(out) as file:
@@ -225,7 +234,7 @@ def final_answers(
     if len(rows[0]) < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
     samples = [sample for row in rows for sample in row]
-    given = gather_candidates(samples if fitted is None else fitted.ranked(samples))
+    given = gather_candidates(samples if fitted is None else fitted.calibrate_samples(samples))
     if protocol.rule == LIKELIEST and np.isnan(given.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
     (places, confidence), taken = choose_adaptively(given, protocol.rule, protocol.stop)
@@ -233,11 +242,12 @@ def final_answers(
         confidence = fitted.of_confidences(confidence)
     answers = []
     for row, place, stated, count in zip(rows, places.tolist(), confidence.tolist(), taken.tolist(), strict=True):
-        chosen, used = row[place], row[:count]
+        chosen = row[place]
+        used = row[:count]
         tokens = [other.tokens for other in used if other.tokens is not None]
         answer = FinalAnswer(
             **chosen.model_dump(include={"question", "sample", "label", "gold", "source"}),
-            correct=chosen.label is not None and chosen.label == chosen.gold,
+            correct=chosen.is_correct,
             confidence=stated if chosen.label is not None else 0.0,
             confidence_raw=chosen.confidence,
             samples=count,
@@ -264,7 +274,7 @@ def write_final(
         "protocol": protocol.model_dump(),
         "calibrator": fitted.digest if fitted else None,
         # How many of these questions the calibrator was fitted on; None: that is not known.
-        "fitted_on": fitted.shared(answer.question for answer in answers) if fitted else 0,
+        "fitted_on": fitted.count_fit_questions(answer.question for answer in answers) if fitted else 0,
         "models": sorted({prediction.model for prediction in predictions}),
         "own_stop": protocol.stop if own_stop else None,
     }
@@ -314,9 +324,11 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
-    if shared := notes.get("fitted_on"):
+    shared = notes.get("fitted_on")
+    if shared:
         raise DataError(path, None, f"the calibrator was fitted on {shared} of these questions: use others")
-    if (stop := notes.get("own_stop")) is not None:
+    stop = notes.get("own_stop")
+    if stop is not None:
         raise DataError(path, None, f"--stop {stop} was chosen on these questions: use others, and give it there")
     answers = read_graded(path)
     fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)

@@ -37,8 +37,7 @@ from catto.metrics.statistics import (
     drop_invalid_interval,
 )
 from catto.recipe.settings import FEW_QUESTIONS
-
-Unparsed = Literal["fallback", "wrong"]
+from catto.records import Unparsed
 
 # Columns that name the question of a row. `id` is last because it may number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")

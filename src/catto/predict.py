@@ -5,8 +5,8 @@ it was written. `source` is `free` after `<answer>`, `plain` if a response witho
 response without an answer is closed and the most probable label taken there: `source` is `fallback`.
 
 Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
-whole chunk, with the same batches and so the same numbers. Refused requests end up in `<name>.refused.jsonl`.
-A server's replies depend on no batch and may be paid for: each is stored as it arrives.
+whole chunk, with the same batches and so the same numbers. Refused requests are listed in `<name>.refused.jsonl`. A
+server's replies depend on no batch and may be paid for: each is stored as it arrives.
 """
 
 from __future__ import annotations
@@ -197,14 +197,9 @@ def evaluate_model(
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
 
 
-def is_correct(prediction: Prediction) -> bool:
-    """Return whether the label is the gold one."""
-    return prediction.label == prediction.gold
-
-
 def count_correct(records: Iterable[Sampled]) -> int:
     """Count the correct predictions among records."""
-    return sum(isinstance(record, Prediction) and is_correct(record) for record in records)
+    return sum(isinstance(record, Prediction) and record.is_correct for record in records)
 
 
 def make_prediction(

@@ -18,6 +18,7 @@ SCHEMA_VERSION = 1
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
 
 # float32 may round the logarithm of a probability of 1 up to this.
 LOGPROB_NOISE = 1e-6
@@ -193,6 +194,22 @@ class Prediction(Sampled):
     seed: int
     engine: str
     model: str
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the label is the gold one; no label is never right."""
+        return self.label == self.gold
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the response gave no answer and the most probable label was taken."""
+        return self.source == "fallback"
+
+    def counts_as_correct(self, unparsed: Unparsed) -> bool:
+        """Return whether the answer counts as right; with `wrong`, a forced answer never does."""
+        if unparsed == "wrong" and self.is_forced:
+            return False
+        return self.is_correct
 
 
 class Protocol(Record):

@@ -87,7 +87,7 @@ def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pyt
     path = write_lines(tmp_path / "a.jsonl", rows())
     names = ColumnNames()
     fitted, answers = recalibration.fit_file(path, "temperature", "confidence", names, "fallback", tmp_path / "c.json")
-    assert fitted.shared(answers.question) == 40
+    assert fitted.count_fit_questions(answers.question) == 40
     assert recalibration.open_fitted(tmp_path / "c.json") == fitted
 
 

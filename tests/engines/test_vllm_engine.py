@@ -22,7 +22,7 @@ from catto.engines import TAU_GRID, Request
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
 from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, generate_fields, read_generation, read_row
-from catto.metrics.temperature import fit_tau, rescaled
+from catto.metrics.temperature import fit_tau, rescale_predictions
 from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message
@@ -216,7 +216,7 @@ def test_evaluation_equals_that_with_transformers_and_can_be_rescaled(monkeypatc
     assert [(one.label, one.source) for one in ours] == [(one.label, one.source) for one in theirs]
     assert fit_tau(ours).tau == pytest.approx(fit_tau(theirs).tau, abs=1e-3)
     for tau in (0.25, 1.7, 5.0):
-        pairs = zip(rescaled(ours, tau), rescaled(theirs, tau), strict=True)
+        pairs = zip(rescale_predictions(ours, tau), rescale_predictions(theirs, tau), strict=True)
         assert all(one.confidence == pytest.approx(other.confidence, abs=1e-5) for one, other in pairs)
 
 

@@ -12,7 +12,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 
 from catto.engines import TAU_GRID
 from catto.metrics.calibrators import Temperature
-from catto.metrics.temperature import confidence_at, fit_tau, rescaled
+from catto.metrics.temperature import confidence_at, fit_tau, rescale_predictions
 from catto.metrics.vector import fit_vector, scale_by_vector
 from catto.records import Prediction
 
@@ -140,7 +140,7 @@ def test_among_the_labels_what_other_tokens_have_does_not_count(true_tau: float)
     scaling = fit_tau(elsewhere, "normalized")
     assert scaling.tau == pytest.approx(exact, rel=1e-5)
     assert not scaling.at_edge
-    for row, score in zip(rescaled(elsewhere, exact, "normalized"), scores, strict=True):
+    for row, score in zip(rescale_predictions(elsewhere, exact, "normalized"), scores, strict=True):
         assert row.confidence == pytest.approx(softmax(np.array(score) / exact).max(), abs=1e-12)
 
 
@@ -160,7 +160,7 @@ def test_among_the_labels_rows_may_have_different_labels_and_no_answer() -> None
     assert scaling.nll == pytest.approx(nll(scaling.tau), abs=1e-12)
     assert scaling.nll_at_one == pytest.approx(nll(1.0), abs=1e-12)
     assert scaling.nll <= min(nll(tau) for tau in np.geomspace(0.1, 10.0, 60)) + 1e-9
-    scaled = rescaled(rows, 2.0, "normalized")
+    scaled = rescale_predictions(rows, 2.0, "normalized")
     assert scaled[0].confidence == pytest.approx(1 / (1 + np.exp(-0.5)))
     assert scaled[1].confidence == 0.0
 
@@ -198,7 +198,7 @@ def test_rows_without_numbers_are_left_out_and_counted() -> None:
 def test_scaling_keeps_the_answers_and_lowers_the_nll() -> None:
     rows = drawn(2.0)
     scaling = fit_tau(rows)
-    scaled = rescaled(rows, scaling.tau)
+    scaled = rescale_predictions(rows, scaling.tau)
     assert [one.label for one in scaled] == [one.label for one in rows]
     assert scaling.nll < scaling.nll_at_one
     assert np.mean([one.confidence for one in scaled]) < np.mean([one.confidence for one in rows])
@@ -208,9 +208,9 @@ def test_scaling_keeps_the_answers_and_lowers_the_nll() -> None:
 
 def test_rescaling_starts_from_the_stated_confidence() -> None:
     rows = drawn(2.0)
-    once = rescaled(rows, 3.0)
+    once = rescale_predictions(rows, 3.0)
     assert [prediction.confidence_raw for prediction in once] == [prediction.confidence for prediction in rows]
-    assert rescaled(once, 2.0) == rescaled(rows, 2.0)
+    assert rescale_predictions(once, 2.0) == rescale_predictions(rows, 2.0)
 
 
 # ---- vector scaling -------------------------------------------------------------------------------------------------

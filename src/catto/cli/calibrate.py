@@ -110,7 +110,7 @@ def apply(
     fitted = open_fitted(calibrator, on)
     names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     answers, calibrated = apply_file(fitted, file, names, out)
-    if shared := fitted.shared(answers.question or ()):
+    if shared := fitted.count_fit_questions(answers.question or ()):
         warn(f"{shared} of the questions the calibrator was fitted on are in {file}: these numbers are optimistic")
     if isinstance(answers, GradedAnswers):
         _show(answers.count_unparsed_as_wrong() if unparsed == "wrong" else answers, calibrated, seed)

@@ -78,11 +78,11 @@ def select(
                 console.warn(f"{fit_tau}: the best tau lies beyond {tau:g}, the end of its range")
         samples = selection.gather_candidates(predictions, tau)
         rows = [row for size in sizes for row in selection.measure_rules(samples, size, seed=seed)]
-        rescaled = predictions if tau is None else temperature.rescaled(predictions, tau)
+        rescaled = predictions if tau is None else temperature.rescale_predictions(predictions, tau)
         saved = _adaptive_rows(rescaled, sizes, stop) if adaptive else []
         if out is not None and rule is not None:
             applied = None if calibrator is None else open_fitted(calibrator)
-            ranked_by = predictions if applied is None else applied.ranked(predictions)
+            ranked_by = predictions if applied is None else applied.calibrate_samples(predictions)
             protocol = _protocol(ranked_by, rule, sizes[0], adaptive, stop, applied.protocol if applied else None)
             mean = _means(write_final(out, predictions, protocol, applied, own_stop=stop is None and rule == MOST))
             taken = f"the {rule} of {sizes[0]} ({mean['samples']:.2f} samples on average)"

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from catto.errors import DataError, listed, locating, shortened
 from catto.io.text_files import read_json
-from catto.metrics.binning import Floats, bin_edges, bin_index, checked, checked_confidence, reliability
+from catto.metrics.binning import Floats, Ints, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
 from catto.records import Record
 
@@ -26,6 +26,8 @@ from catto.records import Record
 TAU_RANGE = (0.01, 100.0)
 # Vector scaling's penalty: this times the sum of squares of its 2 K parameters is added to the mean NLL.
 RIDGE = 1e-3
+# Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
+NO_LABEL = -1e6
 # A file may hold other taus, slopes and intercepts than a fit gives; beyond this their products overflow.
 LARGEST = 1e9
 
@@ -112,7 +114,8 @@ def _best_tau(slope: Callable[[float], float]) -> float:
     """Return 1 / beta where the slope of the NLL in beta is 0; the NLL is convex in beta, so the slope only rises."""
     from scipy.optimize import brentq
 
-    low, high = 1.0 / TAU_RANGE[1], 1.0 / TAU_RANGE[0]
+    low = 1.0 / TAU_RANGE[1]
+    high = 1.0 / TAU_RANGE[0]
     if slope(low) >= 0.0:
         return TAU_RANGE[1]
     if slope(high) <= 0.0:
@@ -243,7 +246,8 @@ class VectorScaling(_Stored):
         is_gold[np.arange(rows), places] = 1.0
 
         def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
-            relative, bias = parameters[:count], parameters[count:]
+            relative = parameters[:count]
+            bias = parameters[count:]
             log_probability = log_softmax((1.0 + relative) * score + bias, axis=1)
             nll = -float((is_gold * log_probability).sum()) / rows
             surplus = (np.exp(log_probability) - is_gold) / rows
@@ -267,7 +271,8 @@ class VectorScaling(_Stored):
     def probability(self, logprobs: Mapping[str, float], label: str) -> float:
         """Return the scaled probability of one label of a row, in [0, 1]; the row must have the labels of the fit."""
         if logprobs.keys() != set(self.labels):
-            own, fitted = ", ".join(logprobs), ", ".join(self.labels)
+            own = ", ".join(logprobs)
+            fitted = ", ".join(self.labels)
             raise ValueError(f"its labels are {own}, vector scaling was fitted on {fitted}")
         row = [logprobs[name] for name in self.labels]
         scaled = self.apply_labels([row])
@@ -294,6 +299,30 @@ def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], F
             raise ValueError(f"vector scaling has a weight for each label, so all rows need the same labels: {other}")
         table.append([row[label] for label in labels])
     return labels, np.array(table, dtype=np.float64)
+
+
+def pad_label_logprobs(rows: Sequence[Mapping[str, float]], golds: Sequence[str]) -> tuple[Floats, Ints]:
+    """Put rows with labels of their own into one table, for a fit that reads the gold label's place alone.
+
+    Args:
+        rows: label -> log-probability, of each row.
+        golds: The gold label of each row, one of its labels.
+
+    Returns:
+        (N, K) log-probabilities for the K labels of the longest row, NO_LABEL beyond a row's own, and (N,) the places
+        of the gold labels.
+
+    >>> table, places = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
+    >>> table.tolist(), places.tolist()
+    ([[-1.0, -2.0], [-3.0, -1000000.0]], [1, 0])
+    """
+    longest = max(len(row) for row in rows)
+    table = np.full((len(rows), longest), NO_LABEL)
+    places = np.empty(len(rows), dtype=np.intp)
+    for number, (row, gold) in enumerate(zip(rows, golds, strict=True)):
+        table[number, : len(row)] = list(row.values())
+        places[number] = list(row).index(gold)
+    return table, places
 
 
 ConfidenceCalibrator = Temperature | Platt | Isotonic | HistogramBinning  # what maps one confidence to another

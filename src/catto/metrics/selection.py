@@ -181,7 +181,7 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
             confidence[place] = prediction.confidence if tau is None else confidence_at(prediction, tau)
             if prediction.mean_logprob is not None:
                 logprob[place] = prediction.mean_logprob
-            correct[place] = prediction.label is not None and prediction.label == prediction.gold
+            correct[place] = prediction.is_correct
             for rule, name in TOKENS.items():
                 tokens[rule][place] = getattr(prediction, name)  # None becomes nan
     known = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
@@ -217,7 +217,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
         given = gather_candidates(rows, tau)
         choice = RULES[MOST_CONFIDENT](given)
         accuracy[str(temperature)] = float(given.right(choice.place).mean())
-        fallbacks = sum(prediction.source == "fallback" for prediction in rows)
+        fallbacks = sum(prediction.is_forced for prediction in rows)
         fallback_rate[str(temperature)] = fallbacks / len(rows)
     questions, k = given.label.shape
     best = max(accuracy, key=lambda temperature: accuracy[temperature])

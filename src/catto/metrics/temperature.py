@@ -11,7 +11,7 @@ moved to other tokens does not count, and no grid is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
@@ -22,7 +22,7 @@ import numpy as np
 from catto.engines import TAU_GRID
 from catto.methods import Rescaled
 from catto.metrics.binning import Floats
-from catto.metrics.calibrators import TAU_RANGE
+from catto.metrics.calibrators import NO_LABEL, TAU_RANGE, Temperature, pad_label_logprobs
 from catto.records import Prediction
 
 ONE = TAU_GRID.index(1.0)
@@ -177,14 +177,14 @@ class Scaling:
 def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scaling:
     """Fit tau by the gold label's NLL, the mean of -log p_tau(gold), of the whole vocabulary or among the labels.
 
-    Then either the textbook's way (`decode: greedy`): `rescaled(greedy test predictions, tau)`, answers stay; or the
-    paper's (`decode: sample`): generate the test predictions at temperature tau, then rescale those.
+    With `decode: greedy`, the textbook's way, `rescale_predictions` then changes the greedy test predictions, whose
+    answers stay. With `decode: sample`, the paper's way, the test predictions are generated at temperature tau and then
+    rescaled. Among the labels, the fit is that of `Temperature.fit_labels`.
 
     Args:
         predictions: Validation predictions; those without the fields that `kind` needs are left out.
         kind: As in `confidence_at`.
     """
-    from scipy.optimize import minimize_scalar
     from scipy.special import logsumexp
 
     needed = ("label_logprobs", "logsumexp") if kind == "raw" else ("label_logprobs",)
@@ -203,14 +203,12 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
             log_sum = at_tau(scores.margins, scores.curves, tau)
         return float(np.mean(log_sum - scores.gold / tau))
 
-    ends = TAU_RANGE if scores.curves is None else (TAU_GRID[0], TAU_GRID[-1])
-    best = minimize_scalar(
-        lambda log_tau: mean_nll(exp(log_tau)),
-        bounds=(log(ends[0]), log(ends[1])),
-        method="bounded",
-        options={"xatol": 1e-7},
-    )
-    tau = min((exp(float(best.x)), *ends), key=mean_nll)
+    if scores.curves is None:
+        ends = TAU_RANGE
+        tau = _fit_among_labels(usable)
+    else:
+        ends = (TAU_GRID[0], TAU_GRID[-1])
+        tau = _minimise_on_range(mean_nll, ends)
     return Scaling(
         tau,
         nll_at_one=mean_nll(1.0),
@@ -219,6 +217,31 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
         left_out=len(predictions) - len(usable),
         at_edge=tau in ends,
     )
+
+
+def _fit_among_labels(predictions: Sequence[Prediction]) -> float:
+    rows = []
+    golds = []
+    for prediction in predictions:
+        rows.append(prediction.label_logprobs or {})
+        golds.append(prediction.gold)
+    table, places = pad_label_logprobs(rows, golds)
+    # A stored probability may be 0; its logarithm must be finite.
+    finite = np.maximum(table, NO_LABEL)
+    return Temperature.fit_labels(finite, places).tau
+
+
+def _minimise_on_range(mean_nll: Callable[[float], float], ends: tuple[float, float]) -> float:
+    """Return the tau of the lowest NLL between two ends, or the better end."""
+    from scipy.optimize import minimize_scalar
+
+    best = minimize_scalar(
+        lambda log_tau: mean_nll(exp(log_tau)),
+        bounds=(log(ends[0]), log(ends[1])),
+        method="bounded",
+        options={"xatol": 1e-7},
+    )
+    return min((exp(float(best.x)), *ends), key=mean_nll)
 
 
 class _GoldScores(NamedTuple):
@@ -247,7 +270,7 @@ def _gather_scores(predictions: Sequence[Prediction], kind: Rescaled) -> _GoldSc
     return _GoldScores(margins, gold, np.stack(curves) if curves else None)
 
 
-def rescaled(
+def rescale_predictions(
     predictions: Sequence[Prediction],
     tau: float,
     kind: Rescaled = "raw",

@@ -15,7 +15,7 @@ from catto.io.text_files import read_json
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.errors import ece
 from catto.metrics.selection import choose_sampling
-from catto.metrics.temperature import fit_tau, rescaled
+from catto.metrics.temperature import fit_tau, rescale_predictions
 from catto.metrics.vector import fit_vector, scale_by_vector
 from catto.pipeline import stage as stages
 from catto.pipeline.kinds.preference import ACCURACY, MARGINS
@@ -83,7 +83,7 @@ def run_chosen(work: Work[stages.ChoiceSettings]) -> None:
     rates, scores = work.settings.rates, list[float]()
     for number in range(len(rates) if len(rates) > 1 else 0):
         runs = [_predictions(work.input(f"validation {number} seed {seed}")) for seed in work.settings.seeds]
-        errors = [ece([row.confidence for row in rows], [predict.is_correct(row) for row in rows]) for rows in runs]
+        errors = [ece([row.confidence for row in rows], [row.is_correct for row in rows]) for rows in runs]
         scores.append(fmean(errors))
     best = scores.index(min(scores)) if scores else 0
     role = f"{best} seed {work.settings.seed}"
@@ -127,7 +127,7 @@ def run_scaled(work: Work[stages.ScalingSettings]) -> None:
     else:
         tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
         write(work.out / TAU, {"tau": tau, **about})
-        write_records(work.out / SCALED, rescaled(predictions, tau, kind))
+        write_records(work.out / SCALED, rescale_predictions(predictions, tau, kind))
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

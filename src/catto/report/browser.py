@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from catto.answer.response import parse_response
-from catto.measure import Unparsed
-from catto.records import Prediction, Question
+from catto.records import Prediction, Question, Unparsed
 from catto.report.numbers import Cell
 
 MOST_ROWS = 20_000
@@ -92,9 +91,7 @@ class Browser:
         return {"cells": self.cells, "questions": questions, "columns": columns}
 
     def _is_right(self, prediction: Prediction) -> bool:
-        if self.unparsed == "wrong" and prediction.source == "fallback":
-            return False
-        return prediction.label == prediction.gold
+        return prediction.counts_as_correct(self.unparsed)
 
     def _rank_by_surprise(self, prediction: Prediction) -> tuple[float, str]:
         surprise = abs(prediction.confidence - self._is_right(prediction))

@@ -19,12 +19,12 @@ from catto.errors import DataError, locating, shortened
 from catto.formats.logs import ColumnNames, Fields, answer_of, read_answers, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
-from catto.measure import MeasureSettings, ParseCounts, Unparsed, read_graded, summarise
+from catto.measure import MeasureSettings, ParseCounts, read_graded, summarise
 from catto.methods import unscaled
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval, NullBand
-from catto.records import Prediction, Question, checked_name, content_hash
+from catto.records import Prediction, Question, Unparsed, checked_name, content_hash
 from catto.report import VERSION
 from catto.report.browser import Browser
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure

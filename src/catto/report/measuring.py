@@ -14,7 +14,7 @@ import numpy as np
 from catto.errors import DataError, locating
 from catto.io.atomic import sha256
 from catto.io.record_files import read_records
-from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, Unparsed, compare_runs, measure_runs
+from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, compare_runs, measure_runs
 from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
@@ -23,9 +23,9 @@ from catto.metrics.preference import Part, preference_interval
 from catto.metrics.ranking import threshold_for_risk
 from catto.metrics.selection import LEVEL, gather_candidates, measure_rules, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, summarise_seeds
-from catto.metrics.temperature import rescaled
+from catto.metrics.temperature import rescale_predictions
 from catto.metrics.vector import scale_by_vector
-from catto.records import PairMargin, Prediction, Question, content_hash
+from catto.records import PairMargin, Prediction, Question, Unparsed, content_hash
 from catto.report import VERSION
 from catto.report.numbers import Cell, CellNumbers, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict
 
@@ -123,7 +123,7 @@ def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed:
         question=list(by_question),
         read_as=[prediction.source for prediction in predictions],
         by=None,
-        correct=np.array([prediction.label == prediction.gold for prediction in predictions]),
+        correct=np.array([prediction.is_correct for prediction in predictions]),
         cell=cell,
         label=[prediction.label for prediction in predictions],
         model=predictions[0].model,
@@ -376,7 +376,7 @@ def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> Selection
     with locating(path):
         tau = _comparison_temperature(cell, predictions)
         # Rescaling needs the label of a forced answer, so it comes before that label is dropped.
-        compared = rescaled(predictions, tau)
+        compared = rescale_predictions(predictions, tau)
         if unparsed == "wrong":
             compared = _drop_forced_labels(compared)
         candidates = gather_candidates(compared)
@@ -458,9 +458,8 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
         confidence = []
         correct = []
         for prediction in predictions:
-            counts_as_wrong = unparsed == "wrong" and prediction.source == "fallback"
             confidence.append(prediction.confidence)
-            correct.append(prediction.label == prediction.gold and not counts_as_wrong)
+            correct.append(prediction.counts_as_correct(unparsed))
         fitted = threshold_for_risk(confidence, correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
@@ -484,7 +483,7 @@ def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Predic
     kind = scaled_kind(cell.method)
     if cell.tau is None or not is_scaled or kind == "vector":
         return predictions
-    return rescaled(predictions, cell.tau, kind)
+    return rescale_predictions(predictions, cell.tau, kind)
 
 
 def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -> dict[str, Interval]:

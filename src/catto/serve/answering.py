@@ -146,7 +146,7 @@ class Answerer:
     def _calibrated(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
         """The samples with calibrated confidences, or as they are and why they have none."""
         try:
-            return (predictions if self.fitted is None else self.fitted.ranked(predictions)), None
+            return (predictions if self.fitted is None else self.fitted.calibrate_samples(predictions)), None
         except ValueError as error:
             return predictions, str(error)
 

@@ -32,7 +32,7 @@ from catto.pipeline import launch
 from catto.pipeline.kinds.steps import read_questions
 from catto.pipeline.run import logging_to
 from catto.pipeline.stage import LOG, BaseSettings, Stage, TrainSettings, Work, write
-from catto.predict import evaluate_model, is_correct
+from catto.predict import evaluate_model
 from catto.prompts import completion
 from catto.recipe.settings import LaunchSettings, ModelSettings, ScratchModel
 from catto.records import Message, Prediction, PreferenceRow, SftRow
@@ -338,7 +338,7 @@ def _bins(job: Job, tokenizer: Any) -> RcftBins:
     def answers(model: Any) -> tuple[list[float | None], list[bool]]:
         options = {"batch_size": evaluation.batch_size, "max_tokens": evaluation.max_tokens}
         predictions = evaluate_model(model, tokenizer, questions, **options, reasoning=answering.reasoning)
-        return list(map(label_share, predictions)), list(map(is_correct, predictions))
+        return list(map(label_share, predictions)), [prediction.is_correct for prediction in predictions]
 
     return RcftBins(answers)
 
