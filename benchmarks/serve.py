@@ -251,7 +251,7 @@ async def main(requests: int) -> None:
         "--task",
         "mmlu",
     ]
-    options = ["--model", MODEL, "--port", str(port), "--concurrency", "64", "--queue", "64", "--deadline", "20"]
+    options = ["--model", MODEL, "--port", str(port), "--concurrency", "128", "--deadline", "20"]
     gateway = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         await wait_for(port)

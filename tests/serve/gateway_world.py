@@ -50,7 +50,7 @@ def gateway(
     asking.continues = continues
     answerer = Answerer(asking, asking.client(), fitted, limit, "I do not know.")
     limits = limits or Limits()
-    app = Gateway(answerer, labels, protocol, limits, log).app()
+    app = Gateway(answerer, labels, protocol, limits, log).make_app()
     config = uvicorn.Config(app, port=0, **server_options(limits))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

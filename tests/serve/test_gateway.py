@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -32,7 +31,6 @@ from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from catto.calibrate import Fitted
 from catto.metrics.calibrators import Temperature
 from catto.metrics.selection import RULES
-from catto.serve import gateway as module
 from catto.serve.gateway import Limits
 
 P = math.exp(-0.25)
@@ -697,7 +695,7 @@ def test_the_key_is_compared_and_never_logged(caplog: pytest.LogCaptureFixture) 
     }
 
 
-def test_beyond_the_queue_requests_get_429() -> None:
+def test_a_full_gateway_replies_429_at_once() -> None:
     release = threading.Event()
 
     def respond(_: Seen) -> Reply:
@@ -705,11 +703,11 @@ def test_beyond_the_queue_requests_get_429() -> None:
         return ok(stating("B"))
 
     statuses: list[int] = []
-    with OpenAIServer(respond) as upstream, gateway(upstream, limits=Limits(concurrency=2, queue=3)) as url:
-        threads = [threading.Thread(target=lambda: statuses.append(post(url, body())[0])) for _ in range(5)]
+    with OpenAIServer(respond) as upstream, gateway(upstream, limits=Limits(concurrency=2)) as url:
+        threads = [threading.Thread(target=lambda: statuses.append(post(url, body())[0])) for _ in range(2)]
         for thread in threads:
             thread.start()
-        until(lambda: (metric(url, "catto_in_flight"), metric(url, "catto_queued")) == (2, 3))
+        until(lambda: metric(url, "catto_in_flight") == 2)
         status, reply, headers = post(url, body())
         assert (status, reply["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "1")
         until(lambda: len(upstream.seen) == 2)
@@ -717,7 +715,7 @@ def test_beyond_the_queue_requests_get_429() -> None:
         for thread in threads:
             thread.join()
         assert post(url, body())[0] == 200
-    assert statuses == [200] * 5
+    assert statuses == [200] * 2
 
 
 def test_a_client_that_hangs_up_cancels_its_upstream_requests() -> None:
@@ -732,19 +730,16 @@ def test_a_client_that_hangs_up_cancels_its_upstream_requests() -> None:
         until(lambda: metric(url, "catto_in_flight") == 0)
 
 
-def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SENDING", 1.5)
+def test_bodies_that_are_too_long_are_refused() -> None:
     with OpenAIServer(always("B")) as upstream, gateway(upstream, limits=Limits(max_bytes=2000)) as url:
         port = int(url.rsplit(":", 1)[1])
 
-        def talk(*parts: bytes, pause: float = 0.0) -> bytes:
+        def talk(*parts: bytes) -> bytes:
             heard = b""
             with socket.create_connection(("127.0.0.1", port)) as line:
                 line.settimeout(30)  # a connection that is left open fails here
                 try:
                     for part in parts:
-                        if select.select([line], [], [], pause)[0]:
-                            break
                         line.sendall(part)
                     while block := line.recv(4096):
                         heard += block
@@ -757,10 +752,6 @@ def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.Mo
         assert huge.startswith(b"HTTP/1.1 413")
         chunked = talk(head + b"Transfer-Encoding: chunked\r\n\r\n", *[b"3e8\r\n" + b"x" * 1000 + b"\r\n"] * 5)
         assert chunked.startswith(b"HTTP/1.1 413")
-        slow = talk(head + b"Content-Length: 100\r\n\r\n", *[b"x"] * 10, pause=0.3)
-        assert slow.startswith(b"HTTP/1.1 408")
-        assert talk(*[bytes([byte]) for byte in head], pause=0.05) == b""  # closed before the headers are whole
-        assert talk(b"") == b""
         assert post(url, body())[0] == 200
     assert len(upstream.seen) == 1
 

@@ -186,7 +186,7 @@ def test_families_of_metrics_are_whole_and_buckets_rise() -> None:
         assert family in line
     buckets = [line for line in lines if "_bucket" in line]
     bounds = [float(re.findall(r'le="(.*?)"', line)[0]) for line in buckets]
-    counts = [int(line.split()[1]) for line in buckets]
+    counts = [float(line.split()[1]) for line in buckets]
     assert bounds == sorted(bounds)
     assert counts == sorted(counts)
     assert (bounds[-1], counts[-1]) == (float("inf"), 2)
@@ -334,7 +334,7 @@ def test_an_upstream_without_one_model_is_refused(
 def test_a_threshold_of_another_model_is_warned_of(
     models: tuple[str, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("catto.serve.gateway.run", lambda *_: None)
+    monkeypatch.setattr("catto.serve.gateway.run_gateway", lambda *_: None)
     place = tmp_path / "t.json"
     place.write_text(threshold(0.5).model_copy(update={"models": models}).model_dump_json())
     with OpenAIServer(always("B")) as upstream:

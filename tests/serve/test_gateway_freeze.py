@@ -22,7 +22,7 @@ from gateway_world import MODEL, always, gateway, stating, until
 from openai_server import OpenAIServer, Reply, Seen, chat, ok
 from test_gateway import body, free_port, get, post, serving
 
-from catto.serve.gateway import MOST_HEAD_BYTES, Limits
+from catto.serve.gateway import MAX_HEAD_BYTES, Limits
 
 BODY_BYTES = 64 * 1024
 # A letter and marks that Unicode's normal form keeps joining to it, and marks that it has to put in order.
@@ -200,7 +200,7 @@ def test_headers_are_limited_before_the_key_is_checked() -> None:
         grown = resident(process) - before
         print(f"resident {before / 2**20:.0f} MB, {grown / 2**20:.1f} MB more after the floods")
         assert grown < 32 * 2**20
-    assert MOST_HEAD_BYTES <= 64 * 1024
+    assert MAX_HEAD_BYTES <= 64 * 1024
 
 
 def test_nothing_but_health_and_metrics_is_open_without_the_key() -> None:

@@ -34,9 +34,10 @@ def serve(
     temperature: Annotated[float | None, Real(min=0, max=2, help="Of samples.", show_default=DEFAULT + "0")] = None,
     stop: Annotated[float | None, Real(min=0, max=1, help="Stop at this confidence, or a settled vote.")] = None,
     max_k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
-    concurrency: Annotated[int, Option(min=1, max=10_000, help="Requests that are answered at once.")] = 16,
-    queue: Annotated[int, Option(min=0, max=100_000, help="Requests that wait; more get status 429.")] = 64,
-    deadline: Annotated[float, Real(min=1, max=1e6, help="Seconds for an answer, with queue and retries.")] = 120.0,
+    concurrency: Annotated[
+        int, Option(min=1, max=10_000, help="Maximum number of requests in progress; more get status 429.")
+    ] = 64,
+    deadline: Annotated[float, Real(min=1, max=1e6, help="Seconds for an answer, including retries.")] = 120.0,
     abstention: Annotated[str, Option(help="What is answered below the threshold.")] = "I do not know.",
     log: Annotated[Path | None, Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
     host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
@@ -53,13 +54,13 @@ def serve(
     catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json
     catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95
     """
-    for package in ("fastapi", "uvicorn"):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
         needs(package, "serve", "catto serve")
     from catto.calibrate import RiskThreshold, open_fitted
     from catto.engines.server import ServerEngine
     from catto.metrics.selection import RULES
     from catto.serve.answering import Answerer
-    from catto.serve.gateway import Gateway, Limits, run
+    from catto.serve.gateway import Gateway, Limits, run_gateway
 
     with refusing(place="--task: "):
         source = source_of(task, None, None, None, None)
@@ -96,11 +97,11 @@ def serve(
         warn(f"{calibrator}: fitted on answers of {fitted.protocol!r}, this is {protocol!r}: no answer is calibrated")
     if limit is not None and limit.models and engine.model not in limit.models:
         warn(f"{threshold}: its guarantee is for {', '.join(limit.models)}: no answer of {engine.model} gets it")
-    limits = Limits(concurrency, queue, max(max_k, protocol.k), deadline=deadline, key=key)
+    limits = Limits(concurrency=concurrency, max_k=max(max_k, protocol.k), deadline=deadline, key=key)
     answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
     with refusing(OSError, place=f"--host {host} --port {port}: "):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as free:  # it is not, or no such host: said at once
             port = free.getsockname()[1]
     say(f"Serving {engine.model} of {engine.base_url} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-    run(Gateway(answerer, source.labels, protocol, limits, log), host, port)
+    run_gateway(Gateway(answerer, source.labels, protocol, limits, log), host, port)

@@ -1,0 +1,142 @@
+"""Keep the confidence of every answer until feedback says whether the answer was right."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from catto.metrics.errors import brier, ece
+
+logger = logging.getLogger("catto.serve")
+
+MAX_PENDING_ANSWERS = 50_000
+# The rolling numbers are over this many graded answers.
+ROLLING_ANSWERS = 1000
+LOGGED_FIELDS = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
+
+
+class LogRow(BaseModel, extra="allow", frozen=True):
+    """One answer in the log, with the `LOGGED_FIELDS`. `correct` is set once there is feedback.
+
+    `calibrator` is the digest of the calibrator that was applied.
+    """
+
+    id: str
+    confidence: float = Field(ge=0, le=1)
+    correct: bool | None = None
+    model: str | None = None
+    calibrator: str | None = None
+
+
+class FeedbackLog:
+    """Store answers in `<log>.pending.jsonl`, and append them to the log once they have feedback.
+
+    `catto measure` reads the log. Without a path, answers are kept in memory only.
+
+    Args:
+        path: The log, a file of JSON lines; None writes no file.
+        model: The served model.
+        calibrator: Digest of the calibrator; None without one.
+    """
+
+    def __init__(self, path: Path | None, model: str, calibrator: str | None) -> None:
+        self.path = path
+        self.pending_path: Path | None = None
+        if path is not None:
+            self.pending_path = path.with_name(path.name.removesuffix(".jsonl") + ".pending.jsonl")
+        self.model = model
+        self.calibrator = calibrator
+        self.pending: OrderedDict[str, str] = OrderedDict()  # as JSON, which takes a fifth of a row's memory
+        self.graded: deque[LogRow] = deque(maxlen=ROLLING_ANSWERS)
+        for row in _read_rows(self.pending_path):
+            self._add_pending(row)
+        for row in _read_rows(self.path):
+            self.pending.pop(row.id, None)
+            self.graded.append(row)
+
+    def _add_pending(self, row: LogRow) -> None:
+        self.pending[row.id] = row.model_dump_json(exclude_none=True)
+        if len(self.pending) > MAX_PENDING_ANSWERS:
+            self.pending.popitem(last=False)
+
+    def add_answer(self, answer_id: str, about: Mapping[str, Any]) -> None:
+        """Store an answer that has a confidence; `about` is its `catto` object."""
+        if about["confidence"] is None:
+            return
+        fields = {name: about[name] for name in LOGGED_FIELDS}
+        made_by = {"model": self.model, "calibrator": self.calibrator}
+        row = LogRow.model_validate({"id": answer_id, "time": int(time.time()), **made_by, **fields})
+        self._add_pending(row)
+        _append_row(self.pending_path, row)
+
+    def add_feedback(self, answer_id: str, correct: bool) -> bool:
+        """Complete an answer; return False if no answer with this id waits for feedback."""
+        pending = self.pending.pop(answer_id, None)
+        if pending is None:
+            return False
+        row = LogRow.model_validate_json(pending).model_copy(update={"correct": correct})
+        self.graded.append(row)
+        _append_row(self.path, row)
+        return True
+
+    def summarise_rolling(self) -> dict[str, float]:
+        """Measure the calibration of the last graded answers of this model with this calibrator."""
+        confidence = []
+        correct = []
+        for row in self.graded:
+            if row.model == self.model and row.calibrator == self.calibrator:
+                confidence.append(row.confidence)
+                correct.append(bool(row.correct))
+        count = len(confidence)
+        if count == 0:
+            return {"catto_feedback_answers": 0}
+        return {
+            "catto_feedback_answers": count,
+            "catto_rolling_confidence": sum(confidence) / count,
+            "catto_rolling_accuracy": sum(correct) / count,
+            "catto_rolling_ece": ece(confidence, correct),
+            "catto_rolling_brier": brier(confidence, correct),
+        }
+
+
+def _read_rows(path: Path | None) -> Iterator[LogRow]:
+    """Yield the valid rows of a log. A last row that a power cut tore is removed from the file."""
+    if path is None or not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = LogRow.model_validate_json(line)
+            except ValidationError:
+                begins_like_a_row = b'{"id":'.startswith(line[:6])
+                if begins_like_a_row and not line.endswith(b"\n"):
+                    os.truncate(path, file.tell() - len(line))
+                continue
+            yield row
+
+
+def _append_row(path: Path | None, row: LogRow) -> None:
+    """Append a row. A full disk costs the row, never the answer, and leaves no partial line."""
+    if path is None:
+        return
+    line = row.model_dump_json(exclude_none=True).encode() + b"\n"
+    try:
+        # Opened for every row, because logs are rotated.
+        with path.open("a+b", buffering=0) as file:
+            size = file.tell()
+            file.seek(max(0, size - 1))
+            is_last_line_torn = file.read(1) not in (b"", b"\n")
+            if is_last_line_torn:
+                line = b"\n" + line
+            if file.write(line) < len(line):
+                file.truncate(size)
+                logger.warning("%s: the disk is full", path)
+    except OSError as error:
+        logger.warning("%s: %s", path, error.strerror)

@@ -1,0 +1,59 @@
+"""The numbers of `/metrics`, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from catto.engines.server import ServerEngine
+from catto.serve.feedback_log import FeedbackLog
+
+LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class _ScrapedNumbers(Collector):
+    """Numbers that are computed when they are asked for."""
+
+    def __init__(self, log: FeedbackLog, engine: ServerEngine) -> None:
+        self.log = log
+        self.engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the upstream's retries and the rolling calibration."""
+        yield CounterMetricFamily("catto_upstream_retries", "Retried upstream requests", value=self.engine.retries)
+        for name, value in self.log.summarise_rolling().items():
+            yield GaugeMetricFamily(name, "Calibration of the last answers with feedback", value=value)
+
+
+class GatewayMetrics:
+    """Counts since the start, and the calibration of the last graded answers."""
+
+    def __init__(self, log: FeedbackLog, engine: ServerEngine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_ScrapedNumbers(log, engine))
+        self.requests = Counter("catto_requests", "Requests by status", ["status"], registry=self.registry)
+        self.seconds = Histogram(
+            "catto_request_seconds", "Time to the reply", buckets=LATENCY_BUCKETS, registry=self.registry
+        )
+        self.samples = Counter("catto_samples", "Samples of the upstream", registry=self.registry)
+        self.abstentions = Counter("catto_abstained", "Abstentions", registry=self.registry)
+        self.in_flight = Gauge("catto_in_flight", "Chat requests in progress", registry=self.registry)
+
+    def count_reply(self, status: int, seconds: float) -> None:
+        """Count a reply with its status and its time."""
+        self.requests.labels(status=str(status)).inc()
+        self.seconds.observe(seconds)
+
+    def count_answer(self, about: Mapping[str, Any]) -> None:
+        """Count an answer's samples and whether it is an abstention; `about` is its `catto` object."""
+        self.samples.inc(about["k"])
+        if about["abstained"]:
+            self.abstentions.inc()
+
+    def render_text(self) -> str:
+        """Render all numbers in Prometheus' text format."""
+        return generate_latest(self.registry).decode()
