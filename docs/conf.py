@@ -28,27 +28,49 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 
-# Pages in the order in which they are read; others follow by name.
+# Pages in a reader's order. Every page is listed: one outside the contents fails the build.
 CONTENTS = """
 
 ```{toctree}
 :hidden:
-:glob:
+:caption: Start
 
-docs/method
 docs/measure
 docs/data
+docs/method
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
 docs/recipes
 docs/page
-docs/results
-docs/results-in-full
+docs/serve
 docs/publishing
-docs/conventions
-docs/gpu
 docs/scale
-docs/*
+docs/gpu
+docs/extending
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+docs/conventions
+docs/api
+docs/architecture
 CONTRIBUTING
 CHANGELOG
+```
+
+```{toctree}
+:hidden:
+:caption: Results
+
+docs/results
+docs/results-in-full
+docs/speed
 ```
 """
 

@@ -43,9 +43,11 @@ def test_actions_are_pinned_to_commits() -> None:
 
 def test_the_sidebar_of_the_site_lists_every_page() -> None:
     conf = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
-    toctree = re.search(r"```\{toctree\}(.*?)```", conf, re.DOTALL)
-    assert toctree is not None
-    entries = [line for line in toctree[1].split() if not line.startswith(":")]
+    entries = []
+    for toctree in re.findall(r"```\{toctree\}(.*?)```", conf, re.DOTALL):
+        lines = toctree.split("\n")
+        entries += [line for line in lines if line and not line.startswith(":")]
+    assert entries
     pages = [page.removesuffix(".md") for page in PAGES if page != "README.md"]
     assert not [page for page in pages if not any(fnmatch(page, entry) for entry in entries)]
     for entry in entries:
