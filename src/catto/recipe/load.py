@@ -44,7 +44,7 @@ def shipped() -> dict[str, Path]:
     >>> sorted(shipped())
     ['paper', 'quickstart', 'smollm2']
     """
-    return {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
