@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from catto.errors import DataError, did_you_mean, listed, locating, nested
+from catto.errors import DataError, data_errors_at, did_you_mean, find_field, join_names
 from catto.formats import plain_table
 from catto.formats.logs import ColumnNames, Fields, format_of, read_answers
 from catto.formats.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
@@ -269,7 +269,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     if "gold" in columns:
-        with locating(path):
+        with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
         confidence = graded.confidence
         correct = graded.correct
@@ -384,7 +384,7 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _ColumnReade
 
 def _require_column(first: Fields, name: str, hint: str = "") -> None:
     try:
-        nested(first, name)
+        find_field(first, name)
     except ValueError:
         columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
         raise ValueError(f"no column {name!r}{hint}{columns}") from None
@@ -448,7 +448,7 @@ def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) 
     """Take the likelier of two labels as the answer: `confidence` is the probability of `names.positive`."""
     labels = sorted(set(gold))
     if len({*labels, names.positive}) > 2:
-        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {listed(labels)}"
+        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {join_names(labels)}"
         raise ValueError(f"--positive {names.positive}: {expected}")
     answers_positive = confidence >= 0.5
     is_positive = np.array([label == names.positive for label in gold], dtype=np.bool_)
@@ -465,7 +465,7 @@ def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
     if several_labels and many_rows_per_label and not answer_labels & gold_labels:
         raise ValueError(
             "no answer ever equals a right one, so labels seem to be written in two ways: the answers are "
-            f"{listed(sorted(answer_labels), 4)}, the right ones are {listed(sorted(gold_labels), 4)}"
+            f"{join_names(sorted(answer_labels), 4)}, the right ones are {join_names(sorted(gold_labels), 4)}"
         )
 
 

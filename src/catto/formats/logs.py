@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from catto.answer.response import parse_response
-from catto.errors import DataError, listed, locating, nested, shortened
+from catto.errors import DataError, data_errors_at, find_field, join_names, shorten_text
 from catto.io.tables import Rows, check_finished, read_rows
-from catto.io.text_files import MOST_JSON_BYTES, check_value_count, opened, parse_object
+from catto.io.text_files import MOST_JSON_BYTES, check_value_count, open_input, parse_object
 from catto.records import LOGPROB_NOISE
 
 Fields = Mapping[str, Any]
@@ -66,7 +66,7 @@ class ColumnNames:
 
 def probability_of(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
-    value = nested(fields, name)
+    value = find_field(fields, name)
     try:
         number = nan if isinstance(value, bool) or (isinstance(value, str) and "_" in value) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -90,7 +90,7 @@ def _number_hint(value: object, number: float) -> str:
 
 def truth_of(name: str, fields: Fields) -> bool:
     """Return a boolean, also from 0, 1 and the words of a CSV file."""
-    value = nested(fields, name)
+    value = find_field(fields, name)
     if isinstance(value, bool):
         return value
     word = WORDS.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
@@ -101,7 +101,7 @@ def truth_of(name: str, fields: Fields) -> bool:
 
 def text_of(name: str, fields: Fields) -> str:
     """Return the field as text; ids and labels may be written as numbers, 1 also as 1.0. An empty cell is none."""
-    value = nested(fields, name)
+    value = find_field(fields, name)
     if value is None or isinstance(value, dict | list | bytes) or value != value or not str(value).strip():
         raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
     return _label(str(int(value) if isinstance(value, float) and value.is_integer() else value))
@@ -141,7 +141,7 @@ def logprob_of(value: object, name: str) -> float:
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
     """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0)."""
-    logprobs = nested(fields, "label_logprobs")
+    logprobs = find_field(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
         raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
     named: dict[str, float] = {}
@@ -160,7 +160,7 @@ def answer_of(name: str, fields: Fields) -> str | None:
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
-    value = nested(fields, name)
+    value = find_field(fields, name)
     return None if value is None or (isinstance(value, str) and not value.strip()) else text_of(name, fields)
 
 
@@ -211,7 +211,7 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
 
 def _samples(path: Path) -> Rows:
     """Yield the samples of a log of inspect_ai: a zip file of JSON files, packed by deflate or by Zstandard."""
-    with opened(path) as file:
+    with open_input(path) as file:
         try:
             with zipfile.ZipFile(file) as log:
                 _check_header(path, file, log)
@@ -331,7 +331,9 @@ def inspect_ai(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str
     """
     scores = record.get("scores") or {}
     if names.correct not in scores and len(scores) != 1:
-        raise ValueError(f"scores: name one of {listed(list(scores))} with --correct" if scores else _no_scores(record))
+        raise ValueError(
+            f"scores: name one of {join_names(list(scores))} with --correct" if scores else _no_scores(record)
+        )
     score = scores[names.correct if names.correct in scores else next(iter(scores))]
     value, target = score["value"], record.get("target")
     answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
@@ -355,7 +357,7 @@ def _no_scores(sample: Fields) -> str:
     """Say why a sample of inspect_ai has no scores."""
     error = sample.get("error")
     if isinstance(error, dict) and error.get("message"):
-        return f"the sample failed: {shortened(str(error['message']), 200)}"
+        return f"the sample failed: {shorten_text(str(error['message']), 200)}"
     return "scores: empty"
 
 
@@ -398,7 +400,7 @@ def uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]
     if names.confidence == "confidence":
         scores = [name for name in UQLM_SCORES if name in record]
         if len(scores) != 1:
-            raise ValueError(f"name one of the scores {listed(scores)} with --confidence")
+            raise ValueError(f"name one of the scores {join_names(scores)} with --confidence")
         answer["confidence"] = record[scores[0]]
     return answer
 
@@ -427,7 +429,7 @@ def _labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> li
     """Return the labels that occur as right answers; of letters, those before them too."""
     labels = set()
     for row, record in rows:
-        with locating(path, row):
+        with data_errors_at(path, row):
             labels.add(text_of(gold, record))
     if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):
         return [chr(code) for code in range(ord("A"), ord(max(labels)) + 1)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from catto.formats import logs
-from catto.io.text_files import MOST_JSON_BYTES, kind, opened
+from catto.io.text_files import MOST_JSON_BYTES, find_suffix, open_input
 from catto.metrics.binning import Bools, Floats
 
 # Below this size importing Arrow takes longer than reading the rows.
@@ -22,14 +22,14 @@ SMALLEST = 1 << 21
 
 def read_plain(path: Path) -> Any | None:
     """Return the file as an Arrow table without nulls; None where it is not plain, or small, or pyarrow is missing."""
-    form = kind(path)
+    form = find_suffix(path)
     if form not in (".jsonl", ".ndjson", ".csv") or not path.is_file() or path.stat().st_size < SMALLEST:
         return None
     try:
         import pyarrow as arrow  # type: ignore[import-untyped]
     except ImportError:
         return None
-    with opened(path) as file:
+    with open_input(path) as file:
         data = file.read(MOST_JSON_BYTES + 1)
     if len(data) > MOST_JSON_BYTES or b"\0" in data or b"\r" in data or data.startswith(b"\xef\xbb\xbf"):
         return None

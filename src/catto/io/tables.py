@@ -10,16 +10,16 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from catto.errors import DataError, listed, parse_json, shortened
+from catto.errors import DataError, join_names, parse_json, shorten_text
 from catto.io.parquet_rows import MAX_ROWS, TOO_MANY_ROWS, read_parquet
 from catto.io.text_files import (
     MAX_LINE_BYTES,
     MOST_JSON_BYTES,
     SUFFIXES,
-    _parse_whole,
-    _text_lines,
-    kind,
-    opened,
+    find_suffix,
+    iterate_lines,
+    open_input,
+    parse_json_text,
     parse_object,
     read_lines,
     read_text,
@@ -37,7 +37,7 @@ def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
 
 
 def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
-    match kind(path):
+    match find_suffix(path):
         case ".jsonl" | ".ndjson":
             yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
         case ".json":
@@ -45,10 +45,10 @@ def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
         case ".csv" | ".tsv":
             yield from _read_csv(path, columns)
         case ".parquet":
-            with opened(path) as file:
+            with open_input(path) as file:
                 yield from read_parquet(path, file)
         case _:
-            with opened(path):  # refuses a folder, and what is missing
+            with open_input(path):  # refuses a folder, and what is missing
                 raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
 
 
@@ -59,7 +59,7 @@ def _read_json_rows(path: Path) -> Rows:
         del text
         yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
         return
-    value = _parse_whole(path, text)
+    value = parse_json_text(path, text)
     rows = _find_rows(path, value)
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
@@ -105,7 +105,7 @@ def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[s
     rows = []
     for number, cells in enumerate(table, 1):
         if not isinstance(cells, list) or len(cells) != len(names):
-            raise DataError(path, number, f"expected a list of {len(names)} cells ({listed(names)})")
+            raise DataError(path, number, f"expected a list of {len(names)} cells ({join_names(names)})")
         rows.append(dict(zip(names, cells, strict=True)))
     return rows
 
@@ -118,7 +118,7 @@ def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
     if all(isinstance(entry, list) for entry in entries):
         lengths = {len(column) for column in entries}
         if len(lengths) > 1:
-            expected = f"expected columns of equal length, got {listed(sorted(lengths))}"
+            expected = f"expected columns of equal length, got {join_names(sorted(lengths))}"
             raise DataError(path, None, expected)
         return [dict(zip(table, cells, strict=True)) for cells in zip(*entries, strict=True)]
     if not all(isinstance(entry, dict) for entry in entries):
@@ -148,9 +148,9 @@ def check_finished(path: Path, log: dict[str, Any]) -> None:
         return
     error = log.get("error")
     reason = error.get("message") if isinstance(error, dict) else None
-    said = f": {shortened(str(reason), 200)}" if reason else ""
+    said = f": {shorten_text(str(reason), 200)}" if reason else ""
     outcome = "failed" if status == "error" else "did not finish"
-    raise DataError(path, None, f"the run {outcome} (status {shortened(str(status), 40)}{said}): nothing to measure")
+    raise DataError(path, None, f"the run {outcome} (status {shorten_text(str(status), 40)}{said}): nothing to measure")
 
 
 def _refuse_twice(path: Path, names: Sequence[str]) -> None:
@@ -159,13 +159,13 @@ def _refuse_twice(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
-    number, lines = 0, (line for _, line in _text_lines(path, "line"))
+    number, lines = 0, (line for _, line in iterate_lines(path, "line"))
     first = next((line for line in lines if line.strip()), "")
     csv.field_size_limit(MAX_LINE_BYTES)
     if names is None and first.startswith(('{"', "[{")):
         raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
     # The header's most frequent one outside of quotes; a file without a header has commas.
-    signs = "\t" if kind(path) == ".tsv" else ",;\t|" if names is None else ","
+    signs = "\t" if find_suffix(path) == ".tsv" else ",;\t|" if names is None else ","
     sign = max(signs, key=re.sub('"[^"]*"', "", first).count)
     try:
         for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
@@ -175,7 +175,7 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
             elif values:
                 number += 1
                 if len(values) != len(names):
-                    expected = f"expected {len(names)} columns ({listed(names)}), got {len(values)}"
+                    expected = f"expected {len(names)} columns ({join_names(names)}), got {len(values)}"
                     raise DataError(path, number, expected + _decimal_comma_hint(values, sign))
                 yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:

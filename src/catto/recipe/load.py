@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from catto import errors as problems
-from catto.errors import DataError, did_you_mean, listed, locating, shortened
+from catto.errors import DataError, data_errors_at, did_you_mean, join_names, shorten_text
 from catto.io.text_files import read_text
 from catto.recipe.settings import Recipe, TaskSettings, is_task_file
 
@@ -70,7 +70,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if message == "unknown key":
             message = _explain_unknown(place[-1], _keys_at(place[:-1]))
         # A rule over several settings has no place; its message begins with the setting that it is about.
-        culprit = blamed(str(path), overrides, place or message.partition(":")[0].split("."))
+        culprit = origin_of(str(path), overrides, place or message.partition(":")[0].split("."))
         raise DataError(culprit, None, ": ".join(filter(None, [".".join(place), message]))) from None
     tasks = {
         name: load_task(block.path, block) if is_task_file(block.path) else block
@@ -83,7 +83,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     for block, config, given in passed:
         for name, setting in given.items():
             if (problem := _refused(config, name, setting)) is not None:
-                culprit = blamed(str(path), overrides, (*block.split("."), name))
+                culprit = origin_of(str(path), overrides, (*block.split("."), name))
                 raise DataError(culprit, None, f"{block}.{name}: {problem}")
             if type(setting) is int and keywords(config).get(name, "").startswith("float"):
                 given[name] = float(setting)  # 1 and 1.0 are one setting with one key
@@ -102,7 +102,7 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
         for name in value:
             if name not in known:
                 raise DataError(path, None, f"{name}: {_explain_unknown(name, known)}")
-    with locating(path, value=value):
+    with data_errors_at(path, value=value):
         block = TaskSettings.model_validate(value)
 
     def placed(item: Any) -> Any:
@@ -116,13 +116,13 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
 
 
 def _explain_unknown(name: str, known: Sequence[str]) -> str:
-    return f"unknown key{did_you_mean(name, known)} (known: {listed(known, 40)})"
+    return f"unknown key{did_you_mean(name, known)} (known: {join_names(known, 40)})"
 
 
-def blamed(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
+def origin_of(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
     """Return what set the value at a place: an override, or the file.
 
-    >>> blamed("r.yaml", ["evaluation.bins=0"], ("evaluation", "bins"))
+    >>> origin_of("r.yaml", ["evaluation.bins=0"], ("evaluation", "bins"))
     '--set evaluation.bins=0'
     """
     at = tuple(place)
@@ -258,14 +258,14 @@ def _check(value: object, place: tuple[str, ...]) -> None:
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise ValueError(f"{at}key {shortened(repr(key), 60)}: expected a text; quote it")
+                raise ValueError(f"{at}key {shorten_text(repr(key), 60)}: expected a text; quote it")
             _check(item, (*place, str(key)))
     elif value is not None and not isinstance(value, bool | str):
         if not isinstance(value, int | float):
             kind = type(value).__name__
             raise ValueError(f"{at}expected a text, a number, a list or a block, got a {kind}; quote it")
         if not -(2**63) <= value < 2**63:  # also what is not finite: a nan fails both
-            raise ValueError(f"{at}expected a finite number below 2^63, got {shortened(repr(value), 40)}")
+            raise ValueError(f"{at}expected a finite number below 2^63, got {shorten_text(repr(value), 40)}")
 
 
 class _Strict(yaml.SafeLoader):
@@ -298,9 +298,9 @@ class _Strict(yaml.SafeLoader):
             value = super().construct_object(node, deep=deep)
             if not isinstance(value, int | float) or not _OTHER_BASE.match(node.value):
                 return value
-            problem = f"{shortened(repr(node.value), 60)} is {value} in YAML: write that, or quote it"
+            problem = f"{shorten_text(repr(node.value), 60)} is {value} in YAML: write that, or quote it"
         except ValueError:
-            problem = f"{shortened(repr(node.value), 60)} cannot be read as a number or a date"
+            problem = f"{shorten_text(repr(node.value), 60)} cannot be read as a number or a date"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

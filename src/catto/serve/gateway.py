@@ -33,7 +33,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from catto.engines.server import FaultError
-from catto.errors import shortened
+from catto.errors import shorten_text
 from catto.metrics.errors import brier, ece
 from catto.metrics.selection import RULES
 from catto.records import Message, Option, Protocol, Question, Record
@@ -284,7 +284,7 @@ class Guard:
                 seconds = time.monotonic() - started
                 self.watch.replied(message["status"], seconds)
                 # A path may hold line breaks, which would forge lines of the log.
-                LOG.info("%s %s %s %.0f ms", name, shortened(scope["path"], 80), message["status"], 1000 * seconds)
+                LOG.info("%s %s %s %.0f ms", name, shorten_text(scope["path"], 80), message["status"], 1000 * seconds)
             await send(message)
 
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")  # "Bearer", in whatever case
@@ -509,7 +509,7 @@ def _events(head: dict[str, Any], answered: Answered, usage: bool) -> str:
 def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error in OpenAI's form."""
     kind, code = _KINDS.get(status, ("upstream_error" if status > 500 else "invalid_request_error", None))
-    body = {"error": {"message": shortened(message), "type": kind, "param": None, "code": code}}
+    body = {"error": {"message": shorten_text(message), "type": kind, "param": None, "code": code}}
     return JSONResponse(body, status, headers)
 
 
