@@ -56,7 +56,7 @@ PROCESSES = (
     "eval: other settings",
     "measure: deep line",
     "measure --bins 1000000000",
-    "recipe: bomb",
+    "recipe: repeated key",
     "gguf: garbage",
     "train --seed",
 )
