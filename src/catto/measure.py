@@ -3,7 +3,7 @@
 A row has a confidence and whether the answer was right. The confidence is the column `confidence`, else the probability
 of the answer in `label_logprobs` (label -> log-probability). An answer is right by the column `correct`, else if
 `label == gold`, else if the top label of `label_logprobs` is `gold`. The first row decides; later rows must have the
-same columns. `ColumnNames` names other columns; `catto.formats.logs` brings logs of other tools into this form.
+same columns. `ColumnNames` names other columns; `catto.formats` brings logs of other tools into this form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pydantic_core import to_jsonable_python
 
 from catto.errors import DataError, data_errors_at, did_you_mean, find_field, join_names
 from catto.formats import plain_table
-from catto.formats.logs import ColumnNames, Fields, format_of, read_answers
+from catto.formats.answers import find_format, read_answers
+from catto.formats.columns import ColumnNames, Fields
 from catto.formats.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
 from catto.metrics import statistics
 from catto.metrics.binning import Bools, Floats
@@ -332,7 +333,7 @@ def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None
     [first] = table.slice(0, 1).to_pylist()
     try:
         columns = plain_table.columns_of(table, _choose_readers(first, names))
-        if columns is None or format_of(first, names) != "catto":
+        if columns is None or find_format(first, names) != "catto":
             return None
     except ValueError:
         return None

@@ -14,7 +14,8 @@ import pytest
 from command import run, write_lines
 
 from catto.errors import DataError
-from catto.formats.logs import ColumnNames, read_answers
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames
 from catto.measure import read_graded
 
 Capture = pytest.CaptureFixture[str]

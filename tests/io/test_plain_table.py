@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from catto import measure
 from catto.errors import DataError
 from catto.formats import plain_table
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.measure import GradedAnswers, read_confidences
 
 pytest.importorskip("pyarrow")

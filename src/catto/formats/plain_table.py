@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from catto.formats import logs
+from catto.formats import columns as cells
 from catto.io.text_files import MOST_JSON_BYTES, find_suffix, open_input
 from catto.metrics.binning import Bools, Floats
 
@@ -85,7 +85,7 @@ def probabilities(column: Any) -> Floats | None:
 def truths(column: Any) -> Bools | None:
     """Return booleans, also from 0, 1 and the words for them. (N,)."""
     encoded = column.combine_chunks().dictionary_encode()
-    words = [logs.WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
+    words = [cells.WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
     return None if None in words else np.array(words, dtype=np.bool_)[encoded.indices.to_numpy()]
 
 
@@ -99,13 +99,13 @@ def texts(column: Any) -> list[str] | None:
 class Reader(NamedTuple):
     """How a field is read: a cell by its name from a row; and a whole Arrow column, None where it cannot be."""
 
-    cell: Callable[[str, logs.Fields], Any]
+    cell: Callable[[str, cells.Fields], Any]
     column: Callable[[Any], Any]
 
 
-PROBABILITY, TRUTH = Reader(logs.probability_of, probabilities), Reader(logs.truth_of, truths)
-TEXT, ANSWER = Reader(logs.text_of, texts), Reader(logs.answer_of, texts)
-ANSWER_PROBABILITY = Reader(logs.answer_probability, lambda column: None)
+PROBABILITY, TRUTH = Reader(cells.probability_of, probabilities), Reader(cells.truth_of, truths)
+TEXT, ANSWER = Reader(cells.text_of, texts), Reader(cells.answer_of, texts)
+ANSWER_PROBABILITY = Reader(cells.answer_probability, lambda column: None)
 SOURCE = Reader(lambda name, fields: str(fields.get(name)), texts)
 
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from catto.errors import DataError, data_errors_at, shorten_text
-from catto.formats.logs import ColumnNames, Fields, answer_of, read_answers, text_of
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames, Fields, answer_of, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
 from catto.measure import MeasureSettings, ParseCounts, Unparsed, read_graded, summarise

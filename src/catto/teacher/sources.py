@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Key, Request, is_hub_id
 from catto.errors import DataError, data_errors_at
-from catto.formats.logs import text_of
+from catto.formats.columns import text_of
 from catto.io.tables import read_hub, read_rows
 from catto.io.text_files import SUFFIXES, find_suffix
 from catto.prompts import completion, messages
