@@ -62,7 +62,7 @@ def _unpack_member(
 ) -> bytes:
     """Return the content of a file of a log. Its stated sizes may be wrong: what is unpacked is counted."""
     if member.compress_type == ZSTANDARD:
-        stream = _open_zstandard(path, file, member)
+        stream = _open_zstandard(file, member)
     elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         stream = log.open(member)
     else:  # zipfile unpacks all that it has read of other methods, however much that is
@@ -78,12 +78,10 @@ def _unpack_member(
                 raise DataError(path, row, f"larger than {MOST_JSON_BYTES // 2**20} MB")
 
 
-def _open_zstandard(path: Path, file: IO[bytes], member: zipfile.ZipInfo) -> Any:
+def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
     """Return a stream of what a file packed by Zstandard holds."""
-    try:
-        import pyarrow as arrow  # type: ignore[import-untyped]
-    except ImportError:
-        raise DataError(path, None, "reading this log needs pyarrow: pip install 'catto[train]'") from None
+    import pyarrow as arrow
+
     file.seek(member.header_offset)
     header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
     if len(header) < 30:

@@ -53,7 +53,7 @@ def get_field(raw: Raw, name: str) -> Any:
 
 def get_text(raw: Raw, name: str) -> str:
     """Return the value of a field that must be text."""
-    value = find_field(raw, name)
+    value = get_field(raw, name)
     if not isinstance(value, str):
         raise ValueError(f"{name}: expected text, got {type(value).__name__}")
     return value
@@ -257,7 +257,7 @@ class FieldMap:
 
     def _read_option_field(self, raw: Raw, name: str) -> tuple[object, object]:
         """Return the texts and the labels in one field, unchecked; labels None if it has none."""
-        value = find_field(raw, name)
+        value = get_field(raw, name)
         if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
             try:
                 value = parse_json(value)
