@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from catto import TASKS, load_questions
-from catto.io.atomic import replacing
+from catto.io.atomic import replace_file
 from catto.records import Question
 
 QUOTED = 2  # most words of a kind that a sentence quotes
@@ -81,7 +81,7 @@ def response_lines(question: Question) -> Iterator[str]:
 
 def main(data_dir: str, out: str) -> None:
     """Write one response per label for every training question, then for every validation question."""
-    with replacing(Path(out)) as file:
+    with replace_file(Path(out)) as file:
         for question in load_questions("snli", "train", data_dir=data_dir):
             file.writelines(response_lines(question))
         for question in held_out_questions(data_dir):

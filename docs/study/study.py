@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from catto.io.atomic import replacing, replacing_bytes
+from catto.io.atomic import replace_binary_file, replace_file
 from catto.io.record_files import read_records
 from catto.io.text_files import read_json
 from catto.measure import MeasureSettings, ParseCounts, compare_runs
@@ -142,7 +142,7 @@ def collect(run: Path) -> Results:
         update: dict[str, Any] = {"recipe": {"evaluation": newest.recipe["evaluation"]}, "cells": tuple(cells)}
         update["questions"] = _posteriors(newest, run, folder) if study in ("world", OBJECTIVES) else {}
         newest = newest.model_copy(update=update)
-        with replacing(folder / "results.json") as file:
+        with replace_file(folder / "results.json") as file:
             file.write(newest.model_dump_json(indent=1) + "\n")
     return newest
 
@@ -186,7 +186,7 @@ def _posteriors(results: Results, run: Path, folder: Path) -> dict[str, tuple[st
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    with replacing_bytes(path) as file:  # no date in it: equal lines give equal bytes
+    with replace_binary_file(path) as file:  # no date in it: equal lines give equal bytes
         file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
@@ -308,7 +308,7 @@ def write() -> None:
             raise SystemExit(f"{DOCS / page}: expected a block {name}")
         texts[page] = "".join([before, begin, *(f"{line}\n" for line in lines), end, after])
     for page, text in texts.items():
-        with replacing(DOCS / page) as file:
+        with replace_file(DOCS / page) as file:
             file.write(text)
     numbers, answers = main
     figure = partial(reliability_figure, list(_panels("snli", answers, numbers)))

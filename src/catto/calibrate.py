@@ -23,8 +23,9 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from catto.errors import DataError, locating
-from catto.formats.logs import ColumnNames, answer_of, logprobs_of, read_answers, text_of
+from catto.errors import DataError, data_errors_at
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames, answer_of, logprobs_of, text_of
 from catto.io import atomic, record_files, text_files
 from catto.io.record_files import library_versions, manifest_path, read_manifest
 from catto.measure import Confidences, GradedAnswers, read_confidences, read_graded
@@ -54,7 +55,7 @@ OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k,
 def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, float], str | None, str | None]]:
     """Yield the label log-probabilities of each row, its answer and its gold label; None: the row has none."""
     for row, fields in read_answers(path, names):
-        with locating(path, row):
+        with data_errors_at(path, row):
             logprobs = logprobs_of(fields)
             answer = answer_of(names.prediction or "label", fields)
             gold = text_of(names.gold or "gold", fields) if names.gold or "gold" in fields else None
@@ -123,7 +124,7 @@ class Fitted:
         """Return the calibrated confidence of each answer. -> (N,)."""
         if self.on == "confidence":
             return self.of_confidences(answers.confidence)
-        with locating(answers.source):
+        with data_errors_at(answers.source):
             rows = read_labels(answers.source, names)
             return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
 
@@ -142,7 +143,7 @@ def fit_file(
     _, first = next(iter(read_answers(path, names)))  # `apply_file` marks every row
     if not _final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
         raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
-    with locating(path):
+    with data_errors_at(path):
         if on == "confidence":
             if kind == "vector":
                 raise ValueError("vector scaling reads label log-probabilities, not confidences")
@@ -189,7 +190,7 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
     made = {**manifest.notes, "calibrator": calibrator, "rows": manifest.counts.get("rows")}
-    with locating(place, value=manifest.notes, field="notes."):
+    with data_errors_at(place, value=manifest.notes, field="notes."):
         return Fitted(**made if on is None else made | {"on": on})
 
 
@@ -205,7 +206,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     final = _final_notes(path)
     foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
-    with atomic.replacing(out) as file:
+    with atomic.replace_file(out) as file:
         pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), stated, new in pairs:
             fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
@@ -320,7 +321,7 @@ class RiskThreshold(Record):
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
-    with text_files.opened(path):  # refuses a folder, and what is missing
+    with text_files.open_input(path):  # refuses a folder, and what is missing
         notes = _final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
@@ -337,7 +338,7 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         wrong = int((~answers.correct).sum())
         raise DataError(path, None, f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong")
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
-    with locating(manifest_path(path), field="notes: "):
+    with data_errors_at(manifest_path(path), field="notes: "):
         threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
     record_files.write_record(out, threshold)
     return threshold

@@ -37,15 +37,17 @@ class DataError(ValueError):
     """
 
     def __init__(self, source: str | Path, row: int | None, message: str) -> None:
-        place = shortened(str(source)) + (f" row {row}" if row is not None else "")
-        super().__init__(f"{place}: {shortened(message)}")
+        place = shorten_text(str(source)) + (f" row {row}" if row is not None else "")
+        super().__init__(f"{place}: {shorten_text(message)}")
 
 
 @contextmanager
-def locating(source: str | Path, row: int | None = None, value: object = UNKNOWN, field: str = "") -> Iterator[None]:
+def data_errors_at(
+    source: str | Path, row: int | None = None, value: object = UNKNOWN, field: str = ""
+) -> Iterator[None]:
     """Turn a ValueError, also one of pydantic about `value`, into the DataError of this place; a DataError passes.
 
-    >>> with locating("answers.csv", 17):
+    >>> with data_errors_at("answers.csv", 17):
     ...     raise ValueError("confidence: expected a number")
     Traceback (most recent call last):
     catto.errors.DataError: answers.csv row 17: confidence: expected a number
@@ -59,10 +61,10 @@ def locating(source: str | Path, row: int | None = None, value: object = UNKNOWN
         raise DataError(source, row, field + problem) from None
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+def shorten_text(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return the text on one line and without control characters, a long one without its middle.
 
-    >>> shortened("a\\nb" + 20 * "c", most=12)
+    >>> shorten_text("a\\nb" + 20 * "c", most=12)
     'a bcc ...ccc'
     """
     if len(text) > 4 * most:  # joining and escaping 25 MB to keep 500 characters would take its time
@@ -86,13 +88,13 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
 
-def listed(names: Sequence[object], most: int = 12) -> str:
+def join_names(names: Sequence[object], most: int = 12) -> str:
     """Return names separated by commas, and how many more there are.
 
-    >>> listed(["a", "b", "c"], most=2)
+    >>> join_names(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
-    shown = ", ".join(shortened(str(name), 60) for name in names[:most])
+    shown = ", ".join(shorten_text(str(name), 60) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
@@ -198,7 +200,7 @@ def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
         message = f"{message} as the key"
     elif first["type"] not in _SELF_EXPLAINING:
         message = f"{message}, got {_SHORT.repr(actual)}"
-    return [shortened(part, 60) for part in place], message
+    return [shorten_text(part, 60) for part in place], message
 
 
 # Their message says all: what is there would add nothing, or is the whole of the input.
@@ -236,7 +238,7 @@ def _expected(problem: Any) -> str:
         return f"expected at {word} {count} {'entry' if count == 1 else 'entries'}"
     if kind in ("literal_error", "union_tag_invalid"):
         return f"expected {context.get('expected') or context['expected_tags']}".replace("'", "")
-    return shortened(str(problem["msg"]).removeprefix("Value error, "))
+    return shorten_text(str(problem["msg"]).removeprefix("Value error, "))
 
 
 def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
@@ -257,12 +259,12 @@ def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
     return tuple(parts), value
 
 
-def nested(fields: Mapping[str, Any], name: str) -> Any:
+def find_field(fields: Mapping[str, Any], name: str) -> Any:
     """Return a field of a row; ValueError where it is missing.
 
     `a.b` is b inside a, `a.0` the first entry of a list a, and `a.b` of a list a is the list of b of every entry.
 
-    >>> nested({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
+    >>> find_field({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
     ['red', 'blue']
     """
     if name in fields:
@@ -275,6 +277,6 @@ def nested(fields: Mapping[str, Any], name: str) -> Any:
             else:
                 value = value[part]
     except (KeyError, IndexError, TypeError):
-        there = f"{did_you_mean(name, fields)} (fields: {listed(list(fields))})" if fields else ""
+        there = f"{did_you_mean(name, fields)} (fields: {join_names(list(fields))})" if fields else ""
         raise ValueError(f"{name}: missing{there}") from None
     return value

@@ -3,7 +3,7 @@
 A row has a confidence and whether the answer was right. The confidence is the column `confidence`, else the probability
 of the answer in `label_logprobs` (label -> log-probability). An answer is right by the column `correct`, else if
 `label == gold`, else if the top label of `label_logprobs` is `gold`. The first row decides; later rows must have the
-same columns. `ColumnNames` names other columns; `catto.formats.logs` brings logs of other tools into this form.
+same columns. `ColumnNames` names other columns; `catto.formats` brings logs of other tools into this form.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from catto.errors import DataError, did_you_mean, listed, locating, nested
-from catto.formats import plain_table
-from catto.formats.logs import ColumnNames, Fields, format_of, read_answers
-from catto.formats.plain_table import ANSWER, ANSWER_PROBABILITY, PROBABILITY, SOURCE, TEXT, TRUTH, Reader
+from catto.errors import DataError, data_errors_at, did_you_mean, find_field, join_names
+from catto.formats.answers import find_format, read_answers
+from catto.formats.column_readers import (
+    ANSWER,
+    ANSWER_PROBABILITY,
+    PROBABILITY,
+    SOURCE,
+    TEXT,
+    TRUTH,
+    ColumnReader,
+    read_table_columns,
+)
+from catto.formats.columns import ColumnNames, Fields
+from catto.io.tables import read_plain_table
 from catto.metrics import statistics
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.catalogue import HEADLINE, METRICS
@@ -268,7 +278,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     if "gold" in columns:
-        with locating(path):
+        with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
         confidence = graded.confidence
         correct = graded.correct
@@ -309,10 +319,10 @@ def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
     return None
 
 
-class _ColumnReader(NamedTuple):
+class _FieldReader(NamedTuple):
     """How a column is read, and the field of a row that it is read from."""
 
-    reader: Reader
+    reader: ColumnReader
     field: str
 
 
@@ -325,13 +335,13 @@ def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
 
 
 def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
-    table = plain_table.read_plain(path)
+    table = read_plain_table(path)
     if table is None:
         return None
     [first] = table.slice(0, 1).to_pylist()
     try:
-        columns = plain_table.columns_of(table, _choose_readers(first, names))
-        if columns is None or format_of(first, names) != "catto":
+        columns = read_table_columns(table, _choose_readers(first, names))
+        if columns is None or find_format(first, names) != "catto":
             return None
     except ValueError:
         return None
@@ -348,7 +358,7 @@ def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
             if not steps:
                 for name, (reader, field) in _choose_readers(fields, names).items():
                     columns[name] = []
-                    steps.append((columns[name].append, reader.cell, field))
+                    steps.append((columns[name].append, reader.read_cell, field))
             for append, read_cell, field in steps:
                 value = read_cell(field, fields)
                 append(value)
@@ -363,7 +373,7 @@ def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     return columns
 
 
-def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _ColumnReader]:
+def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
     """Decide from the first row how each column is read, and from which field."""
     readers = {"confidence": _choose_confidence(first, names)}
     readers |= _choose_correctness(first, names)
@@ -372,44 +382,44 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _ColumnReade
         question = next((name for name in QUESTION_COLUMNS if name in first), None)
     if question is not None:
         _require_column(first, question)
-        readers["question"] = _ColumnReader(TEXT, question)
+        readers["question"] = _FieldReader(TEXT, question)
     if "source" in first:
-        readers["source"] = _ColumnReader(SOURCE, "source")
+        readers["source"] = _FieldReader(SOURCE, "source")
     if names.by is not None:
         _require_column(first, names.by)
-        readers["by"] = _ColumnReader(TEXT, names.by)
+        readers["by"] = _FieldReader(TEXT, names.by)
     return readers
 
 
 def _require_column(first: Fields, name: str, hint: str = "") -> None:
     try:
-        nested(first, name)
+        find_field(first, name)
     except ValueError:
         columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
         raise ValueError(f"no column {name!r}{hint}{columns}") from None
 
 
-def _choose_confidence(first: Fields, names: ColumnNames) -> _ColumnReader:
+def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
     is_default = names.confidence == "confidence"
     if is_default and "confidence" not in first and "label_logprobs" in first:
-        return _ColumnReader(ANSWER_PROBABILITY, names.prediction or "label")
+        return _FieldReader(ANSWER_PROBABILITY, names.prediction or "label")
     _require_column(first, names.confidence)
-    return _ColumnReader(PROBABILITY, names.confidence)
+    return _FieldReader(PROBABILITY, names.confidence)
 
 
-def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _ColumnReader]:
+def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
     """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing."""
     names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
     names_correct = names.correct != "correct"
     if names_correct or ("correct" in first and not names_labels):
         _require_column(first, names.correct)
-        return {"correct": _ColumnReader(TRUTH, names.correct)}
+        return {"correct": _FieldReader(TRUTH, names.correct)}
     has_labels = "gold" in first and ("label" in first or "label_logprobs" in first)
     if not names_labels and not has_labels:
         return {}
     gold = names.gold or "gold"
     _require_column(first, gold)
-    readers = {"gold": _ColumnReader(TEXT, gold)}
+    readers = {"gold": _FieldReader(TEXT, gold)}
     if names.positive is not None:
         return readers
     prediction = names.prediction or "label"
@@ -420,7 +430,7 @@ def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _ColumnR
             f"{names.confidence!r} is"
         )
         _require_column(first, prediction, hint)
-    readers["answer"] = _ColumnReader(ANSWER, prediction)
+    readers["answer"] = _FieldReader(ANSWER, prediction)
     return readers
 
 
@@ -447,7 +457,7 @@ def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) 
     """Take the likelier of two labels as the answer: `confidence` is the probability of `names.positive`."""
     labels = sorted(set(gold))
     if len({*labels, names.positive}) > 2:
-        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {listed(labels)}"
+        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {join_names(labels)}"
         raise ValueError(f"--positive {names.positive}: {expected}")
     answers_positive = confidence >= 0.5
     is_positive = np.array([label == names.positive for label in gold], dtype=np.bool_)
@@ -464,7 +474,7 @@ def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
     if several_labels and many_rows_per_label and not answer_labels & gold_labels:
         raise ValueError(
             "no answer ever equals a right one, so labels seem to be written in two ways: the answers are "
-            f"{listed(sorted(answer_labels), 4)}, the right ones are {listed(sorted(gold_labels), 4)}"
+            f"{join_names(sorted(answer_labels), 4)}, the right ones are {join_names(sorted(gold_labels), 4)}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from catto.errors import shortened
+from catto.errors import shorten_text
 
 SCHEMA_VERSION = 1
 
@@ -295,7 +295,7 @@ def checked_name(name: str, what: str, plus: bool = False) -> str:
     """
     if not _NAME.fullmatch(name) or ("+" in name and not plus):
         signs = "._-+" if plus else "._-"
-        shown = shortened(repr(name), 80)
+        shown = shorten_text(repr(name), 80)
         raise ValueError(f"{what} name {shown}: expected letters, digits and {signs}, at most 64, not dots alone")
     return name
 

@@ -18,7 +18,7 @@ from test_logs import completion, lm_eval, sample
 from catto.calibrate import fit_file
 from catto.engines import Generation
 from catto.errors import DataError
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.io.record_files import read_records
 from catto.measure import read_graded
 from catto.predict import evaluate

@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
 from catto.calibrate import Fitted, read_labels
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.io.record_files import manifest_path, write_record
 from catto.measure import read_confidences, read_graded
 from catto.metrics.calibrators import CALIBRATORS, Temperature, VectorScaling, load

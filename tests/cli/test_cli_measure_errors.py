@@ -9,7 +9,7 @@ from command import Done, run, write_lines
 from measure_rows import plain
 
 from catto.errors import DataError
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.measure import read_graded
 
 Capture = pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import run, write_lines
 
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.measure import read_graded, summarise
 
 Capture = pytest.CaptureFixture[str]

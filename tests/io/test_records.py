@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.errors import DataError
-from catto.io.atomic import replacing
+from catto.io.atomic import replace_file
 from catto.io.record_files import (
     library_versions,
     manifest_path,
@@ -149,7 +149,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) ->
 
 def test_a_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "x.txt"
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write("x")
         assert not path.exists()
     assert path.read_text() == "x"

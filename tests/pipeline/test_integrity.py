@@ -14,7 +14,7 @@ from experiment_world import write_recipe
 
 from catto.cli import main
 from catto.errors import DataError
-from catto.io.atomic import sealed
+from catto.io.atomic import seal_folder
 from catto.pipeline.attempts import Attempt
 from catto.pipeline.plan import Graph
 from catto.pipeline.run import take_over
@@ -220,7 +220,7 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
     text = predictions.read_text().replace('"confidence":', '"confidence": ')
     predictions.write_text(text)
     told.pop("checksum")
-    told["files"] = {name: list(seal) for name, seal in sealed(predictions.parent, UNSEALED).items()}
+    told["files"] = {name: list(seal) for name, seal in seal_folder(predictions.parent, UNSEALED).items()}
     write(predictions.parent / DONE, {**told, "checksum": content_hash(told)})
     assert catto("plan", str(copy / "tiny.yaml"), "--out", str(copy / "run"), "--json") == 0
     standing = {one["name"]: one["standing"] for one in json.loads(capsys.readouterr().out)}

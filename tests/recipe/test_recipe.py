@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from catto.methods import METHODS
 from catto.pipeline import launch
 from catto.pipeline.plan import Graph, open_recipe
 from catto.pipeline.stage import ordered
-from catto.recipe.load import _GIVEN, CONFIGS, _refused, keywords, load, shipped
+from catto.recipe.load import load, shipped
 from catto.recipe.settings import ModelSettings, Recipe, TaskSettings, TeacherSettings
 
 BASE: dict[str, Any] = {
@@ -84,10 +83,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seeds": [0, -1]}, "seeds.1: expected a number of at least 0, got -1"),
     ({"methods": []}, "methods: expected at least 1 entry"),
     ({"budgets": []}, "budgets: expected at least 1 entry"),
-    ({"preference": {"trl": {"betta": 0.1}}}, "preference.trl.betta: not a keyword of CATTOConfig; did you mean beta?"),
-    ({"sft": {"trl": {"beta": 0.1}}}, "sft.trl.beta: not a keyword of SupervisedConfig"),
-    ({"rcft": {"trl": {"warmup_step": 5}}}, "rcft.trl.warmup_step: not a keyword of SupervisedConfig; did you mean"),
-    ({"model": {"path": "x", "peft": {"lora_alfa": 4}}}, "model.peft.lora_alfa: not a keyword of LoraConfig; did you"),
     (
         {"model": {"path": "x", "peft": {"task_type": "X"}}},
         "model.peft.task_type: is not set here: it is always CAUSAL_LM",
@@ -99,14 +94,10 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"preference": {"trl": {"max_length": 30}}}, "preference.trl.max_length: is not set here: context gives it"),
     ({"sft": {"trl": {"output_dir": "x"}}}, "sft.trl.output_dir: is not set here: the run has its own"),
     ({"seeds": [2**32]}, "seeds.0"),
-    ({"preference": {"trl": {"beta": "1e-1"}}}, "preference.trl.beta: '1e-1' is text in YAML; write 1.0e-01"),
     (
         {"preference": {"trl": {"beta": float("nan")}}},
-        "preference.trl.beta: expected a finite number below 2^63, got nan",
+        "preference.trl.beta: expected a finite number, got nan",
     ),
-    ({"sft": {"trl": {"learning_rate": -1}}}, "sft.trl.learning_rate: expected a number above 0, got -1"),
-    ({"sft": {"trl": {"seed": -1}}}, "sft.trl.seed: expected a number of at least 0, got -1"),
-    ({"rcft": {"trl": {"num_train_epochs": 0}}}, "rcft.trl.num_train_epochs: expected a number above 0, got 0"),
     (
         {"preference": {"learning_rates": [1e-4, 1e-5], "trl": {"learning_rate": 1e-3}}},
         "preference.trl.learning_rate: each of preference.learning_rates would train at this",
@@ -239,8 +230,9 @@ def test_a_setting_that_nothing_reads_is_refused(override: str, expected: str) -
 
 
 def test_a_rate_without_a_point_is_a_number(tmp_path: Path) -> None:
-    """YAML 1.1 reads 1e-4 as text; a learning rate written so must still be one."""
-    assert load(write(tmp_path), ["sft.learning_rates=[1e-4]"]).sft.learning_rates == (1e-4,)
+    recipe = load(write(tmp_path), ["sft.learning_rates=[1e-4]", "sft.trl.weight_decay=1e-5"])
+    assert recipe.sft.learning_rates == (1e-4,)
+    assert recipe.sft.trl == {"weight_decay": 1e-5}
 
 
 def test_an_unknown_recipe_is_told_with_a_suggestion() -> None:
@@ -313,74 +305,6 @@ def test_what_does_not_go_with_the_start_is_refused(tmp_path: Path, changes: dic
 def test_a_model_that_is_not_trained_has_no_batch_for_processes_to_share(tmp_path: Path) -> None:
     recipe = load(write(tmp_path, **OWN, methods=["base", "base+ts", "dpo"], launch={"processes": 2}))
     launch.check(recipe)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_keywords_are_the_fields_of_the_configuration(config: str) -> None:
-    from peft import LoraConfig
-
-    from catto import CATTOConfig
-    from catto.training.supervised import SupervisedConfig
-
-    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, SupervisedConfig, CATTOConfig)}
-    assert keywords(config).keys() == {one.name for one in fields(classes[config])}
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "told"),
-    [
-        ("preference.trl.beta", "x", "expected float, got 'x'"),
-        ("preference.trl.beta", True, "expected float, got True"),
-        ("preference.trl.calibration_weight", [1], r"expected float or None, got \[1\]"),
-        ("sft.trl.gradient_accumulation_steps", 1.5, "expected int, got 1.5"),
-        ("rcft.trl.gradient_checkpointing", "maybe", "expected bool, got 'maybe'"),
-        ("model.peft.r", "many", "expected int, got 'many'"),
-        ("sft.trl.max_steps", "1e3", "'1e3' is text in YAML; write 1000"),
-        ("sft.trl.max_steps", "inf", "expected int, got 'inf'"),
-        ("sft.trl.run_name", 2024, "expected str or None, got 2024"),
-    ],
-)
-def test_a_keyword_of_a_trainer_has_its_type(tmp_path: Path, place: str, value: object, told: str) -> None:
-    block, *_, name = place.split(".")
-    inner = {place.split(".")[1]: {name: value}}
-    given = {"model": {"path": "m", **inner}} if block == "model" else {block: inner}
-    with pytest.raises(DataError, match=f"{place}: {told}"):
-        load(write(tmp_path, **given))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        "preference.trl={beta: 1, calibration_weight: null, warmup_steps: 0.1, fsdp: true, pad_to_multiple_of: '8'}",
-        "sft.trl={run_name: '2024', fsdp: [full_shard]}",
-        "model={path: m, peft: {lora_alpha: 0.5, r: 8}}",
-    ],
-)
-def test_a_keyword_of_a_trainer_takes_what_the_library_does(given: str) -> None:
-    load("quickstart", [given])
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_defaults_of_a_trainer_have_their_types(config: str) -> None:
-    from peft import LoraConfig
-
-    from catto import CATTOConfig
-    from catto.training.supervised import SupervisedConfig
-
-    classes: dict[str, Any] = {one.__name__: one for one in (LoraConfig, SupervisedConfig, CATTOConfig)}
-    plain = [one for one in fields(classes[config]) if type(one.default) in (bool, int, float, str, type(None))]
-    assert len(plain) > 10
-    refused = {one.name: _refused(config, one.name, one.default) for one in plain if one.name not in _GIVEN}
-    assert {name: problem for name, problem in refused.items() if problem is not None} == {}
-
-
-def test_keywords_of_a_library_that_is_not_there_are_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("catto.recipe.load.find_spec", lambda name: None)
-    keywords.cache_clear()
-    assert load(write(tmp_path, preference={"trl": {"betta": 1}})).preference.trl == {"betta": 1}
-    keywords.cache_clear()
 
 
 def test_a_path_takes_its_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from catto.engines import Generation, Key, Request
 from catto.engines.server import ServerError
 from catto.errors import DataError
 from catto.io import text_files
-from catto.io.atomic import locked
+from catto.io.atomic import hold_lock
 from catto.io.record_files import read_manifest, read_records
 from catto.prompts import messages
 from catto.recipe.settings import TeacherSettings
@@ -289,19 +289,19 @@ def test_another_parser_reads_again_and_asks_nothing(tmp_path: Path, monkeypatch
 
 
 def test_generations_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, names = text_files.opened, list[str]()
+    opened, names = text_files.open_input, list[str]()
 
     def counted(path: Path, **options: bool) -> AbstractContextManager[IO[bytes]]:
         names.append(path.name)
         return opened(path, **options)
 
-    monkeypatch.setattr(text_files, "opened", counted)
+    monkeypatch.setattr(text_files, "open_input", counted)
     run(tmp_path, "ABBB", "BBBA")
     assert (names.count("generations.jsonl"), names.count("responses.jsonl")) == (1, 0)
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path: Path) -> None:
-    with locked(tmp_path / ".lock"), pytest.raises(DataError, match="another run is writing here"):
+    with hold_lock(tmp_path / ".lock"), pytest.raises(DataError, match="another run is writing here"):
         run(tmp_path, "AAAA")
     run(tmp_path, "AAAA")
 

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from catto.cli import console, measure
 from catto.cli.console import Real, SeedOption, number, say, span, warn, writable_file
 from catto.cli.display import progress
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 from catto.io.record_files import read_manifest
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from catto.errors import DataError, did_you_mean, escape_controls, shortened
+from catto.errors import DataError, did_you_mean, escape_controls, shorten_text
 from catto.recipe.settings import FEW_QUESTIONS
 from catto.tasks import TASKS
 
@@ -52,7 +52,7 @@ def refusing(*kinds: type[Exception], place: str = "") -> Iterator[None]:
 
 def warn(message: str) -> None:
     """Print one short line on stderr."""
-    typer.echo(f"catto: {shortened(message, LONGEST)}", err=True)
+    typer.echo(f"catto: {shorten_text(message, LONGEST)}", err=True)
 
 
 def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") -> None:
@@ -71,7 +71,7 @@ def print_json(value: object) -> None:
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table: the first column is text, which may wrap, the others are numbers; an empty row is a line."""
     table = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.title = shortened(title)
+    table.title = shorten_text(title)
     for place, column in enumerate(columns):
         table.add_column(escape_controls(column), justify="right" if place else "left", no_wrap=place > 0)
     for row in rows:

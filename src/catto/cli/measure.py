@@ -14,7 +14,7 @@ from typer import Argument, Option
 from catto.cli import console
 from catto.cli.console import JsonOption, Real, SeedOption, number, refuse, say, span
 from catto.cli.display import progress
-from catto.formats.logs import ColumnNames, Format
+from catto.formats.columns import ColumnNames, Format
 from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from catto.cli import console, measure
 from catto.cli.console import refuse, say
 from catto.cli.display import Bar
 from catto.cli.run import running
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
 
 
 def report(

@@ -20,7 +20,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.display import Bar, RunDisplay, bars, progress
-from catto.errors import DataError, listed
+from catto.errors import DataError, join_names
 from catto.io.atomic import write_text
 from catto.pipeline import run as runner
 from catto.pipeline.stage import Stage, account, check, done, finished, ordered, place
@@ -205,7 +205,7 @@ def stage(
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
     if missing := runner.unseen(folder, wanted.needs.values(), wanted.name):
-        console.refuse(f"{wanted.name} needs what is not done: {listed(missing)}")
+        console.refuse(f"{wanted.name} needs what is not done: {join_names(missing)}")
     if done(folder, wanted):
         console.say(f"{wanted.name}: done already")
         return

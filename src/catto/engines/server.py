@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from catto import __version__
 from catto.engines import Engine, Generation, Key, Request, model_name, server_address
 from catto.engines.replies import ModelList, Reply, ServerError, cut_after_stop, error_message, one_line, wished_wait
-from catto.errors import first_problem, shortened
+from catto.errors import first_problem, shorten_text
 from catto.records import Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
@@ -146,7 +146,7 @@ class ServerEngine(Engine):
             yield outcome
             if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._warned:
                 self._warned = True
-                name = shortened(outcome.model, 80)  # the server chose it
+                name = shorten_text(outcome.model, 80)  # the server chose it
                 warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
 
     async def _arriving(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
@@ -303,7 +303,7 @@ class ServerEngine(Engine):
         if not answer.is_success:
             # Secrets go before anything is cut, since half of a key would not be recognised.
             page = content.decode(errors="replace")
-            said = error_message(content) or shortened(one_line(page, self._secrets)) or "no message"
+            said = error_message(content) or shorten_text(one_line(page, self._secrets)) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
         # A long reply takes a tenth of a second to read, in which a gateway's event loop would serve nobody.
         return await asyncio.to_thread(self._read_content, bytes(content), request, tries)

@@ -1,7 +1,7 @@
 """Write files and folders whole or not at all, lock them, and seal a finished folder.
 
-Everything the package writes goes through `replacing` or `building`: it is written next to its target, flushed to disk
-and renamed. A kill or a full disk leaves the old file or none, never half of a new one.
+Everything the package writes goes through `replace_file` or `build_folder`: it is written next to its target, flushed
+to disk and renamed. A kill or a full disk leaves the old file or none, never half of a new one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from catto.errors import DataError
-from catto.io.text_files import opened
+from catto.io.text_files import open_input
 
 BUSY = "another run is writing here"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
+def replace_file(path: Path) -> Iterator[IO[str]]:
     """Write a text file whole or not at all. UTF-8, newlines as they are written.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-    >>> with replacing(path) as file:
+    >>> with replace_file(path) as file:
     ...     _ = file.write("whole")
     ...     path.exists()
     False
     >>> path.read_text()
     'whole'
     """
-    with replacing_bytes(path) as raw:
+    with replace_binary_file(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         yield text
         text.flush()
@@ -44,12 +44,12 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text as a file, whole or not at all."""
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(text)
 
 
 @contextmanager
-def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
+def replace_binary_file(path: Path) -> Iterator[IO[bytes]]:
     """Write a file whole or not at all.
 
     What cannot be written (disk full, no permission, a folder or a device in its place) is one DataError.
@@ -61,7 +61,7 @@ def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def building(folder: Path) -> Iterator[Path]:
+def build_folder(folder: Path) -> Iterator[Path]:
     """Make a folder whole or not at all: yield an empty one beside it, which takes its place at the end.
 
     What was at its place, a part of an older attempt, is deleted at the last moment.
@@ -79,7 +79,7 @@ def _beside(path: Path) -> Iterator[Path]:
     """
     name = path.name.encode(errors="ignore")[:100].decode(errors="ignore")
     beside = path.with_name(f".{name}.{os.getpid()}.part")
-    with writing(path, beside):
+    with write_errors_at(path, beside):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(beside, ignore_errors=True)
@@ -96,7 +96,7 @@ def _beside(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
 
 
-def link(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Give a file a second name, which must be free; copy it where the file system has no links."""
     try:
         os.link(source, target)
@@ -108,7 +108,7 @@ def link(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, beside: Path) -> Iterator[None]:
+def write_errors_at(path: Path, beside: Path) -> Iterator[None]:
     """Report an error of writing `path` in one line. Errors of other files, raised by the caller's own code, pass."""
     try:
         yield
@@ -134,17 +134,17 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file `path` for this process; the system drops the lock of a killed one."""
-    with writing(path, path):
+    with write_errors_at(path, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
     with file:
-        hold(file, path.parent)
+        lock_open_file(file, path.parent)
         yield
 
 
-def hold(file: IO[bytes], place: Path) -> None:
+def lock_open_file(file: IO[bytes], place: Path) -> None:
     """Lock an open file for this process until it is closed; `place` is what an error names.
 
     A lock that another process holds raises BUSY; a file system that cannot lock raises its own reason.
@@ -166,16 +166,16 @@ class Seal(NamedTuple):
     sha256: str
 
 
-def sealed(folder: Path, leave: frozenset[str] = frozenset()) -> dict[str, Seal]:
+def seal_folder(folder: Path, leave: frozenset[str] = frozenset()) -> dict[str, Seal]:
     """Seal every file below a folder, by its path from there; `leave` names files at the top that may change later.
 
-    `damage` then finds what has changed.
+    `find_damage` then finds what has changed.
     """
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: Seal(path.stat().st_size, sha256(path)) for name, path in files.items() if name not in leave}
 
 
-def damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | None:
+def find_damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | None:
     """Say what is wrong with the first damaged file of a folder; None where all is well.
 
     Sizes are always compared; `contents`: the bytes too, at the cost of reading them.
@@ -193,5 +193,5 @@ def damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | Non
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal digits."""
-    with opened(path, plain=True) as file:
+    with open_input(path, plain=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Generic, NamedTuple, Self, TypeVar
 
-from catto.errors import DataError, locating
+from catto.errors import DataError, data_errors_at
 from catto.io import atomic, record_files
 from catto.io.record_files import manifest_path, read_manifest, write_manifest
 from catto.io.text_files import MAX_LINE_BYTES
@@ -116,7 +116,7 @@ class Journal(Generic[S]):
 
     def _read_line(self, line: NumberedLine) -> None:
         record_class = Refusal if line.is_refusal else self.kind
-        with locating(self.part, line.row):
+        with data_errors_at(self.part, line.row):
             outcome = record_class.model_validate_json(line.line)
         if self._is_answered(outcome.key):
             raise DataError(self.part, line.row, f"{outcome.name} is stored twice")
@@ -139,7 +139,7 @@ class Journal(Generic[S]):
                 self.path.rename(self.part)
         self._file = self.part.open("ab", buffering=0)
         try:
-            atomic.hold(self._file, self.part)
+            atomic.lock_open_file(self._file, self.part)
             self.read()
             self._file.truncate(self._end)
             if not self._end:
@@ -181,7 +181,7 @@ class Journal(Generic[S]):
 
     def _write_bytes(self, data: bytes) -> None:
         """Write without a buffer: after an error nothing is left that closing the file would write."""
-        with atomic.writing(self.part, self.part):
+        with atomic.write_errors_at(self.part, self.part):
             while data:
                 written = self._file.write(data)
                 data = data[written:]
@@ -221,7 +221,7 @@ class Journal(Generic[S]):
             record_files.write_records(self.refused_path, refused)
         else:
             self.refused_path.unlink(missing_ok=True)
-        with atomic.replacing_bytes(self.path) as file, self.part.open("rb") as source:
+        with atomic.replace_binary_file(self.path) as file, self.part.open("rb") as source:
             for key in self.keys:
                 if self._is_answered(key):
                     file.write(_read_span(source, self.places[key]))
@@ -241,7 +241,7 @@ class Journal(Generic[S]):
         """
         is_published = manifest_path(self.path).exists()
         sources = [self.path, self.refused_path] if is_published else [self.part]
-        with atomic.replacing_bytes(self.part) as file:
+        with atomic.replace_binary_file(self.part) as file:
             for source in sources:
                 if not source.exists():
                     continue

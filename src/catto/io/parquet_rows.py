@@ -47,11 +47,9 @@ def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, A
     Raises:
         DataError: The file is not Parquet, or holds more than can be read in bounded memory.
     """
-    try:
-        import pyarrow as arrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(path, None, "reading Parquet needs pyarrow: pip install 'catto[train]'") from None
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     file_bytes = path.stat().st_size
     expanded_limit = max(MAX_EXPANDED_BYTES, MAX_EXPANSION * file_bytes)
     expanded_bytes = 0

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from catto.errors import DataError, locating
-from catto.io.atomic import replacing, write_text
+from catto.errors import DataError, data_errors_at
+from catto.io.atomic import replace_file, write_text
 from catto.io.text_files import MAX_LINE_BYTES, parse_object, read_json, read_lines
 from catto.records import SCHEMA_VERSION, Manifest, Record
 
@@ -38,7 +38,7 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
             ours = False
         if not ours:
             value = parse_object(path, row, line)
-            with locating(path, row, value):
+            with data_errors_at(path, row, value):
                 record = kind.model_validate(value)
         yield record
 
@@ -57,7 +57,7 @@ def write_records(path: Path, records: Iterable[Record], manifest: Manifest | No
     An older manifest goes first: a kill leaves none, and never one that describes other records.
     """
     count = 0
-    with replacing(path) as file:
+    with replace_file(path) as file:
         for count, record in enumerate(records, 1):
             file.write(json_line(record, path, count))
         manifest_path(path).unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def write_record(path: Path, record: Record) -> None:
 def read_record(path: Path, kind: type[R]) -> R:
     """Read and validate a JSON file of one record."""
     value = read_json(path)
-    with locating(path, value=value):
+    with data_errors_at(path, value=value):
         return kind.model_validate(value)
 
 

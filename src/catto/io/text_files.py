@@ -23,10 +23,10 @@ MOST_JSON_VALUES = 2**25
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
-def kind(path: Path) -> str:
+def find_suffix(path: Path) -> str:
     """The format by the file's name, `.gz` aside; empty where it is none that we read.
 
-    >>> kind(Path("rows.jsonl.gz")), kind(Path("rows.txt"))
+    >>> find_suffix(Path("rows.jsonl.gz")), find_suffix(Path("rows.txt"))
     ('.jsonl', '')
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
@@ -34,7 +34,7 @@ def kind(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
+def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
     """Open a regular file, a gzipped one as what it holds unless `plain`; one that cannot be read is a DataError."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -53,7 +53,7 @@ def opened(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
             raise DataError(path, None, error.strerror or str(error)) from None
 
 
-def _text_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
+def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
     """Yield (number, text) of every line, with its end. What is no UTF-8 text is a DataError.
 
     A quoted field of a CSV file may hold line breaks: there `unit` is `line`, which is not the row's number.
@@ -62,7 +62,7 @@ def _text_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tu
     def problem(message: str) -> DataError:
         return DataError(path, number, message) if unit == "row" else DataError(path, None, f"line {number}: {message}")
 
-    with opened(path) as file:
+    with open_input(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
                 raise problem(f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
@@ -76,12 +76,12 @@ def _text_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tu
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (row, text) of every non-empty line, rows counted from 1, streaming."""
-    return ((row, text) for row, line in _text_lines(path) if (text := line.strip()))
+    return ((row, text) for row, line in iterate_lines(path) if (text := line.strip()))
 
 
 def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
     """Return a whole small file as text; one of more than `most` bytes is refused."""
-    with opened(path) as file:
+    with open_input(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise DataError(path, None, f"larger than {most / 2**20:g} MB")
@@ -93,10 +93,10 @@ def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
 
 def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
     """Return the value of a JSON file."""
-    return _parse_whole(path, read_text(path, most))
+    return parse_json_text(path, read_text(path, most))
 
 
-def _parse_whole(path: Path, text: str) -> Any:
+def parse_json_text(path: Path, text: str) -> Any:
     """Return the value of the text of a JSON file; more values than memory may hold are refused."""
     check_value_count(path, None, text)
     try:
@@ -125,6 +125,6 @@ def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         problem = str(error)
     if row == 1 and not line.startswith("{"):
-        other = kind(path) in (".json", ".csv", ".tsv", ".parquet")
+        other = find_suffix(path) in (".json", ".csv", ".tsv", ".parquet")
         problem += "; only JSON lines are read here" if other else "; JSON lists must be named .json and CSV named .csv"
     raise DataError(path, row, problem)

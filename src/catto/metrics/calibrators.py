@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, TypeAdapter, model_validator
 
-from catto.errors import DataError, listed, locating, shortened
+from catto.errors import DataError, data_errors_at, join_names, shorten_text
 from catto.io.text_files import read_json
 from catto.metrics.binning import Floats, Ints, bin_edges, bin_index, checked, checked_confidence, reliability
 from catto.metrics.errors import EPSILON, checked_gold
@@ -340,11 +340,11 @@ def load(path: Path) -> Calibrator:
     """Read a calibrator that `files.write_record` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
     if isinstance(value, dict) and "kind" not in value:
-        found = f"has {listed(list(value))}" if value else "is an empty object"
+        found = f"has {join_names(list(value))}" if value else "is an empty object"
         written = "expected what catto calibrate fit writes"
         raise DataError(path, None, f"not a calibrator: it {found}, {written} (kind: {', '.join(CALIBRATORS)})")
     version = value.get("schema_version") if isinstance(value, dict) else 1
     if version != 1:  # before the kind, which a later version may have added
-        raise DataError(path, None, f"schema_version is {shortened(repr(version))}, this catto reads 1")
-    with locating(path, value=value):
+        raise DataError(path, None, f"schema_version is {shorten_text(repr(version))}, this catto reads 1")
+    with data_errors_at(path, value=value):
         return _STORED.validate_python(value)

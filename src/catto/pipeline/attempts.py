@@ -164,12 +164,12 @@ def locked(root: Path) -> Iterator[None]:
     path, watch, told = root / RUNNING, Watch(), False
     heart = Heart(path, secrets.token_hex(8))
     mine, aside = (path.with_name(f"{path.name}.{heart.token}{end}") for end in ("", ".dead"))
-    with atomic.writing(path, path):
+    with atomic.write_errors_at(path, path):
         root.mkdir(parents=True, exist_ok=True)
         while True:
             try:
                 mine.write_text(heart.text(), encoding="utf-8")
-                atomic.link(mine, path)
+                atomic.link_or_copy(mine, path)
                 break
             except FileExistsError:
                 record = heartbeat(path)
@@ -189,7 +189,7 @@ def locked(root: Path) -> Iterator[None]:
                 path.rename(aside)
                 if heartbeat(aside).get("token") != record.get("token"):  # another run's has come into its place
                     with contextlib.suppress(FileExistsError):
-                        atomic.link(aside, path)
+                        atomic.link_or_copy(aside, path)
                 aside.unlink()
     heart.start()
     try:
@@ -369,7 +369,7 @@ def _inherit(earlier: Path, half: Path, out: Path) -> None:
 
     def copy(source: str, target: str) -> None:
         """Link weights, which are large and never written to again; copy what may be."""
-        (atomic.link if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
+        (atomic.link_or_copy if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
 
     if (earlier / "checkpoints").exists():
         from catto.training.monitor import copy_newest

@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from catto.errors import DataError
 from catto.methods import method
 from catto.recipe.settings import LaunchSettings, Recipe, TrainerSettings
+from catto.recipe.yaml_text import parse_yaml
 
 logger = logging.getLogger(__name__)
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
@@ -73,8 +73,8 @@ def _layout(launch: LaunchSettings) -> str:
     if not path.is_file():
         raise ValueError(f"config {launch.config} is neither one of {', '.join(CONFIGS)} nor a file")
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        config = parse_yaml(path.read_text(encoding="utf-8"), launch.config)
+    except (DataError, UnicodeDecodeError) as error:
         raise ValueError(f"config {launch.config} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or "distributed_type" not in config:
         raise ValueError(f"config {launch.config} is not a configuration file of Accelerate: no distributed_type")

@@ -20,8 +20,8 @@ from typing import Any
 from catto import prompts
 from catto.answer import forms
 from catto.engines import check_model, is_hub_id, server_address
-from catto.errors import DataError, did_you_mean, locating
-from catto.io.text_files import opened, read_json
+from catto.errors import DataError, data_errors_at, did_you_mean
+from catto.io.text_files import open_input, read_json
 from catto.methods import (
     METHODS,
     WEIGHTS,
@@ -38,7 +38,7 @@ from catto.pipeline import launch
 from catto.pipeline import stage as stages
 from catto.pipeline.kinds.steps import task_of
 from catto.pipeline.stage import QuestionSettings, ResponseSettings, Stage
-from catto.recipe.load import blamed, load
+from catto.recipe.load import load, origin_of
 from catto.recipe.settings import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.records import SPLITS, Split, content_hash
 from catto.report import VERSION
@@ -73,7 +73,7 @@ def _hash(files: Iterable[Path]) -> str | None:
     entries = []
     for path in sorted(set(files)):
         size, digest = path.stat().st_size, hashlib.sha256()
-        with opened(path, plain=True) as file:
+        with open_input(path, plain=True) as file:
             if size <= WHOLE:
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
             for number in range(PIECES if size > WHOLE else 0):
@@ -468,17 +468,17 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     for name, block in recipe.tasks.items():
         if name not in TASKS and not block.own:
             told = f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path{did_you_mean(name, TASKS)}"
-            raise DataError(blamed(source, overrides, ("tasks", name)), None, told)
+            raise DataError(origin_of(source, overrides, ("tasks", name)), None, told)
         kind = "own" if block.own else "world" if name == "witnesses" else "benchmark"
         given = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
         if unread := min(given - _READ[kind], default=None):
-            culprit = blamed(source, overrides, ("tasks", name, unread))
+            culprit = origin_of(source, overrides, ("tasks", name, unread))
             raise DataError(culprit, None, f"tasks.{name}.{unread}: not read for this task, so it would change nothing")
         # The embedded world and users' files have splits for any seed, the benchmarks for a few.
         seeds = TASKS[name].seeds if kind == "benchmark" else recipe.seeds
         for seed in recipe.seeds:
             if seed not in seeds:
-                culprit, known = blamed(source, overrides, ("seeds",)), ", ".join(map(str, seeds))
+                culprit, known = origin_of(source, overrides, ("seeds",)), ", ".join(map(str, seeds))
                 raise DataError(culprit, None, f"seeds: {seed} is not one of {name}'s split seeds {known}")
     return recipe
 
@@ -559,7 +559,7 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         raise DataError(root, None, f"{named} is stored here: `catto run` and `catto plan --export` do that")
     for path in recipes:
         value = read_stored(path)
-        with locating(path, value=value):
+        with data_errors_at(path, value=value):
             graph = Graph(Recipe.model_validate(value))
         matches = [one for one in stages.ordered([graph.report()]) if one.key.startswith(key) or one.folder == key]
         if len(matches) > 1:

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from catto.errors import DataError
-from catto.io.atomic import Seal, damage, sealed, write_text
+from catto.io.atomic import Seal, find_damage, seal_folder, write_text
 from catto.io.text_files import read_json
 from catto.methods import Budget, Method, ScalingKind
 from catto.recipe.settings import (
@@ -440,7 +440,7 @@ def record(stage: Stage, folder: Path, content: str, details: Mapping[str, Any])
     """Return the done.json of a stage whose files are in a folder."""
     needs = {role: need.key for role, need in stage.needs.items()}
     about = {**details, "name": stage.name, "key": stage.key, "needs": needs, "content": content}
-    about["files"] = {name: list(seal) for name, seal in sealed(folder, UNSEALED).items()}
+    about["files"] = {name: list(seal) for name, seal in seal_folder(folder, UNSEALED).items()}
     return {**about, "checksum": content_hash(about)}
 
 
@@ -478,7 +478,7 @@ def check(folder: Path, *, contents: bool = False) -> None:
     if published_name != own_name:
         raise DataError(folder, None, f"damaged: the folder holds the stage {own_name}; {REPAIR}")
     seals = {name: Seal(*seal) for name, seal in done_record["files"].items()}
-    if (problem := damage(folder, seals, contents=contents)) is not None:
+    if (problem := find_damage(folder, seals, contents=contents)) is not None:
         raise DataError(folder, None, f"damaged: {problem}; {REPAIR}")
     if contents:
         for extra in _files_beside(folder, seals):

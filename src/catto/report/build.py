@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
-from catto.errors import DataError, locating, shortened
-from catto.formats.logs import ColumnNames, Fields, answer_of, read_answers, text_of
+from catto.errors import DataError, data_errors_at, shorten_text
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames, Fields, answer_of, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
 from catto.measure import MeasureSettings, ParseCounts, read_graded, summarise
@@ -183,7 +184,7 @@ def _read_model(path: Path, names: ColumnNames, *, model: str, task: str, has_ot
     for prediction in _read_predictions(path, names, model=model, task=task, has_other_files=has_other_files):
         tasks.setdefault(prediction.task, []).append(prediction)
     for name, predictions in tasks.items():
-        with locating(path):
+        with data_errors_at(path):
             checked_name(name, "task")
         questions = {prediction.question for prediction in predictions}
         if len(questions) < len(predictions):
@@ -349,7 +350,7 @@ def display_name(name: str, otherwise: str) -> str:
     >>> display_name("tiny\\nmodel", "unknown")
     'tiny model'
     """
-    return shortened(name, MAX_NAME_LENGTH) or otherwise
+    return shorten_text(name, MAX_NAME_LENGTH) or otherwise
 
 
 class NamedCard(NamedTuple):

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from catto.io.atomic import replacing_bytes
+from catto.io.atomic import replace_binary_file
 from catto.measure import ParseCounts
 from catto.metrics.binning import Reliability
 from catto.metrics.statistics import NullBand
@@ -83,7 +83,7 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> None:
     if suffix not in UNDATED:
         raise ValueError(f"figure {path} must end in {', '.join(UNDATED)}")
     content = render_figure(draw, suffix)
-    with replacing_bytes(path) as file:
+    with replace_binary_file(path) as file:
         file.write(content)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from catto.errors import DataError, locating
+from catto.errors import DataError, data_errors_at
 from catto.io.atomic import sha256
 from catto.io.record_files import read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, compare_runs, measure_runs
@@ -373,7 +373,7 @@ def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> Selection
         return SelectionNumbers({}, {})
     path = folder / cell.candidates
     predictions = list(read_records(path, Prediction))
-    with locating(path):
+    with data_errors_at(path):
         tau = _comparison_temperature(cell, predictions)
         # Rescaling needs the label of a forced answer, so it comes before that label is dropped.
         compared = rescale_predictions(predictions, tau)
@@ -453,7 +453,7 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
         return {}
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
-    with locating(path):
+    with data_errors_at(path):
         predictions = _rescale_like_cell(cell, predictions)
         confidence = []
         correct = []

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from catto.errors import shortened
+from catto.errors import shorten_text
 from catto.methods import Budget
 from catto.metrics.catalogue import Versus
 from catto.report.numbers import GroupNumbers
@@ -306,7 +306,7 @@ def escape_markdown(text: str) -> str:
     >>> escape_markdown("<b>[x](javascript:y)")
     '&#60;b&#62;\\\\[x\\\\]\\\\(javascript&#58;y\\\\)'
     """
-    return shortened(text).translate(MARKDOWN_FOREIGN).replace("www.", "www&#46;")
+    return shorten_text(text).translate(MARKDOWN_FOREIGN).replace("www.", "www&#46;")
 
 
 def latex(table: Table) -> str:

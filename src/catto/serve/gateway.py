@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from catto.engines.server import FaultError
-from catto.errors import shortened
+from catto.errors import shorten_text
 from catto.metrics.selection import RULES
 from catto.records import Option, Protocol, Question
 from catto.serve.answering import Answered, Answerer, Asked, run_in_thread
@@ -107,7 +107,7 @@ class RequestGuard:
                 seconds = time.monotonic() - started
                 self.metrics.count_reply(message["status"], seconds)
                 # A path may hold line breaks, which would forge lines of the log.
-                path = shortened(scope["path"], 80)
+                path = shorten_text(scope["path"], 80)
                 logger.info("%s %s %s %.0f ms", request_id, path, message["status"], 1000 * seconds)
             await send(message)
 
@@ -350,7 +350,7 @@ def make_error(status: int, message: str, headers: Mapping[str, str] | None = No
     """Make an error reply in OpenAI's form."""
     default_type = "upstream_error" if status > 500 else "invalid_request_error"
     error_type, code = _ERROR_TYPES.get(status, (default_type, None))
-    body = {"error": {"message": shortened(message), "type": error_type, "param": None, "code": code}}
+    body = {"error": {"message": shorten_text(message), "type": error_type, "param": None, "code": code}}
     return JSONResponse(body, status, headers)
 
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple, get_args
 
-from catto.errors import DataError, listed, locating, nested, parse_json
+from catto.errors import DataError, data_errors_at, find_field, join_names, parse_json
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
@@ -45,7 +45,7 @@ class SourceRow(NamedTuple):
 
 def get_field(raw: Raw, name: str) -> Any:
     """Return the value of a field, `outer.inner` for a nested one; ValueError if it is missing or null."""
-    value = nested(raw, name)
+    value = find_field(raw, name)
     if value is None:
         raise ValueError(f"{name}: missing")
     return value
@@ -198,7 +198,7 @@ class FieldMap:
         has_own_labels = self.labels is not None
         conflicts: dict[tuple[Style, Style], StyleConflict] = {}  # the first row of every pair of styles
         for row in rows:
-            with locating(row.file, row.number):
+            with data_errors_at(row.file, row.number):
                 options = self._read_options(row.fields)
                 golds = self._match_answer(row.fields, options, styles=styles)
             if golds is None:
@@ -292,7 +292,7 @@ class FieldMap:
         shown = self._options_name
         names = tuple(label.strip() for label in convert_texts(f"labels of {shown}", labels))
         if len(set(names)) != count:
-            raise ValueError(f"{shown}: expected {count} different labels, got {listed(names)}")
+            raise ValueError(f"{shown}: expected {count} different labels, got {join_names(names)}")
         return names
 
     # ---- the answer -------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class FieldMap:
             if len(styles) == 1 and names.count(name) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not golds:
-            expected = listed(self._option_names(styles[0], options))
+            expected = join_names(self._option_names(styles[0], options))
             more = ", nor an option's text or index" if len(styles) == len(MEANING) else ""
             raise ValueError(f"{self.answer} {value!r} is not one of {expected}{more}")
         return golds

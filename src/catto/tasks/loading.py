@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from catto.errors import DataError, did_you_mean, locating
+from catto.errors import DataError, data_errors_at, did_you_mean
 from catto.io.tables import Rows, read_hub, read_rows
-from catto.io.text_files import kind, read_lines
+from catto.io.text_files import find_suffix, read_lines
 from catto.recipe.settings import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
@@ -174,7 +174,7 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
         if split in cut_away:
             continue
         for pattern in (*task.patterns.get(split, ()), *_NAMES[split]):
-            matches = sorted(path for path in folder.glob(pattern) if path.is_file() and kind(path))
+            matches = sorted(path for path in folder.glob(pattern) if path.is_file() and find_suffix(path))
             if matches:
                 parts[split] = [RowFile(str(path), path) for path in matches]
                 break
@@ -545,7 +545,7 @@ class QuestionLoader:
         """Return the row's draft, or the reason to leave it out."""
         if row.file not in self.parsers:
             self.parsers[row.file] = self.task.choose_parser(row.fields)
-        with locating(row.file, row.number):
+        with data_errors_at(row.file, row.number):
             return self.parsers[row.file](row.fields)
 
     def _make_question(self, question_id: str, draft: Draft) -> Question:

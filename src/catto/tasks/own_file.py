@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from catto.errors import DataError, listed
+from catto.errors import DataError, join_names
 from catto.recipe.settings import TaskSettings
 from catto.records import SPLITS, Split, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
@@ -327,13 +327,15 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
     for value in values.values():
         if _holds_several_questions(value):
             lists = [name for name, other in values.items() if isinstance(other, list) and len(other) == len(value)]
-            message = f"{listed(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
+            message = (
+                f"{join_names(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
+            )
             return DataError(file, 1, message)
     for name, value in values.items():
         if isinstance(value, str) and _WRONG.search(name) and ";" in value:
             message = f"{name}: several options in one text: write a list, or a column for each option"
             return DataError(file, 1, message)
-    names = listed(list(values))
+    names = join_names(list(values))
     if not has_answer_file and not _usual_fields(values, "answer"):
         hint = "if they are in a file of their own, one per line, give it with --answers"
         return DataError(file, None, f"no field of the answers among {names}: {hint}")

@@ -20,7 +20,7 @@ from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.io import atomic, record_files
-from catto.io.atomic import locked
+from catto.io.atomic import hold_lock
 from catto.io.journal import Journal, journal_path, read_refusals
 from catto.io.record_files import manifest_path, read_manifest, read_records
 from catto.prompts import asked_hash, check_ids, messages
@@ -81,7 +81,7 @@ def ask(
     20
     """
     training = training_questions(questions)
-    with locked(out / LOCK):
+    with hold_lock(out / LOCK):
         journal = _make_journal(training, source, settings, out)
         if not journal.finished():
             if source is None:
@@ -200,14 +200,14 @@ def write_rows(
     asked = read_manifest(generations)
     row_kinds = tuple(kinds)
     paths = {name: out / f"{name}.jsonl" for name in ("responses", *row_kinds)}
-    with locked(out / LOCK):
+    with hold_lock(out / LOCK):
         groups = answered_questions(
             training, read_records(generations, Generation), settings, drawn=asked.notes["drawn"]
         )
         with ExitStack() as stack:
             outputs: dict[str, IO[str]] = {}
             for name, path in paths.items():
-                outputs[name] = stack.enter_context(atomic.replacing(path))
+                outputs[name] = stack.enter_context(atomic.replace_file(path))
             writer = _RowWriter(settings, paths, outputs)
             summary = count_yield(training, writer.write_groups(groups), settings, refusals(generations.parent))
         _write_manifests(asked, summary, writer, questions=len(training))

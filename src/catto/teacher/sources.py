@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from catto.answer.response import parse_answer
 from catto.engines import Engine, Generation, Key, Request, is_hub_id
-from catto.errors import DataError, locating
-from catto.formats.logs import text_of
+from catto.errors import DataError, data_errors_at
+from catto.formats.columns import text_of
 from catto.io.tables import read_hub, read_rows
-from catto.io.text_files import SUFFIXES, kind
+from catto.io.text_files import SUFFIXES, find_suffix
 from catto.prompts import completion, messages
 from catto.recipe.settings import ResponseFields, TeacherSettings
 from catto.records import Question
@@ -125,7 +125,7 @@ class StoredResponses(Engine):
         samples: Counter[str] = Counter()  # rows so far, by question
         rows_of_other_questions = 0
         for source, number, row in read_table(place):
-            with locating(source, number):
+            with data_errors_at(source, number):
                 question = self._find_question(row)
                 if question is None:
                     rows_of_other_questions += 1
@@ -197,7 +197,7 @@ class ResponseTableRow(NamedTuple):
 def read_table(place: str) -> Iterator[ResponseTableRow]:
     """Yield the rows of a file, of a folder's files by name, or of a hub dataset's train split."""
     path = Path(place)
-    is_local = path.exists() or kind(path)
+    is_local = path.exists() or find_suffix(path)
     if not is_local and "/" in place and is_hub_id(place):
         rows = read_hub(place, "neither a file nor a hub dataset within reach: {}", place, "train")
         for number, row in enumerate(rows, 1):
@@ -205,7 +205,7 @@ def read_table(place: str) -> Iterator[ResponseTableRow]:
         return
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if kind(file))
+        files = sorted(file for file in path.iterdir() if find_suffix(file))
     if not files:
         raise DataError(path, None, f"no {', '.join(SUFFIXES)} file in this folder")
     for file in files:

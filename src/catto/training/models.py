@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from catto.errors import DataError
-from catto.io.atomic import building
-from catto.io.text_files import opened
+from catto.io.atomic import build_folder
+from catto.io.text_files import open_input
 from catto.prompts import TAGS
 from catto.recipe.settings import ScratchModel
 
@@ -34,7 +34,7 @@ def import_gguf(source: str | Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         file = _gguf_file(source, Path(scratch))
-        with opened(file) as stream:  # before torch is imported to read the rest
+        with open_input(file) as stream:  # before torch is imported to read the rest
             start = stream.read(4)
         if start != b"GGUF":
             raise DataError(file, None, f"not a GGUF file: expected it to begin with b'GGUF', got {start!r}")
@@ -54,7 +54,7 @@ def import_gguf(source: str | Path, out: Path) -> Path:
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        with building(out) as folder:
+        with build_folder(out) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     return out

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluation_mode
-from catto.io.atomic import link, write_text
+from catto.io.atomic import link_or_copy, write_text
 from catto.metrics import errors
 from catto.training import forward as model_forward
 from catto.training.batches import build
@@ -64,7 +64,7 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
     state = json.loads((newest / "trainer_state.json").read_text())
     best = Path(state["best_model_checkpoint"] or newest).name
     for name in {newest.name, best}:
-        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link(Path(a), Path(b)))
+        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
     if state["best_model_checkpoint"] is not None:

@@ -24,7 +24,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from catto.answer.tokens import check_labels
 from catto.engines import check_hub
 from catto.errors import DataError
-from catto.io.atomic import building, write_text
+from catto.io.atomic import build_folder, write_text
 from catto.io.record_files import read_records, write_records
 from catto.methods import Method, acting
 from catto.metrics.temperature import confidence_at
@@ -207,7 +207,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
     if hasattr(model, "merge_and_unload"):
         model = model.float().merge_and_unload()
-    with building(folder) as beside:
+    with build_folder(folder) as beside:
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from catto import measure
 from catto.errors import DataError
-from catto.formats import plain_table
-from catto.formats.logs import ColumnNames
+from catto.formats.columns import ColumnNames
+from catto.io import tables
 from catto.measure import GradedAnswers, read_confidences
-
-pytest.importorskip("pyarrow")
 
 ALWAYS, NEVER = 0, 1 << 60
 NUMBERS = st.sampled_from(
@@ -114,7 +112,7 @@ def csv_files(draw: st.DrawFn) -> str:
 
 
 def outcome(path: Path, names: ColumnNames, smallest: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(plain_table, "SMALLEST", smallest)
+    monkeypatch.setattr(tables, "MIN_TABLE_BYTES", smallest)
     try:
         answers = read_confidences(path, names)
     except DataError as error:

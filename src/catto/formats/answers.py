@@ -1,0 +1,89 @@
+"""Rows of answers, whichever tool wrote them: catto, lm-evaluation-harness, inspect_ai, HELM, chat completions, uqlm.
+
+Each tool has a module, whose reader turns one record of a log into catto's own fields: question, confidence, label,
+gold, correct, label_logprobs. What a log does not hold is left out. The record's own fields stay available below them,
+so that they can be named as columns.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from catto.errors import DataError
+from catto.formats.columns import ColumnNames, Fields
+from catto.formats.helm import is_helm, read_helm
+from catto.formats.inspect_ai import is_inspect, read_inspect, read_samples
+from catto.formats.lm_eval import is_lm_eval, read_lm_eval
+from catto.formats.openai import is_completion, list_labels, read_completion
+from catto.formats.uqlm import is_uqlm, read_uqlm
+from catto.io.tables import read_rows
+
+
+class LogFormat(NamedTuple):
+    """How the first record shows which tool wrote it, and what reads a record: (record, names, labels) -> fields."""
+
+    is_written_by_tool: Callable[[Fields], bool]
+    read_record: Callable[[Fields, ColumnNames, Sequence[str]], dict[str, Any]]
+
+
+LOG_FORMATS = {
+    "lm-eval": LogFormat(is_lm_eval, read_lm_eval),
+    "inspect": LogFormat(is_inspect, read_inspect),
+    "helm": LogFormat(is_helm, read_helm),
+    "openai": LogFormat(is_completion, read_completion),
+    "uqlm": LogFormat(is_uqlm, read_uqlm),
+}
+
+
+def find_format(first: Fields, names: ColumnNames) -> str:
+    """Return the tool that wrote a file with this first row; a table with the column `confidence` is catto's own."""
+    if names.format != "auto":
+        return names.format
+    if "confidence" in first:
+        return "catto"
+    for name, log_format in LOG_FORMATS.items():
+        if log_format.is_written_by_tool(first):
+            return name
+    return "catto"
+
+
+def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
+    """Yield (row, fields) of a file of answers, whichever tool wrote it. `auto` looks at the first row."""
+    rows = read_samples(path) if path.suffix.lower() == ".eval" else read_rows(path)
+    first = next(rows, None)
+    if first is None:
+        return
+    _, first_record = first
+    name = find_format(first_record, names)
+    records: Iterable[tuple[int, dict[str, Any]]] = chain([first], rows)
+    if name == "catto":
+        yield from records
+        return
+    labels: list[str] = []
+    if name == "openai" and names.gold is not None:  # only the whole file says which answers there are
+        records = list(records)
+        labels = list_labels(path, records, names.gold)
+    read_record = LOG_FORMATS[name].read_record
+    for row, record in records:
+        if name == "lm-eval":
+            _require_one_filter(path, row, record, first_record)
+        try:
+            fields = read_record(record, names, labels)
+        except KeyError as error:
+            raise DataError(path, row, f"{error.args[0]}: missing, expected a record of {name}") from None
+        except ValueError as error:
+            raise DataError(path, row, str(error)) from None
+        except (TypeError, AttributeError, IndexError) as error:
+            raise DataError(path, row, f"expected a record of {name}: {error}") from None
+        yield row, ChainMap(fields, record)
+
+
+def _require_one_filter(path: Path, row: int, record: Fields, first: Fields) -> None:
+    """Raise DataError for a second filter of lm-evaluation-harness: its lines repeat the questions."""
+    if record.get("filter") != first.get("filter"):
+        filters = f"got {record.get('filter')!r} after {first.get('filter')!r}"
+        raise DataError(path, row, f"filter: {filters}, expected one filter: keep the lines of one")

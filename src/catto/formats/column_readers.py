@@ -1,0 +1,111 @@
+"""How a column of answers is read: cell by cell, or at once from an Arrow table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from catto.formats.columns import (
+    WORDS,
+    Fields,
+    answer_of,
+    answer_probability,
+    probability_of,
+    text_of,
+    truth_of,
+)
+from catto.metrics.binning import Bools, Floats
+
+
+class ColumnReader(NamedTuple):
+    """How a column is read.
+
+    Attributes:
+        read_cell: (name, fields of a row) -> value, or ValueError.
+        read_column: Arrow column -> all values, equal to those of `read_cell`; None if a cell needs `read_cell`.
+    """
+
+    read_cell: Callable[[str, Fields], Any]
+    read_column: Callable[[Any], Any]
+
+
+def _read_probabilities(column: Any) -> Floats | None:
+    """Return numbers in [0, 1], also from their texts. (N,)."""
+    if str(column.type) not in ("double", "int64", "string"):
+        return None
+    try:
+        values: Floats = column.cast("double").to_numpy()
+    except ValueError:  # Arrow's own error is one
+        return None
+    if not ((values >= 0) & (values <= 1)).all():
+        return None
+    return values
+
+
+def _read_truths(column: Any) -> Bools | None:
+    """Return booleans, also from 0, 1 and the words for them. (N,)."""
+    encoded = column.combine_chunks().dictionary_encode()
+    words = [WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
+    if None in words:
+        return None
+    values: Bools = np.array(words, dtype=np.bool_)[encoded.indices.to_numpy()]
+    return values
+
+
+def _read_texts(column: Any) -> list[str] | None:
+    """Return texts, also from whole numbers; None if one is empty, padded, or a number such as 1.0."""
+    from pyarrow import compute
+
+    kind = str(column.type)
+    if kind == "int64":
+        column = column.cast("string")
+    elif kind != "string":
+        return None
+    # An empty text, white space at an end, or a point that only zeros follow.
+    needs_cell = compute.match_substring_regex(column, r"^$|^\s|\s$|\.0*$")
+    is_ascii = compute.all(compute.string_is_ascii(column)).as_py()
+    if compute.any(needs_cell).as_py():
+        return None
+    texts: list[str] = column.to_pylist()
+    if not is_ascii and any(text != text.strip() for text in texts):  # the white space of other scripts
+        return None
+    return texts
+
+
+def _read_nothing(_: Any) -> None:
+    return None
+
+
+def _read_any_text(name: str, fields: Fields) -> str:
+    return str(fields.get(name))
+
+
+PROBABILITY = ColumnReader(probability_of, _read_probabilities)
+TRUTH = ColumnReader(truth_of, _read_truths)
+TEXT = ColumnReader(text_of, _read_texts)
+ANSWER = ColumnReader(answer_of, _read_texts)
+ANSWER_PROBABILITY = ColumnReader(answer_probability, _read_nothing)
+SOURCE = ColumnReader(_read_any_text, _read_texts)
+
+
+def read_table_columns(table: Any, wanted: Mapping[str, tuple[ColumnReader, str]]) -> dict[str, Any] | None:
+    """Read columns of an Arrow table at once.
+
+    Args:
+        table: A `pyarrow.Table`.
+        wanted: Name of the result -> its reader and the name in the table.
+
+    Returns:
+        Name -> values; None if a column is missing or a cell must be read on its own.
+    """
+    columns: dict[str, Any] = {}
+    for name, (reader, source) in wanted.items():
+        if table.column_names.count(source) != 1:
+            return None
+        values = reader.read_column(table.column(source))
+        if values is None:
+            return None
+        columns[name] = values
+    return columns

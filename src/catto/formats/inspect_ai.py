@@ -1,0 +1,129 @@
+"""Logs of inspect_ai: `.eval` files, which are zip files of JSON files, and their samples."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from catto.errors import DataError, join_names, shorten_text
+from catto.formats.columns import ColumnNames, Fields
+from catto.formats.token_labels import read_label_token
+from catto.io.tables import Rows, check_finished
+from catto.io.text_files import MOST_JSON_BYTES, check_value_count, open_input, parse_object
+
+ZSTANDARD = 93  # the zip method that Python's zipfile knows from 3.14 on
+HEADER = "header.json"
+CHUNK_BYTES = 1 << 20  # of a packed file, unpacked at a time
+# What inspect_ai writes for right, wrong and no answer; its "P", partly right, is neither.
+INSPECT_VALUES = {"C": True, "I": False, "N": False}
+
+
+def is_inspect(record: Fields) -> bool:
+    """Whether inspect_ai wrote the record."""
+    return {"epoch", "scores", "output"} <= record.keys()
+
+
+def read_samples(path: Path) -> Rows:
+    """Yield the samples of a log of inspect_ai: a zip file of JSON files, packed by deflate or by Zstandard."""
+    with open_input(path) as file:
+        try:
+            with zipfile.ZipFile(file) as log:
+                _check_header(path, file, log)
+                number = 0
+                for member in log.infolist():
+                    if not member.filename.startswith("samples/"):
+                        continue
+                    number += 1
+                    text = _unpack_member(path, number, file, log, member).decode()
+                    check_value_count(path, number, text)
+                    yield number, parse_object(path, number, text)
+        except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, NotImplementedError) as error:
+            raise DataError(path, None, f"broken zip file: {error}") from None
+
+
+def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
+    """Refuse the log of a run that failed or did not finish; a header is written at the end of a run."""
+    names = log.namelist()
+    if HEADER in names:
+        member = log.getinfo(HEADER)
+        text = _unpack_member(path, None, file, log, member).decode()
+        check_finished(path, parse_object(path, 1, text))
+    elif any(name.startswith("_journal/") for name in names):
+        check_finished(path, {"status": "started"})
+
+
+def _unpack_member(
+    path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
+) -> bytes:
+    """Return the content of a file of a log. Its stated sizes may be wrong: what is unpacked is counted."""
+    if member.compress_type == ZSTANDARD:
+        stream = _open_zstandard(file, member)
+    elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        stream = log.open(member)
+    else:  # zipfile unpacks all that it has read of other methods, however much that is
+        raise DataError(path, row, f"packed by method {member.compress_type}, expected deflate or Zstandard")
+    content = bytearray()
+    with stream:
+        while True:
+            chunk = stream.read(CHUNK_BYTES)
+            if not chunk:
+                return bytes(content)
+            content += chunk
+            if len(content) > MOST_JSON_BYTES:
+                raise DataError(path, row, f"larger than {MOST_JSON_BYTES // 2**20} MB")
+
+
+def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
+    """Return a stream of what a file packed by Zstandard holds."""
+    import pyarrow as arrow
+
+    file.seek(member.header_offset)
+    header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
+    if len(header) < 30:
+        raise zipfile.BadZipFile("a file lies behind the end")
+    name_bytes, more_bytes = struct.unpack("<HH", header[26:])
+    file.seek(name_bytes + more_bytes, os.SEEK_CUR)
+    packed = file.read(member.compress_size)
+    return arrow.input_stream(arrow.py_buffer(packed), compression="zstd")
+
+
+def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+    """A sample: the confidence in the score's metadata, else the probability of the answer's token.
+
+    `--correct NAME` chooses among several scorers.
+    """
+    scores = record.get("scores") or {}
+    if names.correct not in scores and len(scores) != 1:
+        raise ValueError(
+            f"scores: name one of {join_names(list(scores))} with --correct" if scores else _no_scores(record)
+        )
+    score = scores[names.correct if names.correct in scores else next(iter(scores))]
+    value, target = score["value"], record.get("target")
+    answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
+    if score.get("answer"):
+        answer["label"] = score["answer"]
+    if isinstance(target, str):
+        answer["gold"] = target
+    stated = (score.get("metadata") or {}).get("confidence")
+    if stated is not None:
+        return answer | {"confidence": stated}
+    choices = record.get("choices") or ()
+    labels = [chr(ord("A") + place) for place in range(len(choices))] or [str(score.get("answer"))]
+    replies = record["output"]["choices"]
+    tokens = ((replies[0].get("logprobs") or {}).get("content") if replies else None) or ()
+    if names.confidence == "confidence" and not tokens:
+        raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
+    return answer | (read_label_token(tokens, labels, score.get("answer") or None) if tokens else {})
+
+
+def _no_scores(sample: Fields) -> str:
+    """Say why a sample of inspect_ai has no scores."""
+    error = sample.get("error")
+    if isinstance(error, dict) and error.get("message"):
+        return f"the sample failed: {shorten_text(str(error['message']), 200)}"
+    return "scores: empty"

@@ -1,0 +1,77 @@
+"""Read YAML 1.2 texts of plain values: what JSON can represent, and no key twice in a block."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from catto.errors import DataError, shorten_text
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse a YAML text.
+
+    Args:
+        text: The text, YAML 1.2: `1e-5` is a number, and `yes` is a text.
+        source: What an error names, such as the file.
+
+    Returns:
+        Its value: blocks with texts as keys, lists, texts, finite numbers, booleans, None.
+
+    Raises:
+        DataError: One line with the place in the text.
+
+    >>> parse_yaml("rate: 1e-5", "recipe.yaml")
+    {'rate': 1e-05}
+    """
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+        _check_plain(value, ())
+    except MarkedYAMLError as error:
+        raise DataError(source, None, _describe_problem(error)) from None
+    except RecursionError:
+        raise DataError(source, None, "lists and blocks are nested too deeply") from None
+    except (YAMLError, ValueError) as error:
+        raise DataError(source, None, str(error)) from None
+    return value
+
+
+def _describe_problem(error: MarkedYAMLError) -> str:
+    problem = str(error.problem or error.context)
+    if isinstance(error, DuplicateKeyError):
+        # The library's message repeats both values, and one may be a secret.
+        key = re.search(r'duplicate key "(.*?)" with value', problem)
+        problem = f"key {key[1]!r} occurs twice" if key else "a key occurs twice"
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return problem
+    return f"line {mark.line + 1} column {mark.column + 1}: {problem}"
+
+
+def _check_plain(value: object, place: tuple[str, ...]) -> None:
+    """Raise ValueError for a value that JSON has no form for: stages are keyed by the JSON of their settings."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{_name_place(place)}key {shorten_text(repr(key), 60)}: expected a text; quote it")
+            _check_plain(item, (*place, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_plain(item, (*place, str(number)))
+    elif isinstance(value, int | float):
+        if not isfinite(value):
+            raise ValueError(f"{_name_place(place)}expected a finite number, got {value}")
+    elif value is not None and not isinstance(value, str):
+        kind = type(value).__name__
+        raise ValueError(f"{_name_place(place)}expected a text, a number, a list or a block, got a {kind}; quote it")
+
+
+def _name_place(place: tuple[str, ...]) -> str:
+    if not place:
+        return ""
+    return ".".join(place) + ": "
