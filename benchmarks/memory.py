@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 import roofline
 from catto.objectives import tiles
 from catto.pipeline.cost import KNOWN, Memory, Network, memory
-from catto.training import forward as model_forward
+from catto.training import forward
 from catto.training.batches import Row, build
 from catto.training.trainer import TRL_EXTRAS, surrogate_term
 
@@ -94,7 +94,7 @@ def model_of(case: Case) -> Any:
         model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
         model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model_forward.install(model.train())
+    forward.install(model.train())
     if case.gpus > 1:
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)  # as Accelerate's for bf16
         for part in (*model.model.layers, model):
@@ -117,7 +117,7 @@ def counted(case: Case, *, fake: bool = False) -> float:
     batch = build(case.rows, [], len(case.rows), 0, shared=case.shared, packed=True)
     with ExitStack() as stack:
         stack.enter_context(partners(case.gpus))
-        stack.enter_context(mock.patch.object(model_forward, "dense_mask", return_value=None))
+        stack.enter_context(mock.patch.object(forward, "dense_mask", return_value=None))
         stack.enter_context(mock.patch.multiple(tiles, TILE=case.net.vocabulary // 8, TOKENS=len(batch.targets)))
         if fake:
             mode = stack.enter_context(FakeTensorMode())
@@ -129,7 +129,7 @@ def counted(case: Case, *, fake: bool = False) -> float:
         held = sum(roofline.elements(p) * (3 if trained else 1) for p, trained in local)
         with roofline.current(Held()) as count:
             with torch.autocast("cpu", BF16):
-                stats = model_forward.call(model, batch, TRL_EXTRAS).stats
+                stats = forward.call(model, batch, TRL_EXTRAS).stats
             length = max(len(row.prompt) + len(row.completion) for row in case.rows) - 1
             zeros, where = stats.target.new_zeros(len(case.rows), length), tuple(batch.place.unbind(-1))
             laid = stats.map(lambda values: zeros.index_put(where, values))

@@ -27,7 +27,7 @@ from catto.io.atomic import replace_binary_file, replace_file
 from catto.io.record_files import read_records
 from catto.io.text_files import read_json
 from catto.measure import MeasureSettings, ParseCounts, compare_runs
-from catto.methods import AMONG_LABELS, KNOBS, METHODS, WEIGHTS, Budget, order, unscaled
+from catto.methods import AMONG_LABELS, METHODS, TERM_OPTIONS, WEIGHTS, Budget, method_sort_key, strip_scaling
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, holm
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
@@ -137,7 +137,9 @@ def collect(run: Path) -> Results:
             known[_name(named)] = _copied(named, run, folder)
         for probed in _probed(newest, run):
             known[_name(probed)] = _copied(probed, run, folder)
-        cells = sorted(known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, order(cell.method)))
+        cells = sorted(
+            known.values(), key=lambda cell: (cell.trained_on, cell.task, cell.seed, method_sort_key(cell.method))
+        )
         # The rest of a recipe holds paths of the machine that it ran on.
         update: dict[str, Any] = {"recipe": {"evaluation": newest.recipe["evaluation"]}, "cells": tuple(cells)}
         update["questions"] = _posteriors(newest, run, folder) if study in ("world", OBJECTIVES) else {}
@@ -192,22 +194,22 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 def _variant(name: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
     """The method with the options that a recipe sets: `dpo+catto-weight-10`. Brier's score has no name of its own."""
-    calibration, outcome = METHODS[unscaled(name)].calibration, recipe["outcome"]
+    calibration, outcome = METHODS[strip_scaling(name)].calibration, recipe["outcome"]
     settings = {"outcome_score": outcome["score"]} | recipe["preference"]["trl"]
     if outcome.get("target", "gold") != "gold":
         settings["outcome_target"] = outcome["target"]
     options = []
     for knob, value in settings.items():
-        if knob in NAMES and calibration in KNOBS[knob] and value not in (None, False, "brier"):
+        if knob in NAMES and calibration in TERM_OPTIONS[knob] and value not in (None, False, "brier"):
             text = f"{value:g}" if isinstance(value, int | float) else value
             options.append(NAMES[knob] if value is True else f"{NAMES[knob]}-{text}")
     if calibration in ("outcome", "replay"):
         rows = outcome["rows_per_pair"]
         options += ["held_out"] * outcome["held_out"] + [f"rows-{rows}"] * (rows != STUDIES[_study(recipe)])
-    if "sft" in settings.get("loss_type", ()) and METHODS[unscaled(name)].group == "DPO":
+    if "sft" in settings.get("loss_type", ()) and METHODS[strip_scaling(name)].group == "DPO":
         options.append("sft_loss")
     if budget == "paper":
-        options.append(f"epochs-{METHODS[unscaled(name)].effort[budget].epochs}")
+        options.append(f"epochs-{METHODS[strip_scaling(name)].effort[budget].epochs}")
     return "-".join([name, *sorted(options)])
 
 
@@ -320,7 +322,7 @@ def _measured(
 ) -> tuple[Numbers, list[CellAnswers]]:
     """Measure those cells of a study that have one of the seeds and, of the calibration terms, one of these."""
     results = _summary(study)
-    cells = [cell for cell in results.cells if METHODS[unscaled(_parts(cell.method)[0])].calibration in terms]
+    cells = [cell for cell in results.cells if METHODS[strip_scaling(_parts(cell.method)[0])].calibration in terms]
     part = results.model_copy(update={"cells": tuple(cell for cell in cells if cell.seed in seeds)})
     answers, _ = read_experiment(part, SUMMARY / study)
     return measure_results(part, SUMMARY / study, answers), answers
@@ -341,7 +343,7 @@ def _parts(name: str) -> list[str]:
 def _ablated(group: GroupNumbers) -> bool:
     """Whether a method is a row of the ablation alone: a variant that was run with one seed."""
     start, *options = _parts(group.method)
-    compared = group.method.endswith(TUNED) or unscaled(start) == "dpo+outcome-pairs" or len(group.seeds) > 1
+    compared = group.method.endswith(TUNED) or strip_scaling(start) == "dpo+outcome-pairs" or len(group.seeds) > 1
     return bool(options) and not compared
 
 
@@ -354,7 +356,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 def _groups(numbers: Numbers, variants: bool | None = False) -> Iterator[tuple[str, list[GroupNumbers]]]:
     """The methods of each pair of training set and task, in distribution first. variants: the ablation's; None: all."""
     places: dict[tuple[object, ...], list[GroupNumbers]] = {}
-    for group in sorted(numbers.groups, key=lambda group: (_parts(group.method)[1:], order(_parts(group.method)[0]))):
+    for group in sorted(
+        numbers.groups, key=lambda group: (_parts(group.method)[1:], method_sort_key(_parts(group.method)[0]))
+    ):
         if variants is not None and _ablated(group) != variants:
             continue
         places.setdefault((group.setting, task_order(group.task), group.trained_on), []).append(group)
@@ -386,9 +390,11 @@ def briefly(
     heads += ["AUROC", "forced, %"]
     for title, every in _groups(numbers, variants):
         known = {group.method: group for group in every}
-        groups = [group for group in every if unscaled(_parts(group.method)[0]) == _parts(group.method)[0]]
+        groups = [group for group in every if strip_scaling(_parts(group.method)[0]) == _parts(group.method)[0]]
         groups = [group for group in groups if place(title) and (not methods or group.method in methods)]
-        groups.sort(key=lambda group: (_short(group.method).partition(", ")[2], order(_parts(group.method)[0])))
+        groups.sort(
+            key=lambda group: (_short(group.method).partition(", ")[2], method_sort_key(_parts(group.method)[0]))
+        )
         rows = []
         for group in groups:
             texts = _scores(group, intervals=False)
@@ -504,7 +510,9 @@ def ablation(numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[str]:
 def margins(results: Results) -> Iterator[str]:
     """Validation confidence, accuracy and ECE of every training that was measured on its way, by reward margin."""
     rows = []
-    for cell in sorted(results.cells, key=lambda cell: (_parts(cell.method)[1:], order(_parts(cell.method)[0]))):
+    for cell in sorted(
+        results.cells, key=lambda cell: (_parts(cell.method)[1:], method_sort_key(_parts(cell.method)[0]))
+    ):
         history = cell.training.history if cell.training is not None and cell.setting == "in" else ()
         points = [point for point in history if "reward_margin" in point]
         for point in points if len(points) > 1 else ():
@@ -644,7 +652,7 @@ def costs(results: Results) -> Iterator[str]:
         if cell.training is not None and cell.setting == "in":
             trained.setdefault(cell.method, []).append(cell)
     rows = []
-    for name in sorted(trained, key=order):
+    for name in sorted(trained, key=method_sort_key):
         runs = [cell.training for cell in trained[name] if cell.training is not None]
         steps, tokens, seconds = (
             fmean(getattr(run, field) for run in runs) for field in ("steps", "tokens", "seconds")

@@ -2,7 +2,7 @@
 
 A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
 objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
-the confidence of any of them, by a temperature or by a weight and a bias for each label: `method("dpo+outcome+ts")`.
+the confidence of any of them, by a temperature or by a weight and a bias for each label: `find_method("dpo+outcome+ts")`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
 # Lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
 WEIGHTS: Mapping[Calibration, float] = dict.fromkeys(_SURROGATE, 0.1) | {"none": 0.0, "outcome": 1.0, "replay": 1.0}
 # Which calibration terms read which option of `CATTOConfig`.
-KNOBS: Mapping[str, tuple[Calibration, ...]] = {
+TERM_OPTIONS: Mapping[str, tuple[Calibration, ...]] = {
     "calibration_weight": (*_SURROGATE, "outcome", "replay"),
     "reduce": _SURROGATE,
     "detach_surrogate": _SURROGATE,
@@ -135,26 +135,29 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method(name: str) -> Method:
+def find_method(name: str) -> Method:
     """Return an entry of METHODS; with a suffix of SCALINGS, one with a rescaled confidence.
 
-    >>> method("dpo+outcome+ts").title, method("dpo+tl").title
+    >>> find_method("dpo+outcome+ts").title, find_method("dpo+tl").title
     ('DPO + outcome + temperature scaling', 'DPO + scaling among labels')
     """
-    start = unscaled(name)
+    start = strip_scaling(name)
     if start == name:
         return METHODS[name]
     title = f"{METHODS[start].title} + {SCALINGS[name.removeprefix(start)]}"
     return replace(METHODS[start], title=title, start=start, stage="scaling", learning_rates=())
 
 
-def unscaled(name: str) -> str:
+def strip_scaling(name: str) -> str:
     """Return the name of the method whose model it is: without the suffix of its scaling.
 
-    >>> unscaled("dpo+catto+ts"), unscaled("dpo+catto")
+    >>> strip_scaling("dpo+catto+ts"), strip_scaling("dpo+catto")
     ('dpo+catto', 'dpo+catto')
     """
-    return next((name.removesuffix(suffix) for suffix in SCALINGS if name.endswith(suffix)), name)
+    for suffix in SCALINGS:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name
 
 
 def scaled_kind(name: str) -> ScalingKind:
@@ -186,22 +189,24 @@ def methods_from(start: Start) -> tuple[str, ...]:
     return tuple(name for name, row in METHODS.items() if row.only_from in (None, start))
 
 
-def known(name: str) -> bool:
+def is_known_method(name: str) -> bool:
     """Return whether there is a method of this name.
 
-    >>> known("dpo+ts"), known("dpo+ts+ts")
+    >>> is_known_method("dpo+ts"), is_known_method("dpo+ts+ts")
     (True, False)
     """
-    return unscaled(name) in METHODS
+    return strip_scaling(name) in METHODS
 
 
-def order(name: str) -> tuple[int, int, str]:
+def method_sort_key(name: str) -> tuple[int, int, str]:
     """Return a sort key: methods as METHODS lists them, each before its scalings, unknown ones last.
 
-    >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=order)
+    >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=method_sort_key)
     ['sft', 'sft+ts', 'sft+tl', 'dpo', 'mine']
     """
-    start, names, suffixes = unscaled(name), list(METHODS), ["", *SCALINGS]
+    start = strip_scaling(name)
+    names = list(METHODS)
+    suffixes = ["", *SCALINGS]
     place = names.index(start) if start in METHODS else len(names)
     return place, suffixes.index(name.removeprefix(start)), name
 
@@ -220,10 +225,15 @@ def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in settings.items() if name not in own}
 
 
-def acting(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the options that this term does not read: one block of settings serves methods with different terms.
+def options_read_by(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep only the options this calibration term uses, and those that belong to no term.
 
-    >>> acting("none", {"beta": 0.2, "calibration_weight": 5.0})
+    >>> options_read_by("none", {"beta": 0.2, "calibration_weight": 5.0})
     {'beta': 0.2}
     """
-    return {name: value for name, value in settings.items() if calibration in KNOBS.get(name, (calibration,))}
+    options = {}
+    for name, value in settings.items():
+        is_term_option = name in TERM_OPTIONS
+        if not is_term_option or calibration in TERM_OPTIONS[name]:
+            options[name] = value
+    return options

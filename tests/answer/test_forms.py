@@ -8,11 +8,11 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from answer_cases import LETTERS, NLI, answer, laws
+from answer_table import TABLES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answer_cases import LETTERS, NLI, answer, laws
-from answer_table import TABLES
 from catto.answer.forms import fold_choices, read_form
 from catto.answer.response import parse_response
 

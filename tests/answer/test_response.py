@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from answer_cases import LETTERS, question
+
 from catto.answer.response import parse_answer, parse_response
 
 # Tags

@@ -15,8 +15,7 @@ from command import run, write_lines
 
 from catto import __version__
 from catto.cli.doctor import diagnosis
-from catto.training import forward as model_forward
-from catto.training import selftest
+from catto.training import forward, selftest
 
 # Hides the training stack, metadata included, as a base install would; then runs the commands one after the other.
 WITHOUT_TORCH = """
@@ -176,7 +175,7 @@ def test_selftest_fails_where_a_response_sees_the_other(
         size = batch.input_ids.shape[1]  # type: ignore[attr-defined]
         return torch.full((size, size), torch.finfo(dtype).min).triu(1).expand(len(batch.input_ids), 1, -1, -1)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(model_forward, "dense_mask", causal)
+    monkeypatch.setattr(forward, "dense_mask", causal)
     done = run(capsys, "doctor", "--selftest", "--json")
     assert done.code == 1
     failed = [check["name"] for check in done.json["selftest"]["checks"] if not check["ok"]]
@@ -190,7 +189,7 @@ def test_selftest_names_what_a_device_cannot_do(
     def unsupported(*_: object) -> None:
         raise RuntimeError("no kernel\nfor this device")
 
-    monkeypatch.setattr(model_forward, "dense_mask", unsupported)
+    monkeypatch.setattr(forward, "dense_mask", unsupported)
     done = run(capsys, "doctor", "--selftest")
     assert done.code == 1
     assert "RuntimeError: no kernel" in done.out

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from command import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predictions import prediction
 from typer.testing import CliRunner
 
 from catto.calibrate import final_answers
@@ -32,8 +34,6 @@ from catto.metrics.selection import (
 from catto.metrics.temperature import fit_tau
 from catto.records import Prediction, Protocol
 from catto.tasks import load
-from command import run
-from predictions import prediction
 
 
 def one_question(*answers: tuple[str | None, float], logprobs: tuple[float, ...] | None = None) -> Candidates:

@@ -12,7 +12,6 @@ from catto.objectives import (
     bce_loss,
     brier_loss,
     catto_loss,
-    dpo_loss,
     l1_loss,
     outcome_loss,
     rcft_loss,
@@ -320,11 +319,3 @@ def test_smoothed_nll_by_hand_and_by_torch() -> None:
 def test_smoothed_nll_is_zero_where_masked() -> None:
     stats = token_stats(torch.randn(3, 4), None, torch.tensor([0, -100, 2]))
     assert smoothed_nll(stats, 0.1)[1] == 0
-
-
-def test_dpo_loss_is_ln_two_at_the_reference_and_falls_with_the_margin() -> None:
-    """Margin 3 at beta 0.5: -ln sigmoid(1.5) = 0.2014133."""
-    log_p = torch.tensor([-5.0, -7.0], dtype=torch.float64)
-    torch.testing.assert_close(dpo_loss(log_p, log_p, log_p, log_p), torch.full((2,), math.log(2), dtype=torch.float64))
-    got = dpo_loss(log_p + 2, log_p - 1, log_p, log_p, beta=0.5)
-    torch.testing.assert_close(got, torch.full((2,), 0.2014133, dtype=torch.float64), rtol=0, atol=1e-7)

@@ -83,7 +83,7 @@ def _cells(folder: Path, world: World, task: str, asked: Sequence[Question]) -> 
         _cell(folder, world, asked, Place(task, source, method, budget, seed))
         for source in sources
         for method in world.methods
-        for budget in (("paper", "matched") if methods.method(method).budgeted else (None,))
+        for budget in (("paper", "matched") if methods.find_method(method).budgeted else (None,))
         for seed in world.seeds
     ]
 
@@ -235,7 +235,7 @@ def _moved(probability: float, shift: float) -> float:
 
 
 def _training(place: Place, draws: random.Random) -> Training | None:
-    method = methods.method(place.method)
+    method = methods.find_method(place.method)
     if method.stage == "scaling":
         return None
     effort = method.effort[place.budget or "paper"]

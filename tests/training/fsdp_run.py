@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from catto.pipeline.kinds.train import gathered
-from catto.training import forward as head
+from catto.training import forward
 from catto.training.batches import Batch, Query, build
 from catto.training.examples import Example, examples
 from catto.training.monitor import label_logprobs
@@ -74,7 +74,7 @@ def _template(tied: bool) -> Any:
 
 def _whole(layout: dict[str, Any]) -> Any:
     model = copy.deepcopy(_template(layout["tied"]))
-    head.install(model)
+    forward.install(model)
     return model
 
 
@@ -104,7 +104,7 @@ def _batch(rank: int, shared: bool) -> Batch:
 
 def _loss(model: Any, rank: int, shared: bool) -> Any:
     """A mean over this rank's rows in which every kind of statistic has a gradient."""
-    output = head.call(model, _batch(rank, shared), ("entropy",))
+    output = forward.call(model, _batch(rank, shared), ("entropy",))
     stats, labels = output.stats, output.labels
     assert labels is not None
     assert stats.entropy is not None

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from catto.objectives import tiles
-from catto.training import forward as head
+from catto.training import forward
 from catto.training.batches import KEY
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples
@@ -100,7 +100,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
     fake = FakeTensorMode()
     with fake:
         policy.model = network = Network(trainer.model.config)
-        head.install(network)
+        forward.install(network)
         moved = tree_map_only(Tensor, lambda x: fake.from_tensor(x).to(DEVICE), inputs)
         policy.batch = policy.batch.map(fake.from_tensor)
         if not streamed:  # the data loader has moved it; with a stream it is laid out in the step
@@ -109,7 +109,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
             labels = moved["input_ids"].masked_fill(moved["completion_mask"] == 0, -100)
             loss = policy(labels=labels, fused_lm_head=True).log_probs.sum()
             loss = loss + trainer.calibration_weight * trainer._term(policy, moved, streamed)
-            trainer.watch(loss, str)
+            trainer.check_nan_later(loss, str)
             loss.backward()
     assert network.lm_head.weight.grad.device.type == network.base_model.table.weight.grad.device.type == DEVICE
     return {"launches": watch.launches, "products": watch.products, "copies": watch.copies}

@@ -23,7 +23,7 @@ from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import write_records
 from catto.records import Option, Prediction, Question
 from catto.training.config import CATTOConfig
-from catto.training.monitor import measure
+from catto.training.monitor import label_metrics
 from catto.training.trainer import CATTOTrainer
 
 LABELS = ("A", "B", "C")
@@ -71,7 +71,7 @@ def held_out_numbers(trained: Any) -> dict[str, float]:
     for prediction in predictions:
         assert prediction.label_logprobs is not None
         logprobs.append([prediction.label_logprobs[label] for label in LABELS])
-    return measure(np.array(logprobs), [LABELS.index(prediction.gold) for prediction in predictions])
+    return label_metrics(np.array(logprobs), [LABELS.index(prediction.gold) for prediction in predictions])
 
 
 def overconfident_model(folder: Path) -> Any:

@@ -28,8 +28,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from catto.objectives import fused_head, label_logprobs, tiles, token_stats
-from catto.training import forward as model_forward
-from catto.training import monitor
+from catto.training import forward, monitor
 from catto.training.batches import Batch, build
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples
@@ -182,7 +181,7 @@ def test_validation_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(precision)
         return label_logprobs(*arguments, precision=precision, **rest)
 
-    monkeypatch.setattr(model_forward, "label_logprobs", watched)
+    monkeypatch.setattr(forward, "label_logprobs", watched)
     held_out = examples(tiny_tokenizer(), pairs.sft_rows())
     assert np.isfinite(monitor.label_logprobs(tiny_model(), held_out, 0)).all()
     assert seen == ["fp32"]

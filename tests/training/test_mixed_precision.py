@@ -19,8 +19,7 @@ from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.objectives import label_logprobs, token_stats
 from catto.prompts import Message
-from catto.training import forward as head
-from catto.training import monitor
+from catto.training import forward, monitor
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
@@ -134,8 +133,8 @@ class _Seen:
         self.labels: list[tuple[Tensor, Tensor, Tensor]] = []  # dense log-probabilities, ours, ids
         self.tokens: list[tuple[Tensor, Any, Tensor]] = []
         self.autocast: list[bool] = []
-        monkeypatch.setattr(head, "label_logprobs", self._label_logprobs)
-        monkeypatch.setattr(head, "token_stats", self._token_stats)
+        monkeypatch.setattr(forward, "label_logprobs", self._label_logprobs)
+        monkeypatch.setattr(forward, "token_stats", self._token_stats)
 
     def _dense(self, hidden: Tensor, weight: Tensor) -> Tensor:
         self.autocast.append(torch.is_autocast_enabled("cpu"))

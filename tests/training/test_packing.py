@@ -18,7 +18,7 @@ from transformers.integrations import flex_attention as transformers_flex
 from trl import DPOConfig
 
 from catto.token_ids import count_shared_beginning
-from catto.training import forward as head
+from catto.training import forward
 from catto.training.batches import Row, block_mask, build
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples
@@ -41,14 +41,14 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     The list has an entry for each time that FlexAttention ran.
     """
-    choose, ran = head.skips_blocks, list[bool]()
+    choose, ran = forward.skips_blocks, list[bool]()
 
     def kernel(training: bool) -> Any:
         ran.append(training)
         return lambda: torch_flex.flex_attention
 
-    monkeypatch.setattr(head, "skips_blocks", lambda model, device: choose(model, CUDA))
-    monkeypatch.setattr(head, "is_triton_available", lambda: True)
+    monkeypatch.setattr(forward, "skips_blocks", lambda model, device: choose(model, CUDA))
+    monkeypatch.setattr(forward, "is_triton_available", lambda: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(transformers_flex, "WrappedFlexAttention", kernel)
     return ran
@@ -139,10 +139,10 @@ def test_autocast_casts_the_inputs_of_flex_attention() -> None:
     results = []
     for attention in ("sdpa", "catto"):
         model = tiny_model(initializer_range=0.05)
-        head.install(model)
+        forward.install(model)
         model.set_attn_implementation(attention)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            results.append(head.call(model, build(ROWS, [], 3, 0, shared=True, packed=True), ()).stats.target)
+            results.append(forward.call(model, build(ROWS, [], 3, 0, shared=True, packed=True), ()).stats.target)
     torch.testing.assert_close(*results, rtol=0, atol=5e-3)
 
 
@@ -160,19 +160,19 @@ def test_cuda_packs_supervised_examples_too(tmp_path: Any) -> None:
 
 
 def test_flex_attention_is_chosen_in_place_of_sdpa_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert head.skips_blocks(tiny_model(), torch.device("cpu")) is False
-    monkeypatch.setattr(head, "is_triton_available", lambda: True)
-    assert head.skips_blocks(tiny_model(), CUDA) is True
+    assert forward.skips_blocks(tiny_model(), torch.device("cpu")) is False
+    monkeypatch.setattr(forward, "is_triton_available", lambda: True)
+    assert forward.skips_blocks(tiny_model(), CUDA) is True
     for model in (
         tiny_model(attn_implementation="eager"),
         tiny_model(attention_dropout=0.1),
         tiny_model(arch="gpt2"),  # Transformers does not run it with FlexAttention
     ):
         before = model.config._attn_implementation
-        assert head.skips_blocks(model, CUDA) is False
+        assert forward.skips_blocks(model, CUDA) is False
         assert model.config._attn_implementation == before
-    monkeypatch.setattr(head, "is_triton_available", lambda: False)
-    assert head.skips_blocks(tiny_model(), CUDA) is False
+    monkeypatch.setattr(forward, "is_triton_available", lambda: False)
+    assert forward.skips_blocks(tiny_model(), CUDA) is False
 
 
 def test_other_calls_of_the_model_keep_sdpa() -> None:

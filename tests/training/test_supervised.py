@@ -20,8 +20,9 @@ from catto.engines.transformers import TransformersEngine
 from catto.metrics import errors
 from catto.prompts import completion
 from catto.records import Message
+from catto.training.checkpoints import checkpoint_arguments
 from catto.training.examples import Example, Label, examples, row_ids
-from catto.training.monitor import keeping, label_logprobs, measure
+from catto.training.monitor import label_logprobs, label_metrics
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 
 TOKENIZER = tiny_tokenizer()
@@ -175,7 +176,7 @@ def test_monitor_equals_the_engine_and_the_metrics() -> None:
     theirs = np.array([score.logprobs for score in engine.score(contexts)])
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     gold = [e.label.gold for e in rows]
-    found = measure(ours, gold)
+    found = label_metrics(ours, gold)
     confidence, correct = np.exp(theirs.max(1)), theirs.argmax(1) == gold
     assert found["val_ece"] == pytest.approx(errors.ece(confidence, correct), abs=1e-5)
     assert found["val_accuracy"] == pytest.approx(correct.mean())
@@ -192,20 +193,24 @@ def test_a_processor_has_its_tokenizer(tmp_path: Path) -> None:
 
 def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None:
     rows = examples(TOKENIZER, sft_rows(8))
-    args = arguments(tmp_path, max_steps=6, learning_rate=0.5, **keeping("val_nll", 2) | {"save_strategy": "steps"})
+    args = arguments(
+        tmp_path, max_steps=6, learning_rate=0.5, **checkpoint_arguments("val_nll", 2) | {"save_strategy": "steps"}
+    )
     trainer = SupervisedTrainer(
         tiny_model(), args, rows, TOKENIZER, validation=examples(TOKENIZER, sft_rows(8, seed=2))
     )
     trainer.train()
     logged = [entry["eval_val_nll"] for entry in trainer.state.log_history if "eval_val_nll" in entry]
     assert len(logged) == 3
-    final = measure(label_logprobs(trainer.model, trainer.validation, 0), [e.label.gold for e in trainer.validation])
+    final = label_metrics(
+        label_logprobs(trainer.model, trainer.validation, 0), [e.label.gold for e in trainer.validation]
+    )
     assert final["val_nll"] == pytest.approx(min(logged), abs=1e-6)
 
 
 def test_last_step_is_evaluated_whatever_the_interval(tmp_path: Path) -> None:
     rows = examples(TOKENIZER, sft_rows(8))
-    args = arguments(tmp_path, max_steps=3, **keeping("val_accuracy", 2) | {"save_strategy": "steps"})
+    args = arguments(tmp_path, max_steps=3, **checkpoint_arguments("val_accuracy", 2) | {"save_strategy": "steps"})
     trainer = SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, validation=rows)
     trainer.train()
     assert [e["step"] for e in trainer.state.log_history if "eval_val_ece" in e] == [2, 3]

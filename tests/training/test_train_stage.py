@@ -38,6 +38,7 @@ from catto.recipe.settings import Recipe
 from catto.records import Message, Prediction
 from catto.report.numbers import Training
 from catto.training import monitor
+from catto.training.checkpoints import checkpoint_arguments
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples, pair_tokens, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
@@ -196,7 +197,7 @@ def test_another_metric_keeps_the_rule_of_transformers(tmp_path: Path) -> None:
 
 def test_an_unknown_rule_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="keep is 'best', expected one of last, val_accuracy, val_ece, val_nll"):
-        monitor.keeping("best", 10)
+        checkpoint_arguments("best", 10)
 
 
 def test_without_held_out_examples_the_last_step_is_kept(

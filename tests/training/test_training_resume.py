@@ -19,8 +19,8 @@ from steps import lora
 from tiny import tiny_model
 
 from catto.pipeline import attempts
+from catto.training.checkpoints import copy_newest, newest_complete
 from catto.training.config import CATTOConfig
-from catto.training.monitor import copy_newest, newest_complete
 from catto.training.trainer import CATTOTrainer
 
 STEPS = 14
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_nobodys_start(
     (checkpoint / "model.safetensors").write_text("2")
     (checkpoint / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": None}))
     found = iter([checkpoint, tmp_path / "old" / "checkpoint-4"])
-    monkeypatch.setattr("catto.training.monitor.newest_complete", lambda _: next(found))
+    monkeypatch.setattr("catto.training.checkpoints.newest_complete", lambda _: next(found))
     with pytest.raises(FileNotFoundError):
         copy_newest(tmp_path / "old", tmp_path / "half", tmp_path / "new")
 

@@ -15,9 +15,9 @@ from steps import made
 from tiny import tiny_tokenizer
 from transformers import TrainerCallback
 
+from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.examples import examples
-from catto.training.monitor import newest_complete
 from catto.training.trainer import CATTOTrainer
 
 

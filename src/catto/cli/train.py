@@ -11,7 +11,7 @@ from typer import Argument, Option
 from catto.cli.console import Seed, check_name, needs, refuse, refusing, say, writable_folder
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
-from catto.methods import METHODS, Budget, unscaled
+from catto.methods import METHODS, Budget, strip_scaling
 from catto.pipeline.stage import chosen, place
 
 __all__ = ["app", "train"]
@@ -45,8 +45,8 @@ def train(
     """
     from catto.pipeline.plan import Graph, open_recipe
 
-    if unscaled(method) in set(METHODS) - {method}:
-        refuse(f"--method: {method} only rescales the confidence of {unscaled(method)}: train that")
+    if strip_scaling(method) in set(METHODS) - {method}:
+        refuse(f"--method: {method} only rescales the confidence of {strip_scaling(method)}: train that")
     check_name("--method", method, METHODS)
     task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
     launch = {"launch.processes": processes, "launch.config": config}

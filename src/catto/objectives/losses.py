@@ -1,6 +1,6 @@
 """The losses. Names are the paper's.
 
-Likelihood: DPO's loss and the cross-entropy with label smoothing.
+Likelihood: the cross-entropy with label smoothing. DPO's loss is TRL's.
 
 Calibration terms, one number per response: each compares the confidence c of a token with a target s, which is the
 surrogate z~ on a preferred response and 1 - z~ on a dispreferred one. The mean over a response's tokens comes first
@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from catto.objectives.fused_head import TokenStats
 
@@ -24,18 +23,6 @@ Reduce = Literal["mean", "sum"]
 Score = Literal["brier", "log"]
 # As in torch's own binary cross-entropy: log-probabilities below this count as this and give no gradient.
 LOG_FLOOR = -100.0
-
-
-def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
-    """-log sigmoid(beta ((log pi - log ref)(y+) - (log pi - log ref)(y-))). Sequence log-probabilities (B,) -> (B,).
-
-    For reference and tests: training uses TRL's own losses.
-
-    >>> same = torch.tensor([-7.0])
-    >>> dpo_loss(same, same, same, same)
-    tensor([0.6931])
-    """
-    return -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
 
 
 def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:

@@ -357,7 +357,7 @@ def _reached(folder: Path) -> tuple[bool, int, int, str]:
     with contextlib.suppress(OSError):  # it may be discarded meanwhile
         journals = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
     if (folder / "checkpoints").exists():
-        from catto.training.monitor import newest_complete
+        from catto.training.checkpoints import newest_complete
 
         newest = newest_complete(folder / "checkpoints")
         step = 0 if newest is None else int(newest.name.rpartition("-")[2])
@@ -372,7 +372,7 @@ def _inherit(earlier: Path, half: Path, out: Path) -> None:
         (atomic.link_or_copy if source.endswith(".safetensors") else shutil.copyfile)(Path(source), Path(target))
 
     if (earlier / "checkpoints").exists():
-        from catto.training.monitor import copy_newest
+        from catto.training.checkpoints import copy_newest
 
         copy_newest(earlier / "checkpoints", half / "checkpoints", out / "checkpoints")
     ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT)

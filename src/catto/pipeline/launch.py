@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from catto.errors import DataError
-from catto.methods import method
+from catto.methods import find_method
 from catto.recipe.settings import LaunchSettings, Recipe, TrainerSettings
 from catto.recipe.yaml_text import parse_yaml
 
@@ -54,7 +54,7 @@ def check(recipe: Recipe) -> None:
         return
     layout = _layout(launch)
     for name in recipe.methods:
-        row = method(method(name).start if method(name).stage == "scaling" else name)
+        row = find_method(find_method(name).start if find_method(name).stage == "scaling" else name)
         if row.stage == "base":  # it is not trained
             continue
         block: TrainerSettings = getattr(recipe, row.stage)

@@ -28,8 +28,8 @@ from catto.methods import (
     Budget,
     Method,
     ScalingKind,
-    acting,
-    method,
+    find_method,
+    options_read_by,
     scaled_kind,
     start_of,
     without_overridden,
@@ -214,7 +214,7 @@ class Graph:
         # Options of the calibration term are for the methods that have that term: others do not depend on them.
         given = {name: value for name, value in block.trl.items() if (name, value) != ("calibration_weight", None)}
         given = {"calibration_weight": WEIGHTS[row.calibration], **given}  # the default determines a training too
-        given = without_overridden(row, acting(row.calibration, given))
+        given = without_overridden(row, options_read_by(row.calibration, given))
         block = block.model_copy(update={"trl": given})
         effort, rcft = row.effort[budget], row.stage == "rcft"
         needs: dict[str, Stage] = {"teacher": self.teacher(task)}
@@ -387,7 +387,7 @@ class Graph:
             tasks = [(train_on, train_on)]
         cells = []
         for (task, source), seed, name in itertools.product(tasks, recipe.seeds, recipe.methods):
-            row = method(name)
+            row = find_method(name)
             for budget in recipe.budgets if row.budgeted else recipe.budgets[:1]:
                 scaling, title = row.stage == "scaling", _titled(name, budget)
                 model = self.chosen(source, seed, row.start if scaling else name, budget)
@@ -442,7 +442,7 @@ def _reward_reference(model: Choice) -> Choice | None:
 
 def _titled(name: str, budget: Budget) -> str:
     """Return a method, with its budget where the two budgets give different models."""
-    return f"{name} {budget}" if method(name).budgeted else name
+    return f"{name} {budget}" if find_method(name).budgeted else name
 
 
 # ---- checks before anything runs ------------------------------------------------------------------------------------

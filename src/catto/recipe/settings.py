@@ -19,7 +19,17 @@ from pydantic import (
 )
 
 from catto.errors import did_you_mean
-from catto.methods import BUDGETS, METHODS, SCALINGS, Budget, Start, known, method, methods_from, start_of
+from catto.methods import (
+    BUDGETS,
+    METHODS,
+    SCALINGS,
+    Budget,
+    Start,
+    find_method,
+    is_known_method,
+    methods_from,
+    start_of,
+)
 from catto.records import Split, checked_name
 from catto.redaction import find_redacted, looks_like_secret, redact
 
@@ -396,11 +406,11 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in self.methods:
-            if not known(name):
+            if not is_known_method(name):
                 close = did_you_mean(name, [*METHODS, *(start + suffix for start in METHODS for suffix in SCALINGS)])
                 names = f"{', '.join(methods_from(self.start))}, nor one of them with {' or '.join(SCALINGS)}"
                 raise ValueError(f"methods: {name!r} is not one of {names}{close}")
-            row = method(name)
+            row = find_method(name)
             if row.only_from not in (None, self.start):
                 possible = f"with start: {self.start} there are {', '.join(methods_from(self.start))}"
                 raise ValueError(f"methods: {name} needs start: {row.only_from}; {possible}")
@@ -429,7 +439,7 @@ class Recipe(Settings):
             for name in self.tasks if self.train_on is None else [self.train_on]:
                 if self.tasks[name].train is None:
                     raise ValueError(f"outcome.held_out: set tasks.{name}.train, beyond which questions are held out")
-            traced = [name for name in self.methods if method(name).stream == "right"]
+            traced = [name for name in self.methods if find_method(name).stream == "right"]
             if traced and self.teacher.reasoning:
                 raise ValueError(f"outcome.held_out: {traced[0]} reads the teacher's traces, which cover `train` alone")
         return self

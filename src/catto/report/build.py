@@ -21,7 +21,7 @@ from catto.formats.columns import ColumnNames, Fields, answer_of, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
 from catto.measure import MeasureSettings, ParseCounts, read_graded, summarise
-from catto.methods import unscaled
+from catto.methods import strip_scaling
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
 from catto.metrics.statistics import Interval, NullBand
@@ -367,7 +367,7 @@ def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
     """
     first_seed = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
-        is_scaled = unscaled(cell.method) != cell.method
+        is_scaled = strip_scaling(cell.method) != cell.method
         if is_scaled or cell.seed != first_seed:
             continue
         name = f"{cell.stem}-{cell.method}"

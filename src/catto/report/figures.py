@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from catto.methods import Budget, ScalingKind, scaled_kind, unscaled
+from catto.methods import Budget, ScalingKind, scaled_kind, strip_scaling
 from catto.metrics.binning import reliability
 from catto.metrics.ranking import RiskCoverage, risk_coverage
 from catto.metrics.statistics import Interval, NullBand
@@ -110,7 +110,7 @@ def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
     """
     looks = {}
     for position, method in enumerate(sorted(set(methods), key=method_order)):
-        start = unscaled(method)
+        start = strip_scaling(method)
         if method in LOOKS:
             looks[method] = LOOKS[method]
         elif start in LOOKS:

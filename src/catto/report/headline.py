@@ -86,7 +86,7 @@ def _warn_of_few_questions(group: GroupNumbers) -> str:
 
 def _warn_of_forced_answers(group: GroupNumbers) -> str:
     subject = f"{method_title(group.method)} on {setting_title(group)}"
-    differs_by_budget = methods.known(group.method) and methods.method(group.method).budgeted
+    differs_by_budget = methods.is_known_method(group.method) and methods.find_method(group.method).budgeted
     if group.budget is not None and differs_by_budget:
         subject += f", {BUDGET_TITLES[group.budget].lower()}"
     return f"{subject}: {group.sources.summary}: its numbers describe the fallback, not the model."

@@ -15,7 +15,16 @@ from catto.errors import DataError, data_errors_at
 from catto.io.atomic import sha256
 from catto.io.record_files import read_records
 from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, compare_runs, measure_runs
-from catto.methods import BUDGETS, METHODS, Budget, known, method, order, scaled_kind, unscaled
+from catto.methods import (
+    BUDGETS,
+    METHODS,
+    Budget,
+    find_method,
+    is_known_method,
+    method_sort_key,
+    scaled_kind,
+    strip_scaling,
+)
 from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
@@ -205,7 +214,7 @@ def plan_groups(cells: Sequence[Cell]) -> list[SeedGroup]:
 def _find_seeds(cells: Sequence[Cell], budget: Budget | None) -> dict[_GroupPlace, dict[int, int]]:
     """Return the index of the cell of each seed, place by place, in the order of the methods."""
     places: dict[_GroupPlace, dict[int, int]] = {}
-    in_order = sorted(range(len(cells)), key=lambda index: order(cells[index].method))
+    in_order = sorted(range(len(cells)), key=lambda index: method_sort_key(cells[index].method))
     for index in in_order:
         cell = cells[index]
         if cell.budget not in (None, budget):
@@ -479,7 +488,7 @@ def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Predic
     """Rescale the model's own confidences as the cell's method does; a method without scaling keeps them."""
     if cell.vector is not None:
         return scale_by_vector(predictions, cell.vector)
-    is_scaled = unscaled(cell.method) != cell.method
+    is_scaled = strip_scaling(cell.method) != cell.method
     kind = scaled_kind(cell.method)
     if cell.tau is None or not is_scaled or kind == "vector":
         return predictions
@@ -820,13 +829,13 @@ def has_papers_budget(name: str, budget: Budget | None, training: Training | Non
         budget: The budget of its group.
         training: How the model was trained, or the model that is rescaled; None if nothing is recorded.
     """
-    if not known(name):
+    if not is_known_method(name):
         return False
-    if budget == "matched" and method(name).budgeted:
+    if budget == "matched" and find_method(name).budgeted:
         return False
     if training is None:
         return True
-    effort = METHODS[unscaled(name)].effort["paper"]
+    effort = METHODS[strip_scaling(name)].effort["paper"]
     same_epochs = training.epochs is None or training.epochs == effort.epochs
     same_pairs = effort.pairs is None or training.rows is None or training.rows == effort.pairs
     return same_epochs and same_pairs
@@ -839,7 +848,7 @@ def _had_papers_training(cell: Cell, budget: Budget | None, results: Results) ->
 
 def find_training(cell: Cell, budget: Budget | None, results: Results) -> Training | None:
     """Return how the model of a cell, or the model that it rescales, was trained; None if nothing is recorded."""
-    model = unscaled(cell.method)
+    model = strip_scaling(cell.method)
     for other in results.cells:
         same_place = other.task == cell.task and other.trained_on == cell.trained_on and other.seed == cell.seed
         if same_place and other.method == model and other.budget in (None, budget):

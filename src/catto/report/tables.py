@@ -46,7 +46,7 @@ SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of di
 PAPERS_K = (4, 8)
 PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution table were trained on
 
-method_order = methods.order
+method_order = methods.method_sort_key
 
 
 # ---- titles and order
@@ -80,8 +80,8 @@ def list_tasks(groups: Iterable[GroupNumbers]) -> list[str]:
 
 def method_title(method: str) -> str:
     """Return the heading of a method's row."""
-    if methods.known(method):
-        return methods.method(method).title
+    if methods.is_known_method(method):
+        return methods.find_method(method).title
     return method
 
 
@@ -268,8 +268,8 @@ def _make_line(row: TableRow, entries: Iterable[Entry]) -> Line:
     if row.budget:
         title += f" ({BUDGET_TITLES[row.budget].lower()})"
     block: str = "Other"
-    if methods.known(row.method):
-        block = methods.method(row.method).group
+    if methods.is_known_method(row.method):
+        block = methods.find_method(row.method).group
     return Line(method=row.method, title=title, block=block, entries=tuple(entries))
 
 
@@ -610,7 +610,7 @@ def list_trained_cells(results: Results) -> list[TrainedCell]:
 
 def is_trained_on_pairs(method: str) -> bool:
     """Return whether a method is trained on preference pairs."""
-    return methods.known(method) and methods.method(method).stage == "preference"
+    return methods.is_known_method(method) and methods.find_method(method).stage == "preference"
 
 
 def describe_budget(results: Results, budget: Budget | None) -> str:

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 from trl import DPOConfig
 
-from catto.methods import KNOBS, WEIGHTS, Calibration
+from catto.methods import TERM_OPTIONS, WEIGHTS, Calibration
 from catto.objectives.tiles import Precision, cpu_bf16_slowdown
 from catto.records import Question
 
@@ -37,7 +37,7 @@ def warn_of_slow_bf16(args: TrainingArguments) -> None:
         logger.warning("bf16 is on, and takes %.1f times as long as fp32 on this processor: set bf16=False", slowdown)
 
 
-def knob(default: Any, text: str, **more: Any) -> Any:
+def option(default: Any, text: str, **more: Any) -> Any:
     """Return an option of a configuration with its help text, and what else `HfArgumentParser` makes of it."""
     return field(default=default, metadata={"help": text, **more})
 
@@ -58,31 +58,31 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     bf16 stays TRL's default where there is an accelerator and is off on a CPU.
     """
 
-    calibration: str = knob("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
-    calibration_weight: float | None = knob(None, "Lambda. None: 0.1; replay and outcome 1.0.")
-    reduce: str | None = knob(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
-    detach_surrogate: bool = knob(False, "Whether the surrogate of correctness is held fixed in the gradient.")
-    calibrate_tokens: str = knob("all", "Which tokens of a response the term reads: all, or only the label.")
-    preference_tokens: str = knob(
+    calibration: str = option("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
+    calibration_weight: float | None = option(None, "Lambda. None: 0.1; replay and outcome 1.0.")
+    reduce: str | None = option(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
+    detach_surrogate: bool = option(False, "Whether the surrogate of correctness is held fixed in the gradient.")
+    calibrate_tokens: str = option("all", "Which tokens of a response the term reads: all, or only the label.")
+    preference_tokens: str = option(
         "all", "Which tokens of a response the preference loss reads: all, or only the reasoning before the label."
     )
-    outcome_score: str = knob("log", "The outcome's proper score: log or brier.")
-    outcome_target: str = knob(
+    outcome_score: str = option("log", "The outcome's proper score: log or brier.")
+    outcome_target: str = option(
         "gold", "What the outcome's score aims at: the gold label, the votes of the start model, or the mean of both."
     )
-    outcome_samples: int = knob(8, "Samples per question that vote, with outcome_target votes or mix.")
+    outcome_samples: int = option(8, "Samples per question that vote, with outcome_target votes or mix.")
     calibration_questions: list[Question] | str | None = field(
         default=None,
         metadata={
             "help": "File of questions with known answers; the start model's responses form the outcome's stream."
         },
     )
-    outcome_rows_per_pair: int = knob(2, "Responses of the third stream that go with every pair of the batch.")
-    prefix_sharing: bool = knob(False, "Whether a prompt is computed once for all responses to it.")
-    padding_free: bool | None = knob(  # as a flag too, which the parser makes by itself only of what is never None
+    outcome_rows_per_pair: int = option(2, "Responses of the third stream that go with every pair of the batch.")
+    prefix_sharing: bool = option(False, "Whether a prompt is computed once for all responses to it.")
+    padding_free: bool | None = option(  # as a flag too, which the parser makes by itself only of what is never None
         None, "Whether rows are packed, not padded. None: on CUDA, where FlexAttention runs.", nargs="?", const=True
     )
-    head_precision: str = knob("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
+    head_precision: str = option("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():
@@ -108,8 +108,8 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
             raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
         # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.
-        defaults = {option.name: option.default for option in fields(type(self))}
-        for name, terms in KNOBS.items():
+        defaults = {entry.name: entry.default for entry in fields(type(self))}
+        for name, terms in TERM_OPTIONS.items():
             value = getattr(self, name)
             without_effect = value == defaults[name] or (name == "calibration_weight" and value == 0)
             if self.calibration not in terms and not without_effect:
@@ -139,5 +139,5 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             raise TypeError(f"args is a {type(config).__name__}, whose class would be lost: inherit from CATTOConfig")
         made = copy.copy(config)
         made.__class__ = cls
-        vars(made).update({option.name: option.default for option in fields(cls)} | vars(made))
+        vars(made).update({entry.name: entry.default for entry in fields(cls)} | vars(made))
         return made  # type: ignore[no-any-return]

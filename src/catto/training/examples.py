@@ -68,7 +68,7 @@ def tokenised(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = N
         if row.label is None:
             text += row.labels[0] + rendered(None, row.labels[0]).partition(row.labels[0])[2]
         made.append((row, row_ids(tokenizer, row.prompt, text)))
-    return fitting(made, max_length, lambda pair: sum(map(len, pair[1])), lambda pair: pair[0].question)
+    return drop_too_long(made, max_length, lambda pair: sum(map(len, pair[1])), lambda pair: pair[0].question)
 
 
 def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
@@ -156,7 +156,7 @@ def _prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]
     return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
-def fitting(
+def drop_too_long(
     rows: list[Any], max_length: int | None, length: Callable[[Any], int], name: Callable[[Any], str]
 ) -> list[Any]:
     """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
@@ -292,7 +292,7 @@ def _check_label_list(example: dict[str, Any], where: str) -> None:
 
 
 @dataclass
-class Fits:
+class LengthFilter:
     """Whether a pair is trained on. In a stream, dropped pairs are counted and logged at 1, 2, 4, 8, ...
 
     `whole`: both sequences must fit, since cutting would lose the label. Else only a prompt that leaves no room for

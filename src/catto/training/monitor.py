@@ -1,4 +1,4 @@
-"""Calibration while training, and the checkpoints: which one to keep and which one to resume from.
+"""Measure calibration while training, and stop at a loss that is not a number.
 
 Label confidence is measured on held-out questions, after reasoning that was sampled once: one forward per checkpoint
 and no generation. ECE is computed over the whole set, never averaged over batches.
@@ -6,13 +6,9 @@ and no generation. ECE is computed over the whole set, never averaged over batch
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,75 +18,13 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluation_mode
-from catto.io.atomic import link_or_copy, write_text
 from catto.metrics import errors
-from catto.training import forward as model_forward
+from catto.training import forward
 from catto.training.batches import build
+from catto.training.checkpoints import KEEP
 from catto.training.examples import Example, label_queries
 
-KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
 WATCHED = 100  # losses after which they are read, whatever the interval of the logs
-LAST = "last"  # the other rule: the last step's
-# One of these holds, or lists the files that hold, the model or the adapter.
-_MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
-
-
-def newest_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that was written completely, None where there is none.
-
-    Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
-    number and lacks that file, or holds a part of it.
-    """
-    folders = Path(output_dir).glob("checkpoint-*")
-    steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-    for _, path in sorted(steps.items(), reverse=True):
-        try:
-            state = json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(state, dict) and any((path / name).exists() for name in _MODELS):
-            return path
-    return None
-
-
-def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
-    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `place`.
-
-    Complete checkpoints are never written to again. One that is deleted meanwhile raises an OSError.
-    """
-    newest = newest_complete(checkpoints)
-    if newest is None:
-        return
-    state = json.loads((newest / "trainer_state.json").read_text())
-    best = Path(state["best_model_checkpoint"] or newest).name
-    for name in {newest.name, best}:
-        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
-    if newest_complete(checkpoints) != newest:
-        raise FileNotFoundError(newest)
-    if state["best_model_checkpoint"] is not None:
-        moved = json.dumps({**state, "best_model_checkpoint": str(place / best)})
-        write_text(target / newest.name / "trainer_state.json", moved)
-
-
-def keeping(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
-    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
-
-    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
-    held-out examples to evaluate; without them only the last step can be kept.
-
-    >>> keeping("val_ece", 50)["metric_for_best_model"], keeping("last", 50)["save_total_limit"]
-    ('val_ece', 1)
-    """
-    if rule not in (LAST, *KEEP):
-        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
-    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
-    if not measured:
-        return {"eval_strategy": "no", **saved}
-    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
-    if rule == LAST:
-        return evaluated
-    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
-    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest
 
 
 def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
@@ -99,23 +33,23 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     logprobs = np.full((len(examples), width), -np.inf)
     # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
-    model_forward.install(model)
+    forward.install(model)
     # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
             batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
-            values = model_forward.call(model, batch.to(model.device), precision="fp32").labels
+            values = forward.call(model, batch.to(model.device), precision="fp32").labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
     return logprobs
 
 
-def measure(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, float]:
+def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, float]:
     """Accuracy of the likeliest label, and ECE, Brier and NLL of its raw probability. logprobs: (N, K).
 
-    >>> measure(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
+    >>> label_metrics(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
     0.5
     """
     right = np.asarray(gold)
@@ -149,7 +83,7 @@ class Monitored(Trainer):  # type: ignore[misc]
         if self.validation and not isinstance(eval_dataset, str | dict):
             tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
             logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
-            measured = measure(logprobs, [example.label.gold for example in self.validation])
+            measured = label_metrics(logprobs, [example.label.gold for example in self.validation])
             self._measured = [(f"{metric_key_prefix}_{name}", value) for name, value in measured.items()]
         if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
@@ -187,7 +121,7 @@ class Monitored(Trainer):  # type: ignore[misc]
 
     # ---- losses that are not a number
 
-    def watch(self, loss: Tensor, rows: Callable[[], str]) -> None:
+    def check_nan_later(self, loss: Tensor, rows: Callable[[], str]) -> None:
         """Remember a loss, to stop at one that is not a number; `rows` names what it was computed on.
 
         Reading it here would let the host wait for the device at every step. It is read where Transformers reads its

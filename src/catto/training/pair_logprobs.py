@@ -67,7 +67,7 @@ def pair_logprobs(
     """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
 
     Args:
-        model: a causal language model; its forward gets the keyword of `model_forward.install`.
+        model: a causal language model; its forward gets the keyword of `forward.install`.
         pairs: N tokenized pairs.
         pad: token id that fills up the rows of a batch.
         batch_size: most responses in a batch, which is smaller where they are long; a pair is never divided.

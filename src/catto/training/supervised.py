@@ -20,9 +20,9 @@ from transformers.trainer_callback import ExportableState
 
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
-from catto.training import forward as model_forward
+from catto.training import forward
 from catto.training.batches import Batch, build
-from catto.training.config import knob, warn_of_slow_bf16
+from catto.training.config import option, warn_of_slow_bf16
 from catto.training.examples import Example, label_queries
 from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
 
@@ -47,7 +47,9 @@ def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bo
 class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
     """Transformers' arguments, with TRL's name for a layout of the batch."""
 
-    padding_free: bool | None = knob(None, "Whether rows are packed into one line. None: on CUDA, with FlexAttention.")
+    padding_free: bool | None = option(
+        None, "Whether rows are packed into one line. None: on CUDA, with FlexAttention."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,11 +78,11 @@ class SupervisedTrainer(Monitored):
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns, args._n_gpu = False, min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
-        model_forward.install(model)
-        obstacle = model_forward.sharing_obstacle(model, args)
+        forward.install(model)
+        obstacle = forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
             logger.warning("padding_free is off: %s", obstacle)
-        packed = obstacle is None and model_forward.skips_blocks(model, args.device)
+        packed = obstacle is None and forward.skips_blocks(model, args.device)
         if args.padding_free is not None:
             packed = obstacle is None and args.padding_free
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
@@ -100,7 +102,7 @@ class SupervisedTrainer(Monitored):
     ) -> Any:
         """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
-        output = model_forward.call(model, batch, ("mean_logit",) if self.epsilon else ())
+        output = forward.call(model, batch, ("mean_logit",) if self.epsilon else ())
         # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
         tokens = max(len(batch.targets), 1)
         if num_items_in_batch is not None:
@@ -114,7 +116,7 @@ class SupervisedTrainer(Monitored):
             weight = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
         names = inputs["names"]
-        self.watch(loss, lambda: f"questions {', '.join(names)}")
+        self.check_nan_later(loss, lambda: f"questions {', '.join(names)}")
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -30,14 +30,13 @@ from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_mod
 from catto.io.atomic import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.objectives.tiles import Precision
-from catto.training import forward as model_forward
+from catto.training import forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
-    Fits,
+    LengthFilter,
     check_reasoning,
-    fitting,
     label_columns,
     label_queries,
     numbered,
@@ -158,7 +157,7 @@ class Policy:
     """Takes the model's place in TRL's loss: calls it once through our head and keeps the statistics."""
 
     stats: TokenStats  # of the pairs, (2 B, L - 1) each: TRL's shifted layout
-    labels: Any = None  # (M, K) where the batch has queries
+    label_logprobs: Any = None  # (M, K) where the batch has queries
     replayed: Sequence[Tensor] = ()  # log p_t of each replayed response, (T_i,)
 
     def __init__(self, model: Any, batch: Batch, precision: Precision, extras: tuple[str, ...] = ()) -> None:
@@ -171,7 +170,7 @@ class Policy:
         self.batch = batch = self.batch.to(labels.device, non_blocking=True)
         mask = labels[:, 1:] != -100
         router = {name: value for name, value in kwargs.items() if name == "output_router_logits"}
-        stats, self.labels, aux_loss = model_forward.call(self.model, batch, self.extras, self.precision, **router)
+        stats, self.label_logprobs, aux_loss = forward.call(self.model, batch, self.extras, self.precision, **router)
         tokens = sum(batch.lengths[: len(labels)])  # those of the pairs come first
         self.replayed = torch.split(stats.target[tokens:], batch.lengths[len(labels) :])
         zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
@@ -235,7 +234,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             self.add_callback(EvaluateAtEnd())
         if args.calibration_questions is not None and args.weight:
             self._stream = _stream(self._sampled_examples(), args)
-        model_forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
+        forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
 
     @property
     def calibration_weight(self) -> float:
@@ -255,11 +254,11 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
         if self._arrangement is None:
             models = [self.accelerator.unwrap_model(m) for m in (self.model, self.ref_model) if m is not None]
-            obstacle = next(filter(None, (model_forward.sharing_obstacle(model, self.args) for model in models)), None)
+            obstacle = next(filter(None, (forward.sharing_obstacle(model, self.args) for model in models)), None)
             for name, wanted in (("prefix_sharing", self.args.prefix_sharing), ("padding_free", self._padding_free)):
                 if wanted and obstacle:
                     logger.warning("%s is off: %s", name, obstacle)
-            sparse = all(model_forward.skips_blocks(model, self.args.device) for model in models)
+            sparse = all(forward.skips_blocks(model, self.args.device) for model in models)
             packed = sparse if self._padding_free is None else self._padding_free
             chosen = {"shared": self.args.prefix_sharing, "packed": packed}
             self._arrangement = {name: value and obstacle is None for name, value in chosen.items()}
@@ -346,7 +345,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         finds_labels = reads_labels or reads_reasoning
         if limit is None or not (finds_labels or args.truncation_mode == "keep_start"):
             return dataset
-        return Fits(limit, finds_labels, name).select(dataset)
+        return LengthFilter(limit, finds_labels, name).select(dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -391,7 +390,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         equal models would be noise instead of 0.
         """
         if KEY in inputs and self._own_head:
-            model_forward.install(self.accelerator.unwrap_model(model))
+            forward.install(self.accelerator.unwrap_model(model))
             model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
         return super().compute_ref_log_probs(model, self._trl_inputs(inputs))
 
@@ -445,7 +444,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         rows = partial(self._rows, inputs.get(KEY, {}).get("row"), self.model.training)
         if not self._own_head:
             result = super()._compute_loss(model, self._trl_inputs(inputs), return_outputs)
-            self.watch(result[0] if return_outputs else result, rows)
+            self.check_nan_later(result[0] if return_outputs else result, rows)
             return result
         if KEY not in inputs:
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
@@ -473,9 +472,9 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             if training:
                 loss = total
             else:  # `eval_loss` is TRL's; the total goes beside it
-                self.watch(total, rows)
+                self.check_nan_later(total, rows)
                 self._log_evaluation("total_loss", total)
-        self.watch(loss, rows)
+        self.check_nan_later(loss, rows)
         return (loss, outputs) if return_outputs else loss
 
     @contextmanager
@@ -524,7 +523,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             layout = build(rows, label_queries(streamed, pairs), pairs, **options)
         elif args.calibration != "outcome":
             layout = layout.without_queries()
-        model_forward.install(self.accelerator.unwrap_model(model))
+        forward.install(self.accelerator.unwrap_model(model))
         return Policy(model, layout, args.head_precision, extras)
 
     def _term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
@@ -537,8 +536,8 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
             rates = None if streamed else known["correctness_rate"][: len(known["row"]) // 2]
             target = None
             if args.outcome_target != "gold":
-                target = torch.tensor(target_table(streamed, policy.labels.shape[-1]))
-            term = outcome_term(policy.labels, policy.batch.query_gold, rates, args, target)
+                target = torch.tensor(target_table(streamed, policy.label_logprobs.shape[-1]))
+            term = outcome_term(policy.label_logprobs, policy.batch.query_gold, rates, args, target)
         else:
             mask = inputs["completion_mask"].bool()
             if args.calibrate_tokens == "label":
@@ -615,7 +614,9 @@ def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | N
         return None
     if args.calibration == "outcome":
         examples = with_targets(examples, args.outcome_target)
-    fits = fitting(list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question)
+    fits = drop_too_long(
+        list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question
+    )
     return OutcomeStream(fits, args)
 
 

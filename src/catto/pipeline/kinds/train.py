@@ -26,7 +26,7 @@ from catto.engines import check_hub
 from catto.errors import DataError
 from catto.io.atomic import build_folder, write_text
 from catto.io.record_files import read_records, write_records
-from catto.methods import Method, acting
+from catto.methods import Method, options_read_by
 from catto.metrics.temperature import confidence_at
 from catto.pipeline import launch
 from catto.pipeline.kinds.steps import read_questions
@@ -36,10 +36,18 @@ from catto.predict import evaluate_model
 from catto.prompts import completion
 from catto.recipe.settings import LaunchSettings, ModelSettings, ScratchModel
 from catto.records import Message, Prediction, PreferenceRow, SftRow
+from catto.training.checkpoints import LAST, checkpoint_arguments, newest_complete
 from catto.training.config import CATTOConfig
-from catto.training.examples import Example, examples, fitting, labelled, pair_tokens, preference_columns, tokenised
+from catto.training.examples import (
+    Example,
+    drop_too_long,
+    examples,
+    labelled,
+    pair_tokens,
+    preference_columns,
+    tokenised,
+)
 from catto.training.models import scratch_model, word_tokenizer
-from catto.training.monitor import LAST, keeping, newest_complete
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
@@ -235,7 +243,7 @@ def _arguments(job: Job, *, monitored: bool = True) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": min(10, block.checkpoint_steps),  # a training of few steps is logged too
-        **keeping(settings.keep, block.checkpoint_steps, measured=monitored),
+        **checkpoint_arguments(settings.keep, block.checkpoint_steps, measured=monitored),
         **block.trl,
     }
     return {**arguments, **launch.shared(arguments, settings.launch.processes)}
@@ -362,7 +370,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         check_labels(tokenizer, labels)
     # Long pairs are dropped before the draw, so that all 500 drawn pairs are trained on, the same for every method.
     pairs = [preference_columns(tokenizer, row) for row in rows]
-    fit = fitting(pairs, settings.context, pair_tokens, lambda pair: str(pair["question"]))
+    fit = drop_too_long(pairs, settings.context, pair_tokens, lambda pair: str(pair["question"]))
     limits = [limit for limit in (settings.pairs, settings.block.rows) if limit is not None]
     columns = _drawn(fit, min(limits, default=None), settings.seed)
     dropped = {"pairs": len(rows) - len(fit)}
@@ -375,7 +383,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     options: dict[str, Any] = {"calibration": method.calibration, "prefix_sharing": settings.prefix_sharing}
     options |= {"max_length": settings.context, "precompute_ref_log_probs": True}
     if settings.outcome is not None:
-        options |= acting(method.calibration, {"outcome_score": settings.outcome.score})
+        options |= options_read_by(method.calibration, {"outcome_score": settings.outcome.score})
         if settings.outcome.target != "gold":
             options["outcome_target"] = settings.outcome.target
         if method.stream != "none":

@@ -1,0 +1,77 @@
+"""Checkpoints: which one to keep, which one to resume from, and how to carry them to another folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from catto.io.atomic import link, write_text
+
+KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
+LAST = "last"  # the other rule: the last step's
+# One of these holds, or lists the files that hold, the model or the adapter.
+_MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
+
+
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint that was written completely, None where there is none.
+
+    Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
+    number and lacks that file, or holds a part of it.
+    """
+    steps = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match is not None:
+            steps[int(match[1])] = path
+    for _, path in sorted(steps.items(), reverse=True):
+        try:
+            state = json.loads((path / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict) and any((path / name).exists() for name in _MODELS):
+            return path
+    return None
+
+
+def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
+    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `place`.
+
+    Complete checkpoints are never written to again. One that is deleted meanwhile raises an OSError.
+    """
+    newest = newest_complete(checkpoints)
+    if newest is None:
+        return
+    state = json.loads((newest / "trainer_state.json").read_text())
+    best = Path(state["best_model_checkpoint"] or newest).name
+    for name in {newest.name, best}:
+        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link(Path(a), Path(b)))
+    if newest_complete(checkpoints) != newest:
+        raise FileNotFoundError(newest)
+    if state["best_model_checkpoint"] is not None:
+        moved = json.dumps({**state, "best_model_checkpoint": str(place / best)})
+        write_text(target / newest.name / "trainer_state.json", moved)
+
+
+def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
+    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
+
+    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
+    held-out examples to evaluate; without them only the last step can be kept.
+
+    >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"], checkpoint_arguments("last", 50)["save_total_limit"]
+    ('val_ece', 1)
+    """
+    if rule not in (LAST, *KEEP):
+        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
+    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+    if not measured:
+        return {"eval_strategy": "no", **saved}
+    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
+    if rule == LAST:
+        return evaluated
+    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
+    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest
