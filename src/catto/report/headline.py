@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from catto import methods
 from catto.recipe.settings import FEW_QUESTIONS
-from catto.report.measuring import BASELINE
 from catto.report.numbers import GroupNumbers, Numbers, Verdict, supported_decimals
 from catto.report.tables import (
     BUDGET_TITLES,
