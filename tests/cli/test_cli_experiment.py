@@ -25,7 +25,7 @@ from catto.recipe.load import load, shipped
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = ["", "data", "teach", "train", "plan", "run", "stage", "recipe", "recipe list", "recipe show", "recipe copy"]
-COMMANDS += ["model", "model import-gguf", "report"]
+COMMANDS += ["report"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -257,7 +257,6 @@ TWO = {"witnesses": None, "snli": None}
         (["eval", "m", "--task", "witnesses", "--out", __file__], "test_cli_experiment.py: not a folder"),
         (["train", "quickstart", "--method", "dpo+catto+ts"], "dpo+catto+ts only rescales the confidence of dpo+catto"),
         (["recipe", "show", "quickstar"], "did you mean quickstart?"),
-        (["model", "import-gguf", "no-such-package", "out"], "package no-such-package is not installed"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(

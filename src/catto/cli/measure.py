@@ -1,9 +1,9 @@
-"""`catto measure`: how honest the confidences of a file are, as a table with one sentence, or as JSON."""
+"""`catto measure`: accuracy and calibration of a file of confidences, as tables or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isnan
 from pathlib import Path
@@ -12,61 +12,104 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import JsonOption, Real, SeedOption, number, refuse, say, span
+from catto.cli.console import format_interval, format_number, refuse, say
 from catto.cli.display import progress
-from catto.formats.columns import ColumnNames, Format
+from catto.cli.options import (
+    ADVANCED,
+    INPUT,
+    OUTPUT,
+    ColumnOptions,
+    JsonOption,
+    Real,
+    RiskLevelOption,
+    SeedOption,
+    TargetRiskOption,
+    expand_options,
+)
 from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, Summary
+    from catto.measure import GradedAnswers, MeasureSettings, Summary
     from catto.metrics.catalogue import Versus
+    from catto.metrics.errors import BrierSplit
 
-# More panels than this side by side cannot be read on a page.
+# More diagrams side by side are too small to read on a page.
 MOST_PANELS = 6
 
-FormatOption = Annotated[Format, Option("--format", help="The tool that wrote the file; auto looks at its first row.")]
-Resamples, Column = partial(Option, min=1, max=MOST_RESAMPLES), partial(Option, metavar="COL")
-ConfidenceColumn = Annotated[str, Column(help="Column of the confidence, in 0 to 1; a.b is b in a.")]
-CorrectColumn = Annotated[str, Column(help="Column that tells whether the answer is right.")]
-PredictionColumn = Annotated[str | None, Column(help="Column of the answer, to compare with --gold.")]
-GoldColumn = Annotated[str | None, Column(help="Column of the right answer.")]
-QuestionColumn = Annotated[str | None, Column(help="Column that names the question, if not `question` or `id`.")]
-LengthOption = Annotated[bool, Option("--length-normalised", help="lm-eval: likelihoods per character, as acc_norm.")]
-UnparsedOption = Annotated[Literal["fallback", "wrong"], Option(help="Forced answers: keep them, or count as wrong.")]
-RiskLevelOption = Annotated[float, Real(min=0.5, max=0.9999, help="Confidence level of the bound of --target-risk.")]
 
-
+@expand_options
 def measure(
-    file: Annotated[Path, Argument(help="JSON lines, JSON, CSV or Parquet (.gz too), or another tool's log.")],
-    bins: Annotated[int, Option(min=1, max=MOST_BINS, help="Confidence bins of equal width.")] = 20,
-    metrics: Annotated[str | None, Option(help="Comma-separated names, or `all`.")] = None,
-    resamples: Annotated[int | None, Resamples(help="Bootstrap resamples: 1000; 200 above 200,000 rows.")] = None,
-    level: Annotated[float, Real(min=0.01, max=0.9999, help="Level of the intervals and bands.")] = 0.95,
-    method: Annotated[Literal["percentile", "bca"], Option(help="Kind of bootstrap interval.")] = "percentile",
-    seed: SeedOption = 0,
-    by: Annotated[str | None, Option(help="Column: measure each of its values separately.")] = None,
-    compare: Annotated[Path | None, Option(help="Another file, paired with this one by question id.")] = None,
-    target_risk: Annotated[float | None, Real(min=0.0001, max=0.9999, help="Largest share of wrong answers.")] = None,
-    confidence_level: RiskLevelOption = 0.95,
-    brier_split: Annotated[bool, Option("--brier-split", help="Split the Brier score into its parts.")] = False,
-    unparsed: UnparsedOption = "fallback",
-    log_format: FormatOption = "auto",
-    confidence: ConfidenceColumn = "confidence",
-    correct: CorrectColumn = "correct",
-    prediction: PredictionColumn = None,
-    gold: GoldColumn = None,
-    question: QuestionColumn = None,
-    positive: Annotated[str | None, Option(help="The confidence is the probability of this label, of two.")] = None,
-    length_normalised: LengthOption = False,
-    figure: Annotated[Path | None, Option(help="Draw the reliability diagram: .svg, .png or .pdf.")] = None,
+    file: Annotated[
+        Path, Argument(help="JSON lines, JSON, CSV or Parquet (also .gz), or the log of another evaluation tool.")
+    ],
+    columns: ColumnOptions,
+    positive: Annotated[
+        str | None,
+        Option(
+            metavar="LABEL",
+            help="For two labels: the confidence is the probability of this label.",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        Option(metavar="COLUMN", help="Also measure each value of this column.", rich_help_panel=INPUT),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        Option(help="Second file. Answers are paired by question id.", rich_help_panel=INPUT),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        Option(help="Comma-separated metrics, or `all`.", show_default="headline metrics", rich_help_panel=OUTPUT),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        Option(help="Write a reliability diagram: .svg, .png or .pdf.", rich_help_panel=OUTPUT),
+    ] = None,
+    target_risk: Annotated[
+        float | None,
+        TargetRiskOption(
+            help="Print the lowest confidence threshold with at most this error rate.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    brier_split: Annotated[
+        bool,
+        Option("--brier-split", help="Split the Brier score into reliability and resolution.", rich_help_panel=OUTPUT),
+    ] = False,
     as_json: JsonOption = False,
+    bins: Annotated[
+        int,
+        Option(min=1, max=MOST_BINS, help="Number of equal-width confidence bins.", rich_help_panel=ADVANCED),
+    ] = 20,
+    resamples: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=MOST_RESAMPLES,
+            help="Number of bootstrap resamples.",
+            show_default="1000; 200 above 200,000 rows",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = None,
+    level: Annotated[
+        float,
+        Real(min=0.01, max=0.9999, help="Confidence level of intervals and chance bands.", rich_help_panel=ADVANCED),
+    ] = 0.95,
+    method: Annotated[
+        Literal["percentile", "bca"],
+        Option(help="Type of bootstrap interval.", rich_help_panel=ADVANCED),
+    ] = "percentile",
+    confidence_level: RiskLevelOption = 0.95,
+    seed: SeedOption = 0,
 ) -> None:
-    """Measure how honest confidences are: accuracy, calibration, ranking, each with its interval.
+    """Measure accuracy, calibration and ranking of a file of confidences.
 
-    A row needs `confidence` and `correct`; or `confidence`, `label` and `gold`, as catto's own predictions have them;
-    or `label_logprobs` (label -> log-probability) and `gold`; columns of other names are named by options. With a
-    column that names the question (`question`, `id` or --question), whole questions are resampled. Logs of
-    lm-evaluation-harness, inspect_ai, HELM, uqlm and chat completions with `logprobs` are recognised.
+    Each row needs a confidence and a correctness: `confidence` and `correct`; or `confidence`, `label` and `gold`; or
+    `label_logprobs` (label -> log-probability) and `gold`. Options name columns with other names.
+
+    With a question id (`question`, `id` or --question), the bootstrap resamples whole questions. Logs of
+    lm-evaluation-harness, inspect_ai, HELM, uqlm and chat completions with `logprobs` are detected.
 
     Examples:
     catto measure predictions.jsonl --figure reliability.svg
@@ -75,151 +118,217 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.measure import (
-        MeasureSettings,
-        compare_runs,
-        explain_missing_interval,
-        jsonable,
-        read_graded,
-        summarise,
-        verdict,
-    )
+    from catto.measure import MeasureSettings, read_graded
     from catto.metrics import catalogue, errors, ranking
 
     if figure is not None:
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
     with console.refusing(place="--metrics: "):
         settings = MeasureSettings(catalogue.parse_metrics(metrics), bins, resamples, level, method, seed)
-    names = ColumnNames(confidence, correct, by, prediction, gold, positive, log_format, length_normalised, question)
-    answers = read_graded(file, names, unparsed)
+    names = columns.column_names(by=by, positive=positive)
+    answers = read_graded(file, names, columns.unparsed)
     if target_risk is not None and answers.run.question is not None:
         refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
-    other = None if compare is None else read_graded(compare, replace(names, by=None), unparsed)
-    comparison: dict[str, Versus] = {}
-    parts = [answers, *(slices := answers.slices()).values()]
-    with progress("measuring", sum(settings.steps(len(part)) for part in parts)) as tick:
-        whole, *summaries = [summarise(part, settings, tick) for part in parts]
-    document: dict[str, Any] = {"warning": whole.warning, "file": str(file), "unparsed": unparsed, **jsonable(whole)}
-    document["verdict"] = verdict(whole)
-    sentences = explain_missing_interval(whole)
-    if document["verdict"] is not None:
-        sentences.insert(0, document["verdict"])
-    if by is not None:
-        values = [{"warning": summary.warning, **jsonable(summary)} for summary in summaries]
-        document["slices"] = {"by": by, "values": dict(zip(slices, values, strict=True))}
-    if other is not None:
-        with progress("comparing", 2 * settings.draws(len(answers))) as tick:
-            compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
-        forced = any(part.sources is not None and part.sources.forced for part in (answers, other))
-        comparison = catalogue.correct_p_values(compared, judge=not forced)
-        versus = {name: jsonable({**asdict(two), "mark": two.mark(name)}) for name, two in comparison.items()}
-        document["compare"] = {"file": str(compare), "metrics": versus}
+    other = None
+    if compare is not None:
+        other = read_graded(compare, replace(names, by=None), columns.unparsed)
+
+    measured = measure_slices(file, answers, settings, by)
+    document = _make_document(measured, columns.unparsed)
+    sentences = _describe_whole(measured.whole.summary)
+    comparison = None
+    if compare is not None and other is not None:
+        comparison = FileComparison(compare, _compare_answers(answers, other, settings))
+        document["compare"] = _comparison_document(comparison)
     if brier_split:
         split = errors.brier_split(answers.confidence, answers.correct, bins=bins)
-        document["brier_split"] = {**jsonable(split), "total": split.total}
-        within = split.within_bin_variance - 2.0 * split.within_bin_covariance
-        sentences.append(
-            f"Brier score {split.total:.4f} = reliability {split.reliability:.4f} - resolution {split.resolution:.4f} "
-            f"+ uncertainty {split.uncertainty:.4f} {'-' if within < 0 else '+'} {abs(within):.4f} within the bins."
-        )
+        document["brier_split"] = {**_to_json(split), "total": split.total}
+        sentences.append(_describe_brier_split(split))
     if target_risk is not None:
-        risks = target_risk, round(1.0 - confidence_level, 9)
-        limit = ranking.threshold_for_risk(answers.confidence, answers.correct, *risks)
-        document["target_risk"] = jsonable(limit)
-        sentences.append(told_threshold(limit, whole.rows))
+        delta = round(1.0 - confidence_level, 9)
+        limit = ranking.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
+        document["target_risk"] = _to_json(limit)
+        sentences.append(describe_threshold(limit, len(answers)))
     if figure is not None:
-        sentences.append(_draw(figure, [file.name, *slices], parts, [whole, *summaries]))
-    few, *_ = sorted((part.questions or len(part), title) for title, part in zip(["", *slices], parts, strict=True))
-    console.warn_few(few[0], f"{file} {few[1]}".rstrip(), "intervals are too narrow", "question")
+        _draw_reliability(figure, measured)
+        sentences.append(f"Wrote {figure}.")
+    _warn_of_few_questions(measured)
     if as_json:
         console.print_json(document)
         return
-    by_value = {f"{by} {value}": part for value, part in zip(slices, summaries, strict=True)}
-    _show(file, whole, by_value, sentences, compare, comparison, drawn=figure is not None)
+    _print_measured(measured, sentences)
+    if comparison is not None:
+        _print_comparison(measured, comparison)
+    _suggest_next_step(measured.whole.summary, has_figure=figure is not None)
 
 
-def _draw(figure: Path, titles: Sequence[str], parts: Sequence[GradedAnswers], summaries: Sequence[Summary]) -> str:
-    """Draw one panel per slice, or the whole file, which comes first, where there are none or too many."""
+def measure_and_print(file: Path) -> None:
+    """Measure a file of predictions with default settings and print the result, as `catto measure FILE` does."""
+    from catto.measure import MeasureSettings, read_graded
+
+    measured = measure_slices(file, read_graded(file), MeasureSettings())
+    _warn_of_few_questions(measured)
+    _print_measured(measured, _describe_whole(measured.whole.summary))
+    _suggest_next_step(measured.whole.summary, has_figure=False)
+
+
+# ---- measuring
+
+
+@dataclass(frozen=True)
+class MeasuredSlice:
+    """Answers with their summary. The title is the value of the column, or the name of the file."""
+
+    title: str
+    answers: GradedAnswers
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """A file as a whole and by the values of the column `by`."""
+
+    file: Path
+    whole: MeasuredSlice
+    by: str | None
+    slices: Sequence[MeasuredSlice]
+
+
+@dataclass(frozen=True)
+class FileComparison:
+    """Metric -> paired comparison with the answers of another file."""
+
+    file: Path
+    metrics: Mapping[str, Versus]
+
+
+def measure_slices(
+    file: Path, answers: GradedAnswers, settings: MeasureSettings, by: str | None = None
+) -> MeasuredFile:
+    """Summarise a file and each of its slices, with a progress bar.
+
+    Args:
+        file: Where the answers come from.
+        answers: The answers, with their slices.
+        settings: What to measure.
+        by: The column that defines the slices.
+    """
+    from catto.measure import summarise
+
+    steps = settings.steps(len(answers))
+    slices = answers.slices()
+    for part in slices.values():
+        steps += settings.steps(len(part))
+    with progress("measuring", steps) as tick:
+        whole = MeasuredSlice(file.name, answers, summarise(answers, settings, tick))
+        measured = [MeasuredSlice(title, part, summarise(part, settings, tick)) for title, part in slices.items()]
+    return MeasuredFile(file, whole, by, measured)
+
+
+def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
+    from catto.measure import compare_runs
+    from catto.metrics.catalogue import correct_p_values
+
+    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+        compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
+    has_forced = False
+    for part in (answers, other):
+        if part.sources is not None and part.sources.forced:
+            has_forced = True
+    return correct_p_values(compared, judge=not has_forced)
+
+
+def _warn_of_few_questions(measured: MeasuredFile) -> None:
+    """Warn about the smallest part, if it is too small."""
+    smallest = measured.whole
+    source = str(measured.file)
+    for part in measured.slices:
+        if _count_questions(part.answers) < _count_questions(smallest.answers):
+            smallest = part
+            source = f"{measured.file} {part.title}"
+    console.warn_few(_count_questions(smallest.answers), source, "intervals are too narrow", "question")
+
+
+def _count_questions(answers: GradedAnswers) -> int:
+    return answers.questions or len(answers)
+
+
+def _draw_reliability(figure: Path, measured: MeasuredFile) -> None:
+    """Draw one diagram per slice, or the whole file if there are no slices or too many."""
     from catto.metrics.binning import reliability
     from catto.report.drawing import Panel, reliability_figure, write_figure
 
+    parts: Sequence[MeasuredSlice] = [measured.whole]
+    if 0 < len(measured.slices) <= MOST_PANELS:
+        parts = measured.slices
     panels = []
-    for title, part, summary in zip(titles, parts, summaries, strict=True):
-        ece = summary.metrics.get("ece")
-        bins = reliability(part.confidence, part.correct, summary.settings.bins)
-        panels.append(Panel(title, bins, None if ece is None else ece.null, summary.sources))
-    several = 1 < len(panels) <= 1 + MOST_PANELS
-    write_figure(partial(reliability_figure, panels[1:] if several else panels[:1]), figure)
-    return f"Wrote {figure}."
+    for part in parts:
+        bins = reliability(part.answers.confidence, part.answers.correct, part.summary.settings.bins)
+        ece = part.summary.metrics.get("ece")
+        null = None if ece is None else ece.null
+        panels.append(Panel(part.title, bins, null, part.summary.sources))
+    write_figure(partial(reliability_figure, panels), figure)
 
 
-def _show(
-    file: Path,
-    whole: Summary,
-    slices: dict[str, Summary],
-    sentences: Sequence[str],
-    compare: Path | None,
-    comparison: dict[str, Versus],
-    drawn: bool,
-) -> None:
-    """Print the tables, what they mean, and what to do next."""
-    from catto.metrics.catalogue import METRICS
-    from catto.metrics.statistics import ALPHA
-
-    settings = whole.settings
-    level, draws = f"{100 * settings.level:g} % interval", settings.resamples or 1
-    warnings = [f"{value}: {part.warning}" for value, part in slices.items() if part.warning]
-    for warning in [whole.warning] if whole.warning is not None else warnings:
-        say(warning)
-    parts = {f"{value} (N = {part.rows:,})": part for value, part in slices.items()}
-    for title, summary in {str(file): whole, **parts}.items():
-        rows = []
-        for name, measured in summary.metrics.items():
-            interval, null, percent = measured.interval, measured.null, METRICS[name].percent
-            band = "" if null is None else f"{number(null.mean, percent)} ({span(null, percent)})"
-            rows.append([METRICS[name].title, number(interval.value, percent), span(interval, percent), band])
-        gap = summary.gap
-        rows.append(["Confidence - accuracy", number(gap.value, True, signed=True), span(gap, True, signed=True)])
-        console.show_table(title, ("metric", "value", level, "by chance,\nif calibrated"), rows)
-    grouped = ""
-    if whole.questions is None:
-        grouped = " taken as independent (--question names their questions)"
-    elif whole.questions < whole.rows:
-        grouped = f" to {whole.questions:,} question{'s' * (whole.questions > 1)}"
-    counts = [f"N = {whole.rows:,} answers{grouped}", f"{settings.bins} bins", f"{draws} resamples"]
-    if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
-        note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
-        counts.append(whole.sources.describe(note))
-    for sentence in (", ".join(counts) + ".", *sentences):
-        say(sentence)
-    if compare is not None:
-        rows = []
-        for name, versus in comparison.items():
-            percent = METRICS[name].percent
-            difference = f"{versus.mark(name)} {number(versus.difference, percent, signed=True)}"
-            ends = span(versus, percent, signed=True)
-            p_values = f"{p_value(versus.p_value)}\n{p_value(versus.p_corrected)}"
-            values = number(versus.a, percent), number(versus.b, percent)
-            rows.append([METRICS[name].title, *values, f"{difference}\n{ends}", p_values])
-        columns = "metric", "this", "other", f"difference\n{level}", "p\ncorrected"
-        console.show_table(f"{file} (this) against {compare} (other), same questions", columns, rows)
-        count = sum(METRICS[name].better is not None for name in comparison)
-        say(
-            f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "
-            "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
-        )
-        if count >= ALPHA * (1 + draws):
-            least = min(1.0, count / (1 + draws))
-            say(f"{draws} resamples are too few for any mark: the least corrected p is {least:.2g}.")
-    ece = whole.metrics.get("ece")
-    if ece is not None and ece.null is not None and ece.interval.value > ece.null.high and 0 < whole.accuracy < 1:
-        say("Next: catto calibrate fit VALIDATION_ROWS --out tau.json; fit on different rows from these.")
-    elif not drawn:
-        say("Next: --figure reliability.svg draws confidence against accuracy.")
+# ---- JSON
 
 
-def told_threshold(limit: Any, rows: int) -> str:
-    """Say what a threshold promises. limit: a Threshold or a RiskThreshold, fitted on so many rows."""
+def _to_json(value: Any) -> Any:
+    from catto.measure import jsonable
+
+    return jsonable(value)
+
+
+def _make_document(measured: MeasuredFile, unparsed: str) -> dict[str, Any]:
+    from catto.measure import verdict
+
+    whole = measured.whole.summary
+    document = {"warning": whole.warning, "file": str(measured.file), "unparsed": unparsed, **_to_json(whole)}
+    document["verdict"] = verdict(whole)
+    if measured.by is not None:
+        values = {}
+        for part in measured.slices:
+            values[part.title] = {"warning": part.summary.warning, **_to_json(part.summary)}
+        document["slices"] = {"by": measured.by, "values": values}
+    return document
+
+
+def _comparison_document(comparison: FileComparison) -> dict[str, Any]:
+    metrics = {}
+    for name, versus in comparison.metrics.items():
+        metrics[name] = _to_json({**asdict(versus), "mark": versus.mark(name)})
+    return {"file": str(comparison.file), "metrics": metrics}
+
+
+# ---- sentences
+
+
+def _describe_whole(whole: Summary) -> list[str]:
+    from catto.measure import explain_missing_interval, verdict
+
+    sentences = explain_missing_interval(whole)
+    judgement = verdict(whole)
+    if judgement is None:
+        return sentences
+    return [judgement, *sentences]
+
+
+def _describe_brier_split(split: BrierSplit) -> str:
+    within = split.within_bin_variance - 2.0 * split.within_bin_covariance
+    sign = "-" if within < 0 else "+"
+    return (
+        f"Brier score {split.total:.4f} = reliability {split.reliability:.4f} - resolution {split.resolution:.4f} "
+        f"+ uncertainty {split.uncertainty:.4f} {sign} {abs(within):.4f} within the bins."
+    )
+
+
+def describe_threshold(limit: Any, rows: int) -> str:
+    """Describe what a threshold guarantees.
+
+    Args:
+        limit: A Threshold or a RiskThreshold.
+        rows: Number of answers it was fitted on.
+    """
     promise = f"an error rate of at most {100 * limit.risk:g} % with {100 * (1.0 - limit.delta):g} % confidence"
     if limit.threshold is None:
         return f"No threshold can promise {promise} from these {rows:,} answers."
@@ -230,10 +339,116 @@ def told_threshold(limit: Any, rows: int) -> str:
     )
 
 
-def p_value(p: float) -> str:
+def _describe_counts(whole: Summary) -> str:
+    questions = ""
+    if whole.questions is None:
+        questions = " taken as independent (--question names their questions)"
+    elif whole.questions < whole.rows:
+        noun = "question" if whole.questions == 1 else "questions"
+        questions = f" to {whole.questions:,} {noun}"
+    settings = whole.settings
+    counts = [
+        f"N = {whole.rows:,} answers{questions}",
+        f"{settings.bins} bins",
+        f"{settings.resamples or 1} resamples",
+    ]
+    if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
+        note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
+        counts.append(whole.sources.describe(note))
+    return f"{', '.join(counts)}."
+
+
+def format_p_value(p: float) -> str:
     """Format a p-value.
 
-    >>> p_value(0.0004), p_value(0.0314)
+    >>> format_p_value(0.0004), format_p_value(0.0314)
     ('< 0.001', '0.031')
     """
-    return "-" if isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
+    if isnan(p):
+        return "-"
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}"
+
+
+# ---- tables
+
+
+def _print_measured(measured: MeasuredFile, sentences: Sequence[str]) -> None:
+    """Print warnings, one table for the file and one per slice, and what they mean."""
+    whole = measured.whole.summary
+    if whole.warning is not None:
+        say(whole.warning)
+    else:
+        for part in measured.slices:
+            if part.summary.warning is not None:
+                say(f"{measured.by} {part.title}: {part.summary.warning}")
+    _print_metrics(str(measured.file), whole)
+    for part in measured.slices:
+        _print_metrics(f"{measured.by} {part.title} (N = {part.summary.rows:,})", part.summary)
+    say(_describe_counts(whole))
+    for sentence in sentences:
+        say(sentence)
+
+
+def _print_metrics(title: str, summary: Summary) -> None:
+    from catto.metrics.catalogue import METRICS
+
+    rows = []
+    for name, result in summary.metrics.items():
+        percent = METRICS[name].percent
+        band = ""
+        if result.null is not None:
+            band = f"{format_number(result.null.mean, percent)} ({format_interval(result.null, percent)})"
+        value = format_number(result.interval.value, percent)
+        rows.append([METRICS[name].title, value, format_interval(result.interval, percent), band])
+    gap = summary.gap
+    gap_value = format_number(gap.value, percent=True, signed=True)
+    rows.append(["Confidence - accuracy", gap_value, format_interval(gap, percent=True, signed=True)])
+    columns = ("metric", "value", _interval_title(summary.settings), "by chance,\nif calibrated")
+    console.show_table(title, columns, rows)
+
+
+def _interval_title(settings: MeasureSettings) -> str:
+    return f"{100 * settings.level:g} % interval"
+
+
+def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> None:
+    """Print the table of differences and what its marks mean."""
+    from catto.metrics.catalogue import METRICS
+    from catto.metrics.statistics import ALPHA
+
+    settings = measured.whole.summary.settings
+    rows = []
+    for name, versus in comparison.metrics.items():
+        percent = METRICS[name].percent
+        difference = f"{versus.mark(name)} {format_number(versus.difference, percent, signed=True)}"
+        interval = format_interval(versus, percent, signed=True)
+        cells = [
+            METRICS[name].title,
+            format_number(versus.a, percent),
+            format_number(versus.b, percent),
+            f"{difference}\n{interval}",
+            f"{format_p_value(versus.p_value)}\n{format_p_value(versus.p_corrected)}",
+        ]
+        rows.append(cells)
+    columns = ("metric", "this", "other", f"difference\n{_interval_title(settings)}", "p\ncorrected")
+    console.show_table(f"{measured.file} (this) against {comparison.file} (other), same questions", columns, rows)
+    count = sum(METRICS[name].better is not None for name in comparison.metrics)
+    say(
+        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "
+        "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
+    )
+    draws = settings.resamples or 1
+    if count >= ALPHA * (1 + draws):
+        least = min(1.0, count / (1 + draws))
+        say(f"{draws} resamples are too few for any mark: the smallest possible corrected p is {least:.2g}.")
+
+
+def _suggest_next_step(whole: Summary, *, has_figure: bool) -> None:
+    ece = whole.metrics.get("ece")
+    is_miscalibrated = ece is not None and ece.null is not None and ece.interval.value > ece.null.high
+    if is_miscalibrated and 0 < whole.accuracy < 1:
+        say("Next: catto calibrate fit VALIDATION_ROWS --out tau.json; fit on different rows from these.")
+    elif not has_figure:
+        say("Next: --figure reliability.svg draws confidence against accuracy.")

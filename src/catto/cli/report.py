@@ -1,56 +1,76 @@
-"""`catto report`: one page from files of answers, whichever tool wrote them."""
+"""`catto report`: one page that compares models by files of their answers, whichever tool wrote them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from catto.cli import console, measure
-from catto.cli.console import refuse, say
+from catto.cli import console
+from catto.cli.console import check_name, refuse, say
 from catto.cli.display import Bar
+from catto.cli.options import INPUT, OUTPUT, ColumnOptions, expand_options
 from catto.cli.run import running
-from catto.formats.columns import ColumnNames
 
 
+@expand_options
 def report(
-    files: Annotated[list[str], Argument(metavar="[NAME=]FILE...", help="Answers, as `catto measure` reads them.")],
-    out: Annotated[Path, Option(help="Folder for report.html, tables and figures.")] = Path("report"),
-    task: Annotated[str, Option(help="What was asked, where the rows do not say it.")] = "answers",
-    unparsed: measure.UnparsedOption = "fallback",
-    log_format: measure.FormatOption = "auto",
-    confidence: measure.ConfidenceColumn = "confidence",
-    correct: measure.CorrectColumn = "correct",
-    prediction: measure.PredictionColumn = None,
-    gold: measure.GoldColumn = None,
-    question: measure.QuestionColumn = None,
-    length_normalised: measure.LengthOption = False,
+    files: Annotated[
+        list[str],
+        Argument(metavar="[NAME=]FILE...", help="Answers of each model, in any format that `catto measure` reads."),
+    ],
+    columns: ColumnOptions,
+    baseline: Annotated[
+        str | None, Option(help="Model that the others are compared with.", rich_help_panel=INPUT)
+    ] = None,
+    task: Annotated[str, Option(help="Name of the task, for rows without one.", rich_help_panel=INPUT)] = "answers",
+    out: Annotated[Path, Option(help="Folder for report.html, tables and figures.", rich_help_panel=OUTPUT)] = Path(
+        "report"
+    ),
 ) -> None:
-    """Write a page that compares models by files of their answers, each with one answer to every question.
+    """Compare models on one page, from a file of answers per model.
 
-    Models are named by NAME=, else by their file, or by its folder where files have the same name. With one named `dpo`
-    the others are compared to it.
+    Each file has one answer per question. A model is named by NAME=, or else by its file name, or by its folder if
+    files have the same name.
 
     Examples:
-    catto report sft.jsonl dpo.jsonl --out page
-    catto report before=eval-1/predictions.jsonl after=eval-2/predictions.jsonl
+    catto report sft.jsonl dpo.jsonl --baseline dpo --out page
+    catto report before=eval-1/predictions.jsonl after=eval-2/predictions.jsonl --baseline before
     catto report a.csv b.csv --confidence p --prediction answer --gold truth --question item
     """
     from catto.report.build import build, results_of_files
 
-    # A file whose own name holds a = is taken as it is.
-    parts = [("", "", text) if "=" not in text or Path(text).exists() else text.partition("=") for text in files]
-    given = [(name, Path(path)) for name, _, path in parts]
-    alike = len({path.stem for _, path in given}) < len(given)
-    titles = [name or (path.absolute().parent.name if alike else path.stem) for name, path in given]
-    if twice := {title for title in titles if titles.count(title) > 1}:
-        refuse(f"two files are named {min(twice)}: give them names, NAME=FILE")
+    models = _name_models(files)
+    if baseline is not None:
+        check_name("--baseline", baseline, models)
     console.writable_folder("--out", out)
-    names = ColumnNames(confidence, correct, None, prediction, gold, None, log_format, length_normalised, question)
     with console.refusing(), running() as shown:
-        by_title = {title: path for title, (_, path) in zip(titles, given, strict=True)}
-        results = results_of_files(by_title, names, out, task=task, unparsed=unparsed)
+        results = results_of_files(
+            models, columns.column_names(), out, task=task, unparsed=columns.unparsed, baseline=baseline
+        )
         bar = Bar(shown, "measuring")
         page = build(results, out, out, lambda done, total: bar.update(done, total, ""))
     say(f"Wrote {page}.")
+
+
+def _name_models(files: Sequence[str]) -> dict[str, Path]:
+    """Return name -> file; refuse two files with one name."""
+    named: list[tuple[str, Path]] = []
+    for text in files:
+        name, equals, file_name = text.partition("=")
+        if equals and not Path(text).exists():
+            named.append((name, Path(file_name)))
+        else:  # a file whose own name may contain an =
+            named.append(("", Path(text)))
+    stems = {path.stem for _, path in named}
+    has_equal_stems = len(stems) < len(named)
+    models: dict[str, Path] = {}
+    for name, path in named:
+        default = path.absolute().parent.name if has_equal_stems else path.stem
+        title = name or default
+        if title in models:
+            refuse(f"two files are named {title}: give them names, NAME=FILE")
+        models[title] = path
+    return models

@@ -20,6 +20,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.display import Bar, RunDisplay, bars, progress
+from catto.cli.options import Seed
 from catto.errors import DataError, join_names
 from catto.io.atomic import write_text
 from catto.pipeline import run as runner
@@ -39,7 +40,7 @@ OutOption = Annotated[Path | None, Option(help="The experiment's folder.", show_
 SetOption = Annotated[
     list[str] | None, Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
 ]
-SeedsOption = Annotated[list[int] | None, console.Seed("--seed", help="Only these seeds. May be repeated.")]
+SeedsOption = Annotated[list[int] | None, Seed("--seed", help="Only these seeds. May be repeated.")]
 RetryOption = Annotated[bool, Option("--retry-refused", help="Ask again what a server refused; redo what needs it.")]
 
 # Progress bars and notices of libraries would break the display.

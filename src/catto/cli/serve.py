@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from catto.cli import console
-from catto.cli.console import Real, check_name, needs, refuse, refusing, say, warn, writable_file
-from catto.cli.data import source_of
+from catto.cli.console import check_name, needs, refuse, refusing, say, warn, writable_file
+from catto.cli.data import choose_source
+from catto.cli.options import Real, list_tasks
 from catto.engines.replies import ServerError
 from catto.io.record_files import read_record
 from catto.recipe.settings import MOST_SAMPLES
@@ -25,7 +25,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def serve(
     upstream: Annotated[str, Option(help="The model's server: its address, ending in /v1.")],
-    task: Annotated[str, Option(help="Task with the labels, or a YAML file of one.", autocompletion=console.tasks)],
+    task: Annotated[str, Option(help="Task with the labels, or a YAML file of one.", autocompletion=list_tasks)],
     calibrator: Annotated[Path | None, Option(help="What `catto calibrate fit` wrote.")] = None,
     threshold: Annotated[Path | None, Option(help="Abstain below: what `calibrate threshold` wrote.")] = None,
     model: Annotated[str | None, Option(help="The upstream's model.", show_default="its only one")] = None,
@@ -63,7 +63,7 @@ def serve(
     from catto.serve.gateway import Gateway, Limits, run_gateway
 
     with refusing(place="--task: "):
-        source = source_of(task, None, None, None, None)
+        source = choose_source(task)
     if isinstance(source, str):
         check_name("--task", source, TASKS)
         source = TASKS[source]

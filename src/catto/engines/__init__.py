@@ -189,7 +189,7 @@ def check_model(place: str | Path) -> None:
         if not isinstance(read_json(config), dict):
             raise DataError(config, None, "expected a JSON object")
     elif path.exists():
-        hint = "; import it first: catto model import-gguf" if path.suffix == ".gguf" else ""
+        hint = "; convert it first with examples/import_gguf.py" if path.suffix == ".gguf" else ""
         raise DataError(path, None, f"expected a folder with a model, got a file{hint}")
     elif not is_hub_id(str(place)):
         raise DataError(place, None, "no such folder, and not a hub id, which is owner/name")

@@ -146,6 +146,7 @@ def results_of_files(
     *,
     task: str = "answers",
     unparsed: Unparsed = "fallback",
+    baseline: str | None = None,
 ) -> Results:
     """Write the answers of each model as predictions, and return the results to build a page from.
 
@@ -157,6 +158,7 @@ def results_of_files(
         out: Folder of the predictions.
         task: Task of the rows that name none.
         unparsed: Whether forced answers count as wrong.
+        baseline: Name of the model that the others are compared with.
     """
     by_model: dict[str, TaskPredictions] = {}
     for model, path in files.items():
@@ -175,6 +177,7 @@ def results_of_files(
         versions=library_versions(),
         cells=tuple(cells),
         questions={},
+        baseline=baseline,
     )
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from catto import methods
 from catto.recipe.settings import FEW_QUESTIONS
-from catto.report.measuring import BASELINE
 from catto.report.numbers import GroupNumbers, Numbers, Verdict, supported_decimals
 from catto.report.tables import (
     BUDGET_TITLES,
@@ -51,7 +50,7 @@ def write_headline(numbers: Numbers) -> Headline:
     answer = lead
     if numbers.verdict is not None:
         question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
-        answer = _describe_leaders(numbers.verdict)
+        answer = _describe_leaders(numbers.verdict, numbers.baseline)
     return Headline(
         question=question,
         answer=answer,
@@ -101,7 +100,7 @@ def _describe_best(verdict: Verdict) -> str:
     return "best predicts correctness"
 
 
-def _describe_leaders(verdict: Verdict) -> str:
+def _describe_leaders(verdict: Verdict, baseline: str | None) -> str:
     """Name the methods whose confidence is best, without breaking ties."""
     leaders = verdict.leaders
     lowest = _format_loss(verdict, leaders[0])
@@ -123,10 +122,9 @@ def _describe_leaders(verdict: Verdict) -> str:
     claim = f"The confidence of {_join_names(titles)} {_describe_best(verdict)}"
     if len(leaders) > 1:
         claim += f", as far as {verdict.n:,} questions can tell"
-    baseline = ""
-    if BASELINE in verdict.losses and BASELINE not in leaders:
-        baseline = f"; {method_title(BASELINE)}: {_format_loss(verdict, BASELINE)}"
-    return f"{claim}: {loss}{baseline}."
+    if baseline is None or baseline in leaders or baseline not in verdict.losses:
+        return f"{claim}: {loss}."
+    return f"{claim}: {loss}; {method_title(baseline)}: {_format_loss(verdict, baseline)}."
 
 
 def _format_loss(verdict: Verdict, method: str) -> str:

@@ -36,9 +36,18 @@ from catto.metrics.temperature import rescale_predictions
 from catto.metrics.vector import scale_by_vector
 from catto.records import PairMargin, Prediction, Question, Unparsed, content_hash
 from catto.report import VERSION
-from catto.report.numbers import Cell, CellNumbers, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict
+from catto.report.numbers import (
+    BASELINE,
+    Cell,
+    CellNumbers,
+    CellPlace,
+    GroupNumbers,
+    Numbers,
+    Results,
+    Training,
+    Verdict,
+)
 
-BASELINE = "dpo"
 COMPARED = ("accuracy", "ece", "brier", "auroc")
 # The metrics with an interval. The other headline metrics are slow to resample, and are read next to these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
@@ -188,7 +197,7 @@ class _GroupPlace(NamedTuple):
     method: str
 
 
-def plan_groups(cells: Sequence[Cell]) -> list[SeedGroup]:
+def plan_groups(cells: Sequence[Cell], baseline: str | None = BASELINE) -> list[SeedGroup]:
     """Group the cells by budget, method, training set and task, in the order of the tables.
 
     A method that is the same in both budgets has a group in each.
@@ -201,13 +210,14 @@ def plan_groups(cells: Sequence[Cell]) -> list[SeedGroup]:
     for budget in budgets:
         places = _find_seeds(cells, budget)
         for place, seeds in places.items():
-            baseline_seeds = places.get(_GroupPlace(place.trained_on, place.task, BASELINE), {})
-            is_paired = place.method != BASELINE and seeds.keys() <= baseline_seeds.keys()
+            baseline_seeds: dict[int, int] = {}
+            if baseline is not None and place.method != baseline:
+                baseline_seeds = places.get(_GroupPlace(place.trained_on, place.task, baseline), {})
             members = [seeds[seed] for seed in sorted(seeds)]
-            baseline = []
-            if is_paired:
-                baseline = [baseline_seeds[seed] for seed in sorted(seeds)]
-            groups.append(SeedGroup(budget, place.trained_on == place.task, members, baseline))
+            paired = []
+            if seeds.keys() <= baseline_seeds.keys():
+                paired = [baseline_seeds[seed] for seed in sorted(seeds)]
+            groups.append(SeedGroup(budget, place.trained_on == place.task, members, paired))
     return groups
 
 
@@ -244,7 +254,7 @@ def measure_results(
     """
     evaluation = results.evaluation
     settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
-    groups = plan_groups([answers.cell for answers in cells])
+    groups = plan_groups([answers.cell for answers in cells], results.baseline)
     total = len(cells) + len(groups)
     known_cells = {} if known is None else {cell.input: cell for cell in known.cells}
     known_groups = {} if known is None else {group.input: group for group in known.groups}
@@ -271,7 +281,8 @@ def measure_results(
         bins=evaluation.bins,
         resamples=evaluation.resamples,
         cells=tuple(cell_numbers),
-        groups=tuple(correct_group_p_values(group_numbers)),
+        groups=tuple(correct_group_p_values(group_numbers, results.baseline)),
+        baseline=results.baseline,
     )
     verdict = decide_verdict(numbers.first_screen, cells, settings, known)
     return numbers.model_copy(update={"verdict": verdict})
@@ -672,14 +683,18 @@ class _ComparisonId(NamedTuple):
     metric: str
 
 
-def correct_group_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]:
+def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None = BASELINE) -> list[GroupNumbers]:
     """Correct the p-values of each table by Holm.
 
     A comparison in which more than a fifth of either side's answers were forced is left out, and its corrected p-value
     is nan.
+
+    Args:
+        groups: The groups of all tables.
+        baseline: The method that the others are compared with.
     """
     corrected: dict[_ComparisonId, float] = {}
-    for p_values in _gather_p_values(groups):
+    for p_values in _gather_p_values(groups, baseline):
         corrected |= zip(p_values, holm(list(p_values.values())), strict=True)
     judged = []
     for index, group in enumerate(groups):
@@ -691,7 +706,7 @@ def correct_group_p_values(groups: Sequence[GroupNumbers]) -> list[GroupNumbers]
     return judged
 
 
-def _gather_p_values(groups: Sequence[GroupNumbers]) -> list[dict[_ComparisonId, float]]:
+def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> list[dict[_ComparisonId, float]]:
     """Return the p-values of each table, without comparisons of mostly forced answers."""
     forced = set()
     for group in groups:
@@ -700,7 +715,7 @@ def _gather_p_values(groups: Sequence[GroupNumbers]) -> list[dict[_ComparisonId,
     tables: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
     for index, group in enumerate(groups):
         place = (group.budget, group.trained_on, group.task)
-        is_forced = (*place, group.method) in forced or (*place, BASELINE) in forced
+        is_forced = (*place, group.method) in forced or (*place, baseline) in forced
         if is_forced:
             continue
         p_values = tables[group.budget, group.setting]

@@ -25,6 +25,9 @@ from catto.recipe.settings import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
 
+# The method that an experiment compares the others with.
+BASELINE = "dpo"
+
 
 def supported_decimals(n: int) -> int:
     """Return how many decimals of a percentage n questions support: the last digit is worth at least one question.
@@ -140,6 +143,7 @@ class Results(Record):
         commit: The git commit, if known.
         cells: Every method on every task at every seed.
         questions: Task -> files of its test questions, one per seed.
+        baseline: The method that the others are compared with; None compares nothing.
     """
 
     name: str
@@ -149,6 +153,7 @@ class Results(Record):
     commit: str | None = None
     cells: tuple[Cell, ...] = Field(min_length=1)
     questions: dict[str, tuple[str, ...]]
+    baseline: str | None = BASELINE
 
     @property
     def evaluation(self) -> EvaluationSettings:
@@ -329,6 +334,7 @@ class Numbers(Record):
         groups: The numbers of each group of seeds.
         verdict: On the groups of the first screen. None for fewer than two methods. Also None if only a Brier score is
             known and the answers are all right or all wrong: it then rewards whoever is most or least confident.
+        baseline: The method that the others are compared with; None if nothing is compared.
     """
 
     version: int = VERSION
@@ -338,6 +344,7 @@ class Numbers(Record):
     cells: tuple[CellNumbers, ...]
     groups: tuple[GroupNumbers, ...]
     verdict: Verdict | None = None
+    baseline: str | None = BASELINE
 
     def block(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
         """Return the groups of one block of a table.

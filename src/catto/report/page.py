@@ -19,7 +19,7 @@ from catto.report.browser import Browser
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, choose_looks
 from catto.report.headline import write_headline
-from catto.report.measuring import BASELINE, COMPARED, PREFERENCE
+from catto.report.measuring import COMPARED, PREFERENCE
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results
 from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, task_order, task_title
@@ -143,7 +143,7 @@ def _choose_first_pictures(numbers: Numbers, drawn: Sequence[DrawnPicture]) -> l
         ranked = list(dict.fromkeys(group.method for group in groups))
     else:
         ranked = list(numbers.verdict.losses)
-    ranked.sort(key=lambda method: method != BASELINE)  # the baseline first, the others in their order
+    ranked.sort(key=lambda method: method != numbers.baseline)  # the baseline first, the others in their order
     chosen = []
     for method in ranked[:2]:
         for picture, svg in drawn:

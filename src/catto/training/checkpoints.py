@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from catto.io.atomic import link, write_text
+from catto.io.atomic import link_or_copy, write_text
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
 LAST = "last"  # the other rule: the last step's
@@ -48,7 +48,7 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
     state = json.loads((newest / "trainer_state.json").read_text())
     best = Path(state["best_model_checkpoint"] or newest).name
     for name in {newest.name, best}:
-        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link(Path(a), Path(b)))
+        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
     if state["best_model_checkpoint"] is not None:
@@ -62,8 +62,10 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
     held-out examples to evaluate; without them only the last step can be kept.
 
-    >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"], checkpoint_arguments("last", 50)["save_total_limit"]
-    ('val_ece', 1)
+    >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"]
+    'val_ece'
+    >>> checkpoint_arguments("last", 50)["save_total_limit"]
+    1
     """
     if rule not in (LAST, *KEEP):
         raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")

@@ -37,6 +37,7 @@ from catto.training.examples import (
     Example,
     LengthFilter,
     check_reasoning,
+    drop_too_long,
     label_columns,
     label_queries,
     numbered,
