@@ -15,7 +15,7 @@ JOBS ?= 2
 MINUTES ?= 10
 SEED ?=
 
-.PHONY: test test-all fuzz lint wheel docs format install quickstart results clean help
+.PHONY: test test-slow test-all fuzz lint wheel docs format install quickstart results clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,8 +32,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # Test files are handed out whole, so that each builds its models and folders once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: install ## run the suite as the gate does: the same order and the same examples every time
-	$(PYTEST)
+test: install ## run the tests, except for the slow ones: the same order and the same examples every time
+	$(PYTEST) -m "not slow"
+
+test-slow: install ## run the tests that start processes again and again, or train many models
+	$(PYTEST) -m slow
 
 test-all: install ## run everything, also what needs a browser and the benchmarks' files, in a fresh order
 	$(PYTEST) --everything --randomly-seed=default
@@ -44,7 +47,7 @@ fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); S
 results: install ## write the tables and the figure of the results from the study's summary
 	$(BIN)/python docs/study/study.py write
 
-quickstart: install ## the whole comparison on the embedded world: tables and a page
+quickstart: install ## compare SFT, DPO, CATTO and outcome on the embedded world: a table and a page
 	$(BIN)/catto run quickstart
 
 lint: install ## ruff and mypy, as the gate runs them

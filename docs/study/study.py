@@ -12,9 +12,11 @@ here, everything around it by hand.
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -42,7 +44,7 @@ from catto.report.tables import method_title, setting_title, task_order, task_ti
 
 HERE = Path(__file__).parent
 DOCS, SUMMARY = HERE.parent, HERE / "summary"
-PAGES = ("results.md", "results-in-full.md", "method.md")
+PAGES = ("results.md", "results-in-full.md", "method.md", "../README.md")
 SCALINGS = ("+ts", AMONG_LABELS)  # those that the tables show
 TUNED = "-held_out-score-log-weight-5"  # the variant of outcome that was run with every seed
 PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
@@ -111,7 +113,15 @@ OPTIMA = {
         "the true probability given the reasoning",
     ),
     "outcome+dpo": ("first the score, then DPO", "certainty: the margin has no finite optimum"),
+    "outcome+dpo+outcome": (
+        "first the score, then DPO + outcome with a calibrated reference",
+        "between certainty and the true probability",
+    ),
 }
+# Rows of the README's table.
+FINDINGS = ("dpo", "dpo+catto", "dpo+tl", "dpo+outcome-score-log", "outcome+dpo+outcome-score-log")
+# Rows of the table on the results' page.
+CLAIMS = ("sft", "dpo", "dpo+catto", "dpo+tl", f"dpo+outcome{TUNED}", f"dpo+outcome+tl{TUNED}")
 DIGITS = 12  # of a stored confidence: after DPO many differ from 1 by less than 1e-6
 DROPPED = {"confidence_raw", "logsumexp", "label_logprobs", "mean_logprob", "self_certainty", "lowest_group"}
 
@@ -272,6 +282,7 @@ def write() -> None:
     blocks["reached"] = goal_matrix([(titles.get(name, "{}"), found) for name, found in reached.items()])
     controlled = controls(*reasoned, REASONED)
     blocks |= {
+        "claims": claims(main[0]),
         "scores briefly": briefly(main[0], place="SNLI".__eq__),
         "scores": scores(main[0], place="SNLI".__eq__),
         "other scores": scores(main[0], place="SNLI".__ne__),
@@ -301,6 +312,7 @@ def write() -> None:
     blocks["objectives"] = objectives(objective_numbers)
     blocks["objective seeds"] = objective_seeds(objective_numbers)
     blocks["optima"] = optima(objective_numbers)
+    blocks["findings"] = findings(objective_numbers)
     texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
     for name, lines in blocks.items():
         [page] = [page for page, text in texts.items() if f"<!-- begin {name} -->\n" in text] or [PAGES[1]]
@@ -583,6 +595,48 @@ def _objective_row(group: GroupNumbers, of_dpo: float) -> list[str]:
     ]
 
 
+def findings(numbers: Numbers) -> Iterator[str]:
+    """The README's table: a few methods in the embedded world, means over seeds."""
+    known = {group.method: group for group in numbers.groups}
+    rows = []
+    for method in FINDINGS:
+        group = known[method]
+        # Scaling leaves the model alone, so a scaled row has the preferences of its model.
+        trained = known[_scaled_from(method)]
+        preference = trained.metrics["preference_accuracy"].mean
+        ece = f"{100 * group.metrics['ece'].mean:.1f} ({100 * group.null.low:.1f} to {100 * group.null.high:.1f})"
+        row = [
+            _short(method),
+            f"{100 * group.metrics['accuracy'].mean:.1f}",
+            ece,
+            f"{100 * group.others['true_error'].mean:.1f}",
+            f"{100 * preference:.1f}",
+        ]
+        rows.append(row)
+    yield from _table(["method", "accuracy", "ECE (by chance)", "true error", "pairs ordered"], rows)
+    n = known["dpo"].n
+    yield (
+        f"*Embedded world, where the true probabilities are known: {n:,} test questions per seed, means over "
+        f"{_listed(known['dpo'].seeds)}.*"
+    )
+
+
+def claims(numbers: Numbers) -> Iterator[str]:
+    """The table of the results' page: a few methods on SNLI, means over seeds."""
+    known = {group.method: group for group in numbers.groups if setting_title(group) == "SNLI"}
+    rows = []
+    for method in CLAIMS:
+        accuracy_text, confidence, ece_text, chance, _, _, auroc_text, *_ = _scores(known[method], intervals=False)
+        rows.append([_short(method), accuracy_text, confidence, ece_text, chance, auroc_text])
+    yield from _table(["method", "accuracy", "confidence", "ECE", "by chance", "AUROC"], rows)
+
+
+def _scaled_from(method: str) -> str:
+    """The name of the model that a scaled row rescales."""
+    start, *options = _parts(method)
+    return "-".join([strip_scaling(start), *options])
+
+
 def optima(numbers: Numbers) -> Iterator[str]:
     """What each objective optimises, where its optimum is, and what was measured."""
     heads = [
@@ -826,6 +880,19 @@ def _compare(
     return Versus(**vars(found))
 
 
+@dataclass(frozen=True)
+class SeedsPanel(Panel):
+    """A diagram of several seeds together, with the mean of their ECEs: the number that the tables show."""
+
+    mean_ece: float = math.nan
+
+    def note(self) -> str:
+        """Return the lines under the title."""
+        pooled = super().note().splitlines()
+        lines = [f"ECE {100 * self.mean_ece:.1f}" if line.startswith("ECE ") else line for line in pooled]
+        return "\n".join(lines)
+
+
 def _panels(task: str, answers: Sequence[CellAnswers], numbers: Numbers) -> Iterator[Panel]:
     """The reliability of methods on a task, the answers of those seeds together that all of them have."""
     here = [run for run in answers if (run.cell.task, run.cell.setting) == (task, "in")]
@@ -840,7 +907,8 @@ def _panels(task: str, answers: Sequence[CellAnswers], numbers: Numbers) -> Iter
         sources = ParseCounts.total_of(ParseCounts.of(run.read_as or ()) for run in mine)
         title = _title(name.removesuffix(TUNED)) + (", tuned" if name.endswith(TUNED) else "")
         title += f", {task_title(task)}" if name == PANELS[0] else ""
-        yield Panel(title, reliability(confidence, correct, numbers.bins), None, sources)
+        errors = [ece(run.confidence, run.correct, bins=numbers.bins) for run in mine]
+        yield SeedsPanel(title, reliability(confidence, correct, numbers.bins), None, sources, mean_ece=fmean(errors))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
 objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
-the confidence of any of them, by a temperature or by a weight and a bias for each label: `find_method("dpo+outcome+ts")`.
+the confidence of any of them, by a temperature or by a weight and a bias for each label, as in
+`find_method("dpo+outcome+ts")`.
 """
 
 from __future__ import annotations

@@ -17,13 +17,15 @@ from catto import __version__
 from catto.cli.doctor import diagnosis
 from catto.training import forward, selftest
 
+pytestmark = pytest.mark.slow
+
 # Hides the training stack, metadata included, as a base install would; then runs the commands one after the other.
 WITHOUT_TORCH = """
 import json, sys
 from importlib import metadata
 from importlib.machinery import PathFinder
 
-ABSENT = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "vllm", "fastapi", "uvicorn"}
+ABSENT = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm", "fastapi", "uvicorn"}
 
 class Hidden(PathFinder):
     @classmethod

@@ -26,6 +26,8 @@ from catto.prompts import completion
 from catto.records import Prediction, Question
 from catto.token_ids import decode_ids
 
+pytestmark = pytest.mark.slow
+
 GREEDY: dict[str, Any] = {"max_tokens": 24}
 SAMPLED: dict[str, Any] = {"max_tokens": 24, "k": 3, "temperature": 1.3, "seed": 4}
 

@@ -29,6 +29,8 @@ from catto.errors import DataError
 from catto.prompts import prompt_ids
 from catto.token_ids import count_shared_beginning
 
+pytestmark = pytest.mark.slow
+
 
 @each_architecture
 def test_responses_equal_dense_ones_at_every_batch_size_and_temperature(shape: dict[str, Any]) -> None:

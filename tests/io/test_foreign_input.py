@@ -25,6 +25,8 @@ from catto.io.tables import read_rows
 from catto.metrics.ranking import threshold_for_risk
 from catto.report.tables import build_tables
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 ROWS = [
     {"confidence": 0.9, "correct": True},

@@ -11,6 +11,8 @@ from scipy.stats import binom
 from catto.metrics.errors import accuracy, brier, debiased_ece, ece, nll
 from catto.metrics.statistics import Answers, bootstrap_table, null_band
 
+pytestmark = pytest.mark.slow
+
 MEASURED = {"accuracy": accuracy, "brier": brier, "nll": nll, "ece": ece}
 # Confidence is uniform on (0.5, 1) and right with probability c - shift; all expectations are integrals over it.
 GRID = 0.5 + 0.5 * (np.arange(200_000) + 0.5) / 200_000

@@ -31,6 +31,8 @@ from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, StageSettings, place
 from catto.recipe.load import load
 
+pytestmark = pytest.mark.slow
+
 STAGE = Stage("questions", "questions a", StageSettings())
 NAMES = ("one.json", "two.json")
 BEAT = attempts.BEAT

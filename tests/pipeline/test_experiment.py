@@ -27,6 +27,8 @@ from catto.pipeline.stage import Stage
 from catto.records import Prediction, SftRow
 from catto.training.examples import examples
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 

@@ -16,6 +16,8 @@ from forked import Forked
 
 from catto.pipeline.stage import check
 
+pytestmark = pytest.mark.slow
+
 # Times, or files that hold nothing but what was drawn or printed from times.
 TIMED = {"log.txt", "done.json", "attempt.json", "seconds.json", ".lock"}
 OF_TIMES = ("training.", "report.html", "inputs.json")

@@ -26,7 +26,7 @@ from catto.recipe.load import load
 from catto.recipe.settings import Recipe
 from needs import needs
 
-pytestmark = needs("ray")
+pytestmark = [pytest.mark.slow, needs("ray")]
 
 # 3 methods x 2 seeds. Trainings of enough steps, and enough batches, to be killed in the middle of on a fast machine.
 SMALL: dict[str, Any] = {

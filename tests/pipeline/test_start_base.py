@@ -20,6 +20,8 @@ from catto.io.record_files import read_records
 from catto.pipeline.plan import Graph
 from catto.records import Prediction, Response, SftRow
 
+pytestmark = pytest.mark.slow
+
 FIRST: dict[str, Any] = {
     "name": "first",
     "tasks": {"witnesses": {"train": 120, "validation": 8, "test": 10}},

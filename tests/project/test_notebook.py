@@ -11,6 +11,8 @@ from pages import ROOT
 
 from needs import needs
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = ROOT / "examples" / "trl_to_page.ipynb"
 
 

@@ -94,11 +94,11 @@ def test_what_the_extras_ask_for_is_pinned() -> None:
 
 
 def test_install_commands_of_the_pages_work_in_a_clone() -> None:
-    """The package is on no index yet: a page installs `.[extra]`, and the README names the later form once."""
+    """The package is on no index yet: pages install `.[extra]`."""
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
     for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
         texts[notebook.name] = notebook.read_text(encoding="utf-8")
     by_name = [page for page, text in texts.items() for _ in re.findall(r"pip install \\?[\"']?catto\b", text)]
-    assert by_name == ["README.md"]
+    assert by_name == []
     extras = [extra for text in texts.values() for extra in re.findall(r"pip install \\?[\"']?\.\[(\w+)\]", text)]
     assert {"train", "serve", "ray", "vllm"} <= set(extras) <= set(PROJECT["project"]["optional-dependencies"])

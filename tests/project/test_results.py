@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,13 +24,15 @@ from catto.recipe.settings import ResponseFields
 from catto.records import PairMargin
 from catto.teacher.sources import StoredResponses
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 OUTCOME = {"score": "brier", "held_out": False, "rows_per_pair": 1}
 RECIPE = {"tasks": {"snli": {}}, "teacher": {"reasoning": False}}
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> ModuleType:
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, with its folders copied to where it may write."""
     shutil.copytree(DOCS / "study" / "summary", tmp_path / "docs" / "study" / "summary")
     (tmp_path / "docs" / "images").mkdir()
@@ -37,6 +40,7 @@ def study(tmp_path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "study", module)
     spec.loader.exec_module(module)
     docs = tmp_path / "docs"
     for page in module.PAGES:

@@ -34,6 +34,8 @@ from catto.report.page import inline_svg, render_page, script_json
 from catto.report.render import TEMPLATES
 from catto.report.tables import build_tables
 
+pytestmark = pytest.mark.slow
+
 
 class Reader(HTMLParser):
     """Reads a page as a browser would: scripts end at the first `</script`."""

@@ -25,6 +25,8 @@ from catto.predict import evaluate, read
 from catto.prompts import messages, prompt_ids
 from catto.records import Message, Prediction, Question
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

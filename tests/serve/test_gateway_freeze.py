@@ -24,6 +24,8 @@ from test_gateway import body, free_port, get, post, serving
 
 from catto.serve.gateway import MAX_HEAD_BYTES, Limits
 
+pytestmark = pytest.mark.slow
+
 BODY_BYTES = 64 * 1024
 # A letter and marks that Unicode's normal form keeps joining to it, and marks that it has to put in order.
 JOINING = "\u0301\uff9e"

@@ -25,6 +25,8 @@ from catto.prompts import messages
 from catto.records import Question
 from catto.tasks import load
 
+pytestmark = pytest.mark.slow
+
 SHARP = 2.0
 EACH = 250
 

@@ -17,6 +17,8 @@ from catto.tasks import TASKS, from_file, load
 from catto.tasks.loading import LoadReport
 from needs import folder
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def loaded(name: str, split: str, seed: int = 0) -> tuple[list[Question], LoadReport]:

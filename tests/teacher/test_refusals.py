@@ -38,6 +38,8 @@ from catto.tasks import Loaded, LoadReport
 from catto.teacher import dry_run
 from catto.teacher.responses import forget_refusals, refusals
 
+pytestmark = pytest.mark.slow
+
 SIX = ("q0", "q1", "q2", "q3", "q4", "q5")
 
 

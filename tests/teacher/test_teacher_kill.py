@@ -12,11 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from openai_server import Reply, Seen
 from teacher_world import calm, faults_of, questions, serve, server_settings, stormy, teach
 
 from catto.engines import Key
 from catto.teacher.responses import draw_sampling
+
+pytestmark = pytest.mark.slow
 
 QUESTIONS, SAMPLES, CONCURRENCY, KILLS = 40, 6, 8, 5
 TOTAL = QUESTIONS * SAMPLES

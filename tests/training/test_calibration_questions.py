@@ -26,6 +26,8 @@ from catto.training.config import CATTOConfig
 from catto.training.monitor import label_metrics
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 LABELS = ("A", "B", "C")
 
 

@@ -23,6 +23,8 @@ from catto.training.examples import examples
 from catto.training.monitor import EvaluateAtEnd
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 60  # the rows of `pairs` have 30 to 50 tokens
 
 

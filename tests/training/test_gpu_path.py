@@ -34,6 +34,8 @@ from catto.training.config import CATTOConfig
 from catto.training.examples import examples
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("target", "rival", "logsumexp", *fused_head.EXTRAS)
 BF16 = torch.bfloat16
 

@@ -19,6 +19,8 @@ from catto.io.record_files import read_records
 from catto.predict import evaluate, generate, read
 from catto.prompts import prompt_ids
 
+pytestmark = pytest.mark.slow
+
 CANDIDATES = (5, 40, 41)
 
 

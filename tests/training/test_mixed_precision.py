@@ -25,6 +25,8 @@ from catto.training.examples import examples
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 LN_2 = math.log(2)
 
 

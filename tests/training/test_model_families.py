@@ -18,6 +18,8 @@ from catto.training.batches import Row, build
 from catto.training.config import CATTOConfig
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 class ZeroWeight(CATTOTrainer):
     """Runs the whole of our head and the term, which then counts for nothing."""

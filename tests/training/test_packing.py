@@ -26,6 +26,7 @@ from catto.training.supervised import SupervisedConfig, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),  # the reference is what we want
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the next two are of torch's own compiler
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),

@@ -21,6 +21,8 @@ from catto.training.config import CATTOConfig
 from catto.training.examples import examples
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 REASONING = {"preference_tokens": "reasoning"}
 NO_TERM = {"calibration": "none"}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -44,6 +44,8 @@ from catto.training.examples import examples, pair_tokens, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def _trained(work: Work, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """The trainer that the stage used, and training.json."""
@@ -134,7 +136,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
         step = self.state.global_step
         seen[step] = self.model.get_input_embeddings().weight.detach().clone()
         values = {"val_accuracy": ACCURACY[step], "val_nll": NLL[step], "val_ece": ECE[step]}
-        monkeypatch.setattr(monitor, "measure", lambda logprobs, gold: values)
+        monkeypatch.setattr(monitor, "label_metrics", lambda logprobs, gold: values)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(monitor.Monitored, "evaluate", evaluate)

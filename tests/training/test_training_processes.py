@@ -21,6 +21,8 @@ from catto.training.config import CATTOConfig
 from catto.training.examples import Example, examples
 from catto.training.trainer import CATTOTrainer, OutcomeStream
 
+pytestmark = pytest.mark.slow
+
 # SGD's update is the gradient itself; Adam's first one is its sign, which rounding can flip.
 ONE_STEP: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["catto", "outcome with the stream"])

@@ -23,6 +23,8 @@ from catto.training.checkpoints import copy_newest, newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.trainer import CATTOTrainer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 14
 RUN: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 2}
 
