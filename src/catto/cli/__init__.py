@@ -24,14 +24,35 @@ from catto.telemetry import switch_off_telemetry
 
 # A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
 app = typer.Typer(name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
-app.command("measure")(measure.measure)
-app.command("eval")(evaluate.evaluate)
-commands: list[Callable[..., None]] = [select.select, serve.serve, data.data, plan.plan, run.run, run.stage, run.verify]
-commands += [teach.teach, train.train, report.report, doctor.doctor]
-for command in commands:
-    app.command()(command)
-for name, group in {"calibrate": calibrate.app, "recipe": run.app}.items():
-    app.add_typer(group, name=name)
+
+# The boxes of `catto --help`, with their commands and groups of commands.
+Command = Callable[..., None] | typer.Typer
+COMMANDS: dict[str, dict[str, Command]] = {
+    "Measure": {
+        "measure": measure.measure,
+        "report": report.report,
+        "calibrate": calibrate.app,
+        "select": select.select,
+    },
+    "Evaluate": {"eval": evaluate.evaluate, "data": data.data},
+    "Experiment": {
+        "run": run.run,
+        "plan": plan.plan,
+        "teach": teach.teach,
+        "train": train.train,
+        "recipe": run.app,
+        "verify": run.verify,
+        "stage": run.stage,
+    },
+    "Serve": {"serve": serve.serve},
+    "Check the installation": {"doctor": doctor.doctor},
+}
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
+from statistics import fmean
 from typing import NamedTuple
 
 from catto import methods
@@ -20,15 +21,18 @@ from catto.report.tables import (
     task_title,
 )
 
+# The method of the paper; the headline always says what its term did.
+PAPERS_TERM = "dpo+catto"
+
 
 class Headline(NamedTuple):
     """The report in words.
 
     Attributes:
         question: what the report answers, one sentence.
-        answer: the answer, one sentence.
+        answer: the answer, up to three sentences.
         warnings: which numbers to mistrust.
-        lead: which methods are miscalibrated.
+        lead: which method is best by the score, and which methods are miscalibrated.
         points: for each budget, how the methods compare with DPO.
     """
 
@@ -46,11 +50,17 @@ def write_headline(numbers: Numbers) -> Headline:
     if len(numbers.budgets) > 1:
         at_budget = f" at the {BUDGET_TITLES[groups[0].budget].lower()}"
     lead = _describe_calibration(groups, at_budget)
-    question = "Is the stated confidence honest?"
+    question = "Does the stated confidence match the accuracy?"
     answer = lead
     if numbers.verdict is not None:
-        question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
-        answer = _describe_leaders(numbers.verdict, numbers.baseline)
+        leaders = _describe_leaders(numbers.verdict, numbers.baseline)
+        stated = _describe_stated_confidence(groups, numbers.verdict, numbers.baseline)
+        if stated is None:
+            question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
+            answer = leaders
+        else:
+            answer = stated
+            lead = f"{leaders} {lead}"
     return Headline(
         question=question,
         answer=answer,
@@ -58,6 +68,78 @@ def write_headline(numbers: Numbers) -> Headline:
         lead=lead,
         points=_compare_budgets(numbers),
     )
+
+
+# ---- stated confidence against accuracy
+
+
+class StatedConfidence(NamedTuple):
+    """What a method states and how often it is right, in percent, means over tasks."""
+
+    confidence: float
+    accuracy: float
+
+    @property
+    def gap(self) -> float:
+        """Distance between the two, in points."""
+        return abs(self.confidence - self.accuracy)
+
+
+def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict, baseline: str | None) -> str | None:
+    """Say what the baseline, the best method and the paper's term state and how often they are right.
+
+    Returns:
+        Two or three sentences; None if there is no baseline, or its answers were forced.
+    """
+    stated = _average_over_tasks(groups)
+    if baseline is None or baseline not in stated:
+        return None
+    digits = supported_decimals(min(group.n for group in groups))
+    before = stated[baseline]
+    sentences = [
+        f"After {method_title(baseline)} the model states {before.confidence:.{digits}f} % "
+        f"and is right {before.accuracy:.{digits}f} % of the time."
+    ]
+    best = _choose_best_leader(stated, verdict)
+    if best is not None and best != baseline:
+        after = stated[best]
+        sentences.append(
+            f"With {method_title(best)} it states {after.confidence:.{digits}f} % "
+            f"and is right {after.accuracy:.{digits}f} %."
+        )
+    if PAPERS_TERM in stated and PAPERS_TERM not in (baseline, best):
+        sentences.append(_describe_papers_term(stated[PAPERS_TERM], before, digits))
+    return " ".join(sentences)
+
+
+def _average_over_tasks(groups: Sequence[GroupNumbers]) -> dict[str, StatedConfidence]:
+    """Return method -> what it states, without methods whose answers were forced."""
+    by_method: dict[str, list[GroupNumbers]] = {}
+    forced = {group.method for group in groups if group.sources.forced}
+    for group in groups:
+        if group.method not in forced:
+            by_method.setdefault(group.method, []).append(group)
+    stated = {}
+    for method, tasks in by_method.items():
+        confidence = fmean(group.metrics["mean_confidence"].mean for group in tasks)
+        accuracy = fmean(group.metrics["accuracy"].mean for group in tasks)
+        stated[method] = StatedConfidence(100 * confidence, 100 * accuracy)
+    return stated
+
+
+def _choose_best_leader(stated: Mapping[str, StatedConfidence], verdict: Verdict) -> str | None:
+    """Of the methods that share the lead, return the one whose stated confidence is closest to its accuracy."""
+    leaders = [method for method in verdict.leaders if method in stated]
+    if not leaders:
+        return None
+    return min(leaders, key=lambda method: stated[method].gap)
+
+
+def _describe_papers_term(term: StatedConfidence, before: StatedConfidence, digits: int) -> str:
+    shown = f"{term.confidence:.{digits}f} %"
+    if abs(term.confidence - before.confidence) < 1:
+        return f"The paper's term changes nothing here ({shown})."
+    return f"With the paper's term it states {shown} and is right {term.accuracy:.{digits}f} %."
 
 
 # ---- warnings
