@@ -33,7 +33,8 @@ from catto.objectives import tiles
 from catto.pipeline.cost import KNOWN, Memory, Network, memory
 from catto.training import forward
 from catto.training.batches import Row, build
-from catto.training.trainer import TRL_EXTRAS, surrogate_term
+from catto.training.trainer import surrogate_term
+from catto.training.trl_compat import TRL_EXTRAS
 
 BF16 = torch.bfloat16
 SMALL = {

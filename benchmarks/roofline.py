@@ -47,7 +47,8 @@ import step
 from catto.objectives import tiles, token_stats
 from catto.training.batches import Batch, Row, block_mask, build
 from catto.training.config import CATTOConfig
-from catto.training.trainer import TRL_EXTRAS, surrogate_term
+from catto.training.trainer import surrogate_term
+from catto.training.trl_compat import TRL_EXTRAS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DPO_OUTPUTS, CHUNK = ("entropy", "mean_logits", "is_top1"), 32_768  # what TRL's DPOTrainer asks its head for

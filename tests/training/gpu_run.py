@@ -91,8 +91,8 @@ def prepared(name: str) -> tuple[Any, Any, Any, Any]:
     trainer = made(CATTOTrainer, CATTOConfig, **STEPS[name], **stream)
     trainer.model.train()
     inputs = next(iter(trainer.get_train_dataloader()))
-    streamed = trainer._stream.next(trainer, 4) if trainer._stream else []
-    return trainer, inputs, streamed, trainer._policy(trainer.model, inputs[KEY].pop("layout"), streamed)
+    streamed = trainer._stream.take_examples(trainer, 4) if trainer._stream else []
+    return trainer, inputs, streamed, trainer._make_policy(trainer.model, inputs[KEY].pop("layout"), streamed)
 
 
 def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
         with Watch() as watch:
             labels = moved["input_ids"].masked_fill(moved["completion_mask"] == 0, -100)
             loss = policy(labels=labels, fused_lm_head=True).log_probs.sum()
-            loss = loss + trainer.calibration_weight * trainer._term(policy, moved, streamed)
+            loss = loss + trainer.calibration_weight * trainer._compute_term(policy, moved, streamed)
             trainer.check_nan_later(loss, str)
             loss.backward()
     assert network.lm_head.weight.grad.device.type == network.base_model.table.weight.grad.device.type == DEVICE

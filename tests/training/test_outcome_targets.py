@@ -32,9 +32,9 @@ class TermAlone(CATTOTrainer):
 
     drawn: list[Example]
 
-    def _policy(self, model: Any, layout: Any, streamed: Any) -> Any:
+    def _make_policy(self, model: Any, layout: Any, streamed: Any) -> Any:
         self.drawn = list(streamed)
-        return super()._policy(model, layout, streamed)
+        return super()._make_policy(model, layout, streamed)
 
 
 def _dense(model: Any, drawn: list[Example], kind: str, score: str) -> Tensor:

@@ -207,7 +207,7 @@ def _scores(p: Tensor, gold: Tensor, score: str) -> Tensor:
 def test_outcome_on_the_stream_is_the_mean_score_of_full_logits(score: str) -> None:
     stream = examples(tiny_tokenizer(), pairs.sft_rows())
     result = step(CATTOTrainer, CATTOConfig, calibration="outcome", outcome_score=score, outcome_examples=stream)
-    taken = [result.trainer._stream.at(n) for n in range(8)]  # 4 pairs, 2 rows a pair, from the start
+    taken = [result.trainer._stream.example_at(n) for n in range(8)]  # 4 pairs, 2 rows a pair, from the start
     dense = Dense(result)
     tokens = torch.tensor(tiny_tokenizer().convert_tokens_to_ids(["A", "B", "C", "D"]))
     rows = []
@@ -229,7 +229,7 @@ def test_replay_is_the_mean_cross_entropy_of_the_streams_responses(shared: bool)
     result = step(CATTOTrainer, CATTOConfig, **options)
     dense = Dense(result)
     losses = []
-    for example in (result.trainer._stream.at(n) for n in range(8)):
+    for example in (result.trainer._stream.example_at(n) for n in range(8)):
         prompt, completion = example.row
         log_p = (
             dense.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

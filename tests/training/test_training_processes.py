@@ -75,7 +75,7 @@ def _streamed(rows: list[Example], size: int, accumulation: int, processes: int)
     found = []
     for step_number, _, process in itertools.product(range(2), range(accumulation), range(processes)):
         state, args = SimpleNamespace(global_step=step_number), SimpleNamespace(**sizes, process_index=process)
-        found += streams[process].next(SimpleNamespace(state=state, args=args), size)
+        found += streams[process].take_examples(SimpleNamespace(state=state, args=args), size)
     return [example.question for example in found]
 
 

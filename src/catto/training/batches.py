@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from catto.token_ids import count_shared_beginning
+from catto.training.trl_compat import DataCollatorForPreference
 
 Tokens = Sequence[int] | NDArray[np.int64]
 LAID_OUT = ("input_ids", "segments", "sequences", "position_ids", "counts")  # what `Batch` has of each token

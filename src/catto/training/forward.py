@@ -28,6 +28,7 @@ from catto.engines.decoding import counts_padding
 from catto.objectives import TokenStats, label_logprobs, token_stats
 from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
+from catto.training.trl_compat import call_copied_forward
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
 DENSE, SPARSE = ("sdpa", "eager"), ("flex_attention", "catto")
@@ -64,10 +65,7 @@ def install(model: Any) -> None:
         if self is base:
             return original(*args, **kwargs)
         # A copy of the model takes this function along, and `original` would run the weights that it was copied from.
-        # TRL's head computes on the model that it is given; what it wraps, the model's own forward, it has bound.
-        if kwargs.pop("fused_lm_head", False):
-            return original.__func__(self, *args, fused_lm_head=True, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
+        return call_copied_forward(original, self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
     base._catto_head = True
