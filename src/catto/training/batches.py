@@ -46,7 +46,9 @@ class Batch:
     """What one forward takes, and where its numbers belong. N scored tokens, M queries, G lines of S tokens."""
 
     rows: Sequence[Row]  # what was laid out; stays on the host
-    tokens: Sequence[NDArray[np.int64]]  # of each scored row, which tokens are scored (see `build`); stays on the host
+    tokens: Sequence[
+        NDArray[np.int64]
+    ]  # scored tokens of each scored row; stays on the host
     shared: bool
     packed: bool
     lengths: list[int]  # scored tokens of each scored row
@@ -86,7 +88,7 @@ class Batch:
         return (self.segments >= 0).long()
 
 
-def build(
+def lay_out_rows(
     rows: Sequence[Row],
     queries: Sequence[Query],
     scored: int,
@@ -174,12 +176,12 @@ def build(
         place=torch.tensor(joined[2:4].T),
         targets=torch.tensor(joined[4]),
         query_source=torch.from_numpy(asked).view(-1, 2),
-        query_labels=padded([query.candidates for query in queries]),
+        query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
 
 
-def padded(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
+def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
     """Pad lists of ids with -100 on the right, to a multiple of a width: (len(rows), width)."""
     width = -(-max(map(len, rows), default=1) // multiple) * multiple
     table = [[*row, *[-100] * (width - len(row))] for row in rows]
@@ -254,13 +256,13 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
         if examples[0].keys() >= {*LABEL_COLUMNS, "rate"}:  # a user may have a column of one of these names
             known["label_at"] = torch.tensor([example[f"{side}_label_at"] for example, side in both])
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
-            known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)
+            known["candidates"] = pad_ids([example[f"{side}_candidates"] for example, side in both], 8)
             known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
             known["correctness_rate"] = torch.tensor([example["rate"] for example, _ in both])
         if self.reads_reasoning:
             known["reasoning"] = torch.tensor([example[f"{side}_reasoning"] for example, side in both])
         if self.layout is not None:
-            known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
+            known["layout"] = lay_out_pairs(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known
         return output
 
@@ -272,7 +274,7 @@ def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.where(mask.any(-1), mask.ne(0).int().argmax(-1), lengths)
 
 
-def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
+def lay_out_pairs(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors: they are what it trains on, whatever its collator has cut off.
 
     The tokens that `completion_mask` selects are scored, wherever they are. Labels, where they are known, become
@@ -295,4 +297,4 @@ def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: i
                 raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
             candidates = [token for token in known["candidates"][number].tolist() if token >= 0]
             queries.append(Query(number, at, candidates, int(known["gold_index"][number])))
-    return build(rows, queries, len(rows), pad, tokens=tokens, **layout)
+    return lay_out_rows(rows, queries, len(rows), pad, tokens=tokens, **layout)

@@ -1,6 +1,6 @@
 """The fused head inside the model's own forward: one call of the wrapped model returns statistics instead of logits.
 
-DDP, FSDP and autocast act on the wrapped model's call, so the head runs inside it: `install` adds a keyword to the
+DDP, FSDP and autocast act on the wrapped model's call, so the head runs inside it: `install_head` adds a keyword to the
 base model's forward. Without that keyword the forward is unchanged.
 """
 
@@ -42,7 +42,7 @@ class Output(NamedTuple):
     aux_loss: Tensor | None
 
 
-def install(model: Any) -> None:
+def install_head(model: Any) -> None:
     """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head; PEFT's base model too."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
@@ -71,7 +71,9 @@ def install(model: Any) -> None:
     base._catto_head = True
 
 
-def call(model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any) -> Output:
+def run_head(
+    model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any
+) -> Output:
     """Call the (wrapped) model exactly once and return the statistics."""
     # Keep FSDP2 from rounding the statistics: Accelerate asks it for outputs in bf16 under mixed precision, and a bf16
     # log-probability of -140 is a multiple of 1.

@@ -20,7 +20,7 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 from catto.engines.decoding import evaluation_mode
 from catto.metrics import errors
 from catto.training import forward
-from catto.training.batches import build
+from catto.training.batches import lay_out_rows
 from catto.training.checkpoints import KEEP
 from catto.training.examples import Example, label_queries
 
@@ -33,14 +33,16 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     logprobs = np.full((len(examples), width), -np.inf)
     # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
-    forward.install(model)
+    forward.install_head(model)
     # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
-            batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
-            values = forward.call(model, batch.to(model.device), precision="fp32").labels
+            batch = lay_out_rows(
+                [example.before_label() for example in some], label_queries(some), 0, pad, shared=False
+            )
+            values = forward.run_head(model, batch.to(model.device), precision="fp32").labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
     return logprobs
@@ -63,7 +65,7 @@ def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[st
     }
 
 
-class Monitored(Trainer):  # type: ignore[misc]
+class MonitoredTrainer(Trainer):  # type: ignore[misc]
     """Base of the trainers: `evaluate` also measures label confidence on `validation` examples.
 
     Its numbers reach the trackers as `eval_val_accuracy` and so on, and Transformers' own choice of the best
@@ -156,7 +158,7 @@ class Monitored(Trainer):  # type: ignore[misc]
 
 
 @contextmanager
-def evaluating_without_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
+def allow_missing_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
     """Let a trainer be built that evaluates on `validation` alone: Transformers requires a dataset at construction."""
     strategy = args.eval_strategy
     if validation:

@@ -21,10 +21,10 @@ from transformers.trainer_callback import ExportableState
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import forward
-from catto.training.batches import Batch, build
+from catto.training.batches import Batch, lay_out_rows
 from catto.training.config import option, warn_of_slow_bf16
 from catto.training.examples import Example, label_queries
-from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
@@ -37,7 +37,7 @@ def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bo
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
     queries = label_queries(examples) if reads_labels else []
     rows = [example.row for example in examples]
-    batch = build(rows, queries, len(rows), pad, shared=packed, packed=packed)
+    batch = lay_out_rows(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
     # `shift_labels`, since Transformers leaves the first of `labels` out of its count
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
@@ -56,7 +56,7 @@ class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
         warn_of_slow_bf16(self)
 
 
-class SupervisedTrainer(Monitored):
+class SupervisedTrainer(MonitoredTrainer):
     """Cross-entropy on the completions, with label smoothing `epsilon` and, given `bins`, RCFT's term."""
 
     loss_is_scaled_for_ga = True
@@ -78,7 +78,7 @@ class SupervisedTrainer(Monitored):
         self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
         args.remove_unused_columns, args._n_gpu = False, min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
-        forward.install(model)
+        forward.install_head(model)
         obstacle = forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
             logger.warning("padding_free is off: %s", obstacle)
@@ -86,7 +86,7 @@ class SupervisedTrainer(Monitored):
         if args.padding_free is not None:
             packed = obstacle is None and args.padding_free
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
-        with evaluating_without_dataset(args, validation):
+        with allow_missing_dataset(args, validation):
             super().__init__(
                 model=model,
                 args=args,
@@ -102,7 +102,7 @@ class SupervisedTrainer(Monitored):
     ) -> Any:
         """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
-        output = forward.call(model, batch, ("mean_logit",) if self.epsilon else ())
+        output = forward.run_head(model, batch, ("mean_logit",) if self.epsilon else ())
         # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
         tokens = max(len(batch.targets), 1)
         if num_items_in_batch is not None:

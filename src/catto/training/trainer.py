@@ -28,7 +28,7 @@ from catto.io.atomic import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.objectives.tiles import Precision
 from catto.training import forward
-from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
+from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, lay_out_pairs, lay_out_rows
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
@@ -37,13 +37,13 @@ from catto.training.examples import (
     drop_too_long,
     label_columns,
     label_queries,
-    numbered,
+    number_row,
     reasoning_columns,
     require_columns,
     target_table,
     with_targets,
 )
-from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
 from catto.training.question_stream import (
     FOLDER,
     cache_key,
@@ -235,7 +235,7 @@ class Policy:
         if "output_router_logits" in kwargs:
             router["output_router_logits"] = kwargs["output_router_logits"]
         batch = self.batch.to(labels.device, non_blocking=True)
-        output = forward.call(self.model, batch, self.extras, self.precision, **router)
+        output = forward.run_head(self.model, batch, self.extras, self.precision, **router)
         self.batch = batch
         self.label_logprobs = output.labels
 
@@ -250,7 +250,7 @@ class Policy:
         return make_fused_output(self.stats, mask, output.aux_loss)
 
 
-class CATTOTrainer(Monitored, TRLPairTrainer):
+class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     """Train on preferences and keep confidence honest. Takes everything that `trl.DPOTrainer` takes.
 
     Args:
@@ -258,11 +258,11 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         ref_model: The reference, as in TRL. None means the start model.
         args: A `CATTOConfig`, or a `DPOConfig`, which gets the defaults of our options.
         *more: Further positional arguments of `DPOTrainer`.
-        outcome_examples: Responses from `catto.training.examples.examples`, right or wrong. With
+        outcome_examples: Responses from `catto.training.examples.make_examples`, right or wrong. With
             `calibration="outcome"` they form a third stream next to the pairs. Without them the term reads the labels
             of the pairs, or of the responses that `CATTOConfig.calibration_questions` has the trainer sample. With
             `calibration="replay"` their cross-entropy is added.
-        validation: Examples on which `evaluate` measures label confidence, see `Monitored`.
+        validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
         **kwargs: Further arguments of `DPOTrainer`, such as `train_dataset` and `processing_class`.
 
     Example:
@@ -311,14 +311,14 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         only_validation = validation
         if kwargs.get("eval_dataset") is not None:
             only_validation = ()
-        with hide_padding_free(args), evaluating_without_dataset(args, only_validation):
+        with hide_padding_free(args), allow_missing_dataset(args, only_validation):
             super().__init__(model, ref_model, args, *more, **kwargs)
 
         if validation:
             self.add_callback(EvaluateAtEnd())
         if args.calibration_questions is not None and args.weight:
             self._stream = make_stream(self._sample_examples(), args)
-        forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
+        forward.install_head(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
 
     @property
     def calibration_weight(self) -> float:
@@ -416,7 +416,7 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         _refuse_empty(dataset)
         dataset = self._tokenize_pairs(dataset, processing_class, args, name)
         determining = {"cut": [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]}
-        dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
+        dataset = dataset.map(number_row, with_indices=True, fn_kwargs=determining)
         if self._reads_reasoning_with(args):
             require_columns(dataset, ("labels",), name, "preference_tokens 'reasoning'")
             dataset = dataset.map(reasoning_columns, fn_kwargs={"tokenizer": processing_class, "name": name})
@@ -492,7 +492,7 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         log-ratio of equal models would be noise instead of 0.
         """
         if KEY in inputs and self._uses_own_head:
-            forward.install(self.accelerator.unwrap_model(model))
+            forward.install_head(self.accelerator.unwrap_model(model))
             layout = self._find_layout(inputs).without_queries()
             model = Policy(model, layout, self.args.head_precision)
         return super().compute_ref_log_probs(model, self._make_trl_inputs(inputs))
@@ -540,7 +540,7 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         layout: Batch | None = inputs[KEY].get("layout")
         if layout is not None and self._is_laid_out(layout, inputs["completion_mask"]):
             return layout
-        return pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
+        return lay_out_pairs(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
 
     def compute_pair_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Compute TRL's loss plus the calibration term; without our head, TRL's loss alone."""
@@ -624,13 +624,13 @@ class CATTOTrainer(Monitored, TRLPairTrainer):
         options |= self.arrangement()
         if streamed and args.calibration == "replay":
             rows = [*layout.rows, *(example.row for example in streamed)]
-            layout = build(rows, [], len(rows), **options)
+            layout = lay_out_rows(rows, [], len(rows), **options)
         elif streamed:
             rows = [*layout.rows, *(example.before_label() for example in streamed)]
-            layout = build(rows, label_queries(streamed, pair_rows), pair_rows, **options)
+            layout = lay_out_rows(rows, label_queries(streamed, pair_rows), pair_rows, **options)
         elif args.calibration != "outcome":
             layout = layout.without_queries()
-        forward.install(self.accelerator.unwrap_model(model))
+        forward.install_head(self.accelerator.unwrap_model(model))
         return Policy(model, layout, args.head_precision, tuple(extras))
 
     def _compute_term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
