@@ -32,8 +32,9 @@ import roofline
 from catto.objectives import tiles
 from catto.pipeline.cost import KNOWN, Memory, Network, memory
 from catto.training import forward
-from catto.training.batches import Row, build
-from catto.training.trainer import TRL_EXTRAS, surrogate_term
+from catto.training.batches import Row, lay_out_rows
+from catto.training.trainer import surrogate_term
+from catto.training.trl_compat import TRL_EXTRAS
 
 BF16 = torch.bfloat16
 SMALL = {
@@ -94,7 +95,7 @@ def model_of(case: Case) -> Any:
         model = get_peft_model(model, LoraConfig(r=case.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
         model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    forward.install(model.train())
+    forward.install_head(model.train())
     if case.gpus > 1:
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)  # as Accelerate's for bf16
         for part in (*model.model.layers, model):
@@ -114,7 +115,7 @@ def partners(gpus: int) -> Iterator[None]:
 
 def counted(case: Case, *, fake: bool = False) -> float:
     """Return the peak of a step in bytes: weights, AdamW's moments, and the most that the step holds."""
-    batch = build(case.rows, [], len(case.rows), 0, shared=case.shared, packed=True)
+    batch = lay_out_rows(case.rows, [], len(case.rows), 0, shared=case.shared, packed=True)
     with ExitStack() as stack:
         stack.enter_context(partners(case.gpus))
         stack.enter_context(mock.patch.object(forward, "dense_mask", return_value=None))
@@ -129,7 +130,7 @@ def counted(case: Case, *, fake: bool = False) -> float:
         held = sum(roofline.elements(p) * (3 if trained else 1) for p, trained in local)
         with roofline.current(Held()) as count:
             with torch.autocast("cpu", BF16):
-                stats = forward.call(model, batch, TRL_EXTRAS).stats
+                stats = forward.run_head(model, batch, TRL_EXTRAS).stats
             length = max(len(row.prompt) + len(row.completion) for row in case.rows) - 1
             zeros, where = stats.target.new_zeros(len(case.rows), length), tuple(batch.place.unbind(-1))
             laid = stats.map(lambda values: zeros.index_put(where, values))
@@ -141,7 +142,7 @@ def counted(case: Case, *, fake: bool = False) -> float:
 
 def stated(case: Case) -> Memory:
     """What the formula says of the same step."""
-    batch = build(case.rows, [], len(case.rows), 0, shared=case.shared, packed=True)
+    batch = lay_out_rows(case.rows, [], len(case.rows), 0, shared=case.shared, packed=True)
     options = {"width": case.width, "rank": case.rank, "gpus": case.gpus}
     return memory(case.net, batch.input_ids.numel(), len(batch.targets), **options)  # type: ignore[arg-type]
 

@@ -45,9 +45,10 @@ from trl.kernels import chunked_logprob
 
 import step
 from catto.objectives import tiles, token_stats
-from catto.training.batches import Batch, Row, block_mask, build
+from catto.training.batches import Batch, Row, block_mask, lay_out_rows
 from catto.training.config import CATTOConfig
-from catto.training.trainer import TRL_EXTRAS, surrogate_term
+from catto.training.trainer import surrogate_term
+from catto.training.trl_compat import TRL_EXTRAS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DPO_OUTPUTS, CHUNK = ("entropy", "mean_logits", "is_top1"), 32_768  # what TRL's DPOTrainer asks its head for
@@ -384,7 +385,7 @@ def qwen(name: str) -> Qwen3Config:
 @cache
 def layers_of(name: str, shape: str, arm: str) -> Cost:
     rows = SHAPES[shape]
-    return backbone(qwen(name), build(rows, [], len(rows), 0, **LAYOUTS[arm]), BF16, gpu=True)
+    return backbone(qwen(name), lay_out_rows(rows, [], len(rows), 0, **LAYOUTS[arm]), BF16, gpu=True)
 
 
 @cache
@@ -393,7 +394,7 @@ def head_of(arm: str, name: str, shape: str, memory: int) -> tuple[Cost, int]:
     devices = mock.patch.object(tiles, "MIXED_PRODUCTS", {"cpu"})
     rows = SHAPES[shape]
     with devices, mock.patch.object(tiles, "device_memory", return_value=memory), triton_kernels():
-        return head(arm, qwen(name), build(rows, [], len(rows), 0, shared=False), BF16)
+        return head(arm, qwen(name), lay_out_rows(rows, [], len(rows), 0, shared=False), BF16)
 
 
 def step_of(arm: str, name: str, shape: str, memory: int) -> Cost:
@@ -499,7 +500,7 @@ def main() -> None:
     short, long = SHAPES
     with mock.patch.object(tiles, "MIXED_PRODUCTS", set()):
         rows = SHAPES[short]
-        before, _ = head("catto", qwen(name), build(rows, [], len(rows), 0, shared=False), BF16)
+        before, _ = head("catto", qwen(name), lay_out_rows(rows, [], len(rows), 0, shared=False), BF16)
     ours = head_of("catto", name, short, memory)[0]
     print(
         f"\n{name}'s head, {short}, on an A100: with a CPU's tiles and fp32 products {before.launches} launches and "

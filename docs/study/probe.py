@@ -40,7 +40,7 @@ from catto.pipeline.stage import CellPlan, Stage, chosen, place
 from catto.prompts import messages, prompt_ids
 from catto.recipe.settings import Recipe
 from catto.records import Prediction, Question, SftRow
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # values of C; one is chosen by the log loss of held-out folds
 FOLDS = 5
@@ -126,7 +126,7 @@ def probe(inputs: Inputs, *, reasoning: bool, context: int) -> list[Prediction]:
     model = AutoModel.from_pretrained(inputs.model, dtype=torch.float32).eval()
     labels = shared_labels(inputs)
 
-    fitted_on = examples(tokenizer, inputs.stream, context)
+    fitted_on = make_examples(tokenizer, inputs.stream, context)
     contexts = []
     gold = []
     for example in fitted_on:

@@ -25,7 +25,7 @@ from catto.io.record_files import manifest_path, read_records
 from catto.pipeline.attempts import locked
 from catto.pipeline.stage import Stage
 from catto.records import Prediction, SftRow
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
         (path,) = finished.stages(f"{method}-*/training.json")
         told[method] = json.loads(path.read_text())
     (folder,), (stream,) = finished.stages("dpo-*/model"), finished.stages("stream-*/outcome.jsonl")
-    rows = examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
+    rows = make_examples(AutoTokenizer.from_pretrained(folder), read_records(stream, SftRow), RECIPE["context"])
     assert len(rows) == RECIPE["outcome"]["questions"]
     mean = sum(len(one.row.prompt) + one.label.at for one in rows) / len(rows)  # nothing after the label is computed
     assert told["dpo"]["rows"] == told["dpo+outcome"]["rows"] == RECIPE["small_pairs"]

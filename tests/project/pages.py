@@ -27,4 +27,5 @@ def blocks(page: str = README) -> list[Block]:
 
 
 def everything() -> str:
-    return "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    """The text of all pages but the changelog, which also names what is gone."""
+    return "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES if page != "CHANGELOG.md")

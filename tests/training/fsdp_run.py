@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from catto.pipeline.kinds.train import gathered
 from catto.training import forward
-from catto.training.batches import Batch, Query, build
-from catto.training.examples import Example, examples
+from catto.training.batches import Batch, Query, lay_out_rows
+from catto.training.examples import Example, make_examples
 from catto.training.monitor import label_logprobs
 
 UNITS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _template(tied: bool) -> Any:
 
 def _whole(layout: dict[str, Any]) -> Any:
     model = copy.deepcopy(_template(layout["tied"]))
-    forward.install(model)
+    forward.install_head(model)
     return model
 
 
@@ -91,7 +91,7 @@ def _sharded(layout: dict[str, Any]) -> Any:
 
 @cache
 def _examples(rank: int) -> list[Example]:
-    return examples(tiny_tokenizer(), pairs.sft_rows(8))[4 * rank : 4 * rank + 4]
+    return make_examples(tiny_tokenizer(), pairs.sft_rows(8))[4 * rank : 4 * rank + 4]
 
 
 @cache
@@ -99,12 +99,12 @@ def _batch(rank: int, shared: bool) -> Batch:
     some = _examples(rank)
     some = [*some, *some[:1]]  # a prompt of two responses
     queries = [Query(n, example.label.at, example.label.candidates) for n, example in enumerate(some)]
-    return build([example.row for example in some], queries, len(some), 0, shared=shared)
+    return lay_out_rows([example.row for example in some], queries, len(some), 0, shared=shared)
 
 
 def _loss(model: Any, rank: int, shared: bool) -> Any:
     """A mean over this rank's rows in which every kind of statistic has a gradient."""
-    output = forward.call(model, _batch(rank, shared), ("entropy",))
+    output = forward.run_head(model, _batch(rank, shared), ("entropy",))
     stats, labels = output.stats, output.labels
     assert labels is not None
     assert stats.entropy is not None

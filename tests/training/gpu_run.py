@@ -25,7 +25,7 @@ from catto.objectives import tiles
 from catto.training import forward
 from catto.training.batches import KEY
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.trainer import CATTOTrainer
 
 VOCABULARY, WIDTH, DEVICE = 4096, 32, "pretended"
@@ -87,12 +87,12 @@ class Watch(TorchDispatchMode):
 
 def prepared(name: str) -> tuple[Any, Any, Any, Any]:
     """A trainer, its first batch, the stream's examples that go with it and the policy, all on the host."""
-    stream = {"outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())} if "stream" in name else {}
+    stream = {"outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())} if "stream" in name else {}
     trainer = made(CATTOTrainer, CATTOConfig, **STEPS[name], **stream)
     trainer.model.train()
     inputs = next(iter(trainer.get_train_dataloader()))
-    streamed = trainer._stream.next(trainer, 4) if trainer._stream else []
-    return trainer, inputs, streamed, trainer._policy(trainer.model, inputs[KEY].pop("layout"), streamed)
+    streamed = trainer._stream.take_examples(trainer, 4) if trainer._stream else []
+    return trainer, inputs, streamed, trainer._make_policy(trainer.model, inputs[KEY].pop("layout"), streamed)
 
 
 def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
     fake = FakeTensorMode()
     with fake:
         policy.model = network = Network(trainer.model.config)
-        forward.install(network)
+        forward.install_head(network)
         moved = tree_map_only(Tensor, lambda x: fake.from_tensor(x).to(DEVICE), inputs)
         policy.batch = policy.batch.map(fake.from_tensor)
         if not streamed:  # the data loader has moved it; with a stream it is laid out in the step
@@ -108,7 +108,7 @@ def counted(trainer: Any, inputs: Any, streamed: Any, policy: Any) -> dict[str, 
         with Watch() as watch:
             labels = moved["input_ids"].masked_fill(moved["completion_mask"] == 0, -100)
             loss = policy(labels=labels, fused_lm_head=True).log_probs.sum()
-            loss = loss + trainer.calibration_weight * trainer._term(policy, moved, streamed)
+            loss = loss + trainer.calibration_weight * trainer._compute_term(policy, moved, streamed)
             trainer.check_nan_later(loss, str)
             loss.backward()
     assert network.lm_head.weight.grad.device.type == network.base_model.table.weight.grad.device.type == DEVICE

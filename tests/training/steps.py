@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from catto.training.batches import KEY, Row, pair_batch
+from catto.training.batches import KEY, Row, lay_out_pairs
 
 os.environ["TQDM_DISABLE"] = "1"
 datasets.disable_progress_bars()
@@ -89,4 +89,4 @@ def facts(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 def rows(batch: dict[str, Any]) -> list[Row]:
     """The token ids of a batch's rows, all chosen, then all rejected."""
-    return list(pair_batch(batch, batch[KEY], 0, shared=False).rows)
+    return list(lay_out_pairs(batch, batch[KEY], 0, shared=False).rows)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.token_ids import count_shared_beginning
-from catto.training.batches import Batch, Query, Row, block_mask, build, dense_mask
+from catto.training.batches import Batch, Query, Row, block_mask, dense_mask, lay_out_rows
 
 PAD = 0
 ROWS = [Row([1, 2, 3], [4, 5]), Row([7], [8]), Row([1, 2, 3], [6])]
@@ -22,7 +22,7 @@ def test_shared_layout_worked_by_hand() -> None:
     (0, 3). In TRL's layout a token of row r stands at its index in prompt + response, less one: 4 at (0, 2), 5 at
     (0, 3), 8 at (1, 0), 6 at (2, 2). Token 1 of row 2 would follow the 6: it is predicted at (0, 5).
     """
-    batch = build(ROWS, QUERIES, 3, PAD, shared=True)
+    batch = lay_out_rows(ROWS, QUERIES, 3, PAD, shared=True)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 0, 0, 0, 0]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, -1, -1, -1, -1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3], [0, 1, 0, 0, 0, 0]]
@@ -35,7 +35,7 @@ def test_shared_layout_worked_by_hand() -> None:
 
 
 def test_separate_layout_worked_by_hand() -> None:
-    batch = build(ROWS, QUERIES, 2, PAD, shared=False)
+    batch = lay_out_rows(ROWS, QUERIES, 2, PAD, shared=False)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [7, 8, 0, 0, 0], [1, 2, 3, 6, 0]]
     assert batch.targets.tolist() == [4, 5, 8]  # the third row is there for its query only
     assert batch.source.tolist() == batch.place.tolist() == [[0, 2], [0, 3], [1, 0]]
@@ -44,7 +44,7 @@ def test_separate_layout_worked_by_hand() -> None:
 
 def test_packed_layout_worked_by_hand() -> None:
     """The two sequences of the shared layout in one line: row 1's prompt stands at column 6, its token at 7."""
-    batch = build(ROWS, QUERIES, 3, PAD, shared=True, packed=True)
+    batch = lay_out_rows(ROWS, QUERIES, 3, PAD, shared=True, packed=True)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
     assert batch.sequences.tolist() == [[1, 1, 1, 1, 1, 1, 2, 2]]
@@ -61,7 +61,7 @@ def test_common_beginning_worked_by_hand() -> None:
     The responses of the first prompt, [5 6] and [7], go on from position 3, as does [8] of the second.
     """
     rows = [Row([1, 2, 3], [5, 6]), Row([1, 2, 4], [8]), Row([1, 2, 3], [7])]
-    batch = build(rows, [Query(1, 0, [31])], 3, PAD, shared=True, packed=True, balanced=2)
+    batch = lay_out_rows(rows, [Query(1, 0, [31])], 3, PAD, shared=True, packed=True, balanced=2)
     assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 4, 8]]
     assert batch.sequences.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
@@ -78,7 +78,7 @@ def test_common_beginning_worked_by_hand() -> None:
 def test_mask_worked_by_hand() -> None:
     """[p p | y1 y1 | y2 | pad]: y2 sees the prompt and itself, never y1; padding sees something."""
     rows = [Row([1, 2], [3, 4]), Row([1, 2], [5]), Row([6], [1, 2, 3, 4, 5])]
-    seen = dense_mask(build(rows, [], 3, PAD, shared=True), torch.float32)[0, 0] == 0
+    seen = dense_mask(lay_out_rows(rows, [], 3, PAD, shared=True), torch.float32)[0, 0] == 0
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -91,7 +91,7 @@ def test_mask_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mask_is_additive_and_finite(dtype: torch.dtype) -> None:
-    mask = dense_mask(build([Row([1], [2]), Row([1], [3])], [], 2, PAD, shared=True), dtype)
+    mask = dense_mask(lay_out_rows([Row([1], [2]), Row([1], [3])], [], 2, PAD, shared=True), dtype)
     assert mask.dtype == dtype
     assert mask.shape == (1, 1, 3, 3)
     assert mask.isfinite().all()
@@ -119,7 +119,7 @@ def test_every_token_is_predicted_from_exactly_what_stands_before_it(
     rows: list[Row], shared: bool, packed: bool
 ) -> None:
     queries = [Query(number, len(row.completion), [1, 2]) for number, row in enumerate(rows)]
-    batch = build(rows, queries, len(rows), PAD, shared=shared, packed=packed)
+    batch = lay_out_rows(rows, queries, len(rows), PAD, shared=shared, packed=packed)
     tokens = [(row, i) for row in rows for i in range(len(row.completion))]
     assert batch.targets.tolist() == [row.completion[i] for row, i in tokens]
     asked = [(row, len(row.completion)) for row in rows]
@@ -131,7 +131,7 @@ def test_every_token_is_predicted_from_exactly_what_stands_before_it(
 @settings(max_examples=30, deadline=None)
 @given(rows=_rows)
 def test_sharing_computes_each_prompt_once(rows: list[Row]) -> None:
-    batch = build(rows, [], len(rows), PAD, shared=True)
+    batch = lay_out_rows(rows, [], len(rows), PAD, shared=True)
     prompts = {tuple(row.prompt) for row in rows}
     assert batch.input_ids.shape[0] == len(prompts)
     tokens = sum(map(len, prompts)) + sum(len(row.completion) for row in rows)
@@ -142,7 +142,7 @@ def test_sharing_computes_each_prompt_once(rows: list[Row]) -> None:
 @given(rows=_rows, shared=st.booleans())
 def test_packing_leaves_no_padding(rows: list[Row], shared: bool) -> None:
     """With sharing, all sequences but one also lose the beginning that all prompts have."""
-    padded, packed = (build(rows, [], len(rows), PAD, shared=shared, packed=packed) for packed in (False, True))
+    padded, packed = (lay_out_rows(rows, [], len(rows), PAD, shared=shared, packed=packed) for packed in (False, True))
     again = (len(padded.input_ids) - 1) * count_shared_beginning(row.prompt for row in rows) if shared else 0
     assert packed.input_ids.shape == (1, int(padded.attention_mask.sum()) - again)
     assert packed.attention_mask.all()
@@ -156,7 +156,7 @@ def test_masked_blocks_are_not_computed(shared: bool) -> None:
     which also make the square less than half as large.
     """
     rows = [Row([pair + 1] * 160, [side + 5] * 64) for side in range(2) for pair in range(4)]
-    batch = build(rows, [], len(rows), PAD, shared=shared, packed=True)
+    batch = lay_out_rows(rows, [], len(rows), PAD, shared=shared, packed=True)
     mask = block_mask(batch)
     size = batch.input_ids.shape[1]
     assert size == (4 * (160 + 64 + 64) if shared else 8 * 224)
@@ -171,6 +171,6 @@ def test_masked_blocks_are_not_computed(shared: bool) -> None:
 
 def test_a_first_token_without_prompt_is_not_scored() -> None:
     """Nothing predicts it; TRL's shifted layout leaves it out too."""
-    batch = build([Row([], [5, 6]), Row([], [7])], [], 2, PAD, shared=False)
+    batch = lay_out_rows([Row([], [5, 6]), Row([], [7])], [], 2, PAD, shared=False)
     assert batch.targets.tolist() == [6]
     assert batch.place.tolist() == [[0, 0]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from catto.training import trainer as preference
-from catto.training.batches import KEY, Batch, pair_batch
+from catto.training.batches import KEY, Batch, lay_out_pairs
 from catto.training.config import CATTOConfig
 from catto.training.trainer import CATTOTrainer
 
@@ -37,7 +37,7 @@ def test_the_step_lays_out_nothing(objective: str, sharing: bool, monkeypatch: p
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("laid out inside the step")
 
-    for name in ("pair_batch", "build"):
+    for name in ("lay_out_pairs", "lay_out_rows"):
         monkeypatch.setattr(preference, name, refuse)
     result = step(CATTOTrainer, CATTOConfig, prefix_sharing=sharing, **OBJECTIVES[objective])
     assert result.batch[KEY]["layout"].shared is sharing
@@ -107,7 +107,7 @@ def test_the_layout_is_that_of_trl_tensors() -> None:
 
 def test_every_tensor_of_a_layout_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = step(CATTOTrainer, CATTOConfig, calibration="outcome").batch
-    layout = pair_batch(batch, batch[KEY], 0, shared=True)
+    layout = lay_out_pairs(batch, batch[KEY], 0, shared=True)
     moved = layout.to(torch.device("meta"), non_blocking=True)
     tensors = [name for name, value in vars(layout).items() if isinstance(value, Tensor)]
     assert len(tensors) == 11

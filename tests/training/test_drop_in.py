@@ -19,7 +19,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.monitor import EvaluateAtEnd
 from catto.training.trainer import CATTOTrainer
 
@@ -164,7 +164,7 @@ def test_examples_of_the_stream_that_do_not_fit_are_dropped_and_told(caplog: pyt
     rows = pairs.sft_rows(6)
     long = rows[2].completion[0].model_copy(update={"content": "because " * LIMIT + rows[2].completion[0].content})
     rows[2] = rows[2].model_copy(update={"completion": (long,)})
-    given = examples(tiny_tokenizer(), rows)
+    given = make_examples(tiny_tokenizer(), rows)
     with caplog.at_level(logging.WARNING, "catto"):
         trainer = made(CATTOTrainer, CATTOConfig, calibration="outcome", outcome_examples=given, max_length=LIMIT)
     assert f"dropped 1 of 6 rows longer than {LIMIT} tokens: s2" in caplog.text
@@ -285,7 +285,7 @@ def test_evaluate_takes_its_arguments_by_position() -> None:
     found = made(CATTOTrainer, CATTOConfig).evaluate(held_out, None, "test")
     assert found["test_loss"] > 0
     trainer = made(CATTOTrainer, CATTOConfig)
-    trainer.validation = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    trainer.validation = make_examples(tiny_tokenizer(), pairs.sft_rows(4))
     both = trainer.evaluate(held_out, None, "test")
     assert {"test_loss", "test_val_ece"} <= set(both)
 
@@ -293,7 +293,7 @@ def test_evaluate_takes_its_arguments_by_position() -> None:
 def test_several_eval_datasets_measure_the_validation_examples_once() -> None:
     trainer = made(CATTOTrainer, CATTOConfig)
     trainer.eval_dataset = dict.fromkeys(("one", "two"), trainer.train_dataset)
-    trainer.validation = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    trainer.validation = make_examples(tiny_tokenizer(), pairs.sft_rows(4))
     found = trainer.evaluate()
     assert {"eval_one_loss", "eval_two_loss", "eval_val_ece"} <= set(found)
     assert [name for name in found if name.endswith("val_ece")] == ["eval_val_ece"]
@@ -316,7 +316,7 @@ def test_callbacks_hear_once_of_each_evaluation(strategy: str, steps: list[int],
     heard, best = _Heard(), {"metric_for_best_model": "val_ece", "greater_is_better": False}
     size = {"per_device_train_batch_size": 8, "max_steps": 3, "eval_steps": 1}
     trainer = made(CATTOTrainer, CATTOConfig, callbacks=[heard], **size, **best)
-    trainer.validation = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    trainer.validation = make_examples(tiny_tokenizer(), pairs.sft_rows(4))
     trainer.add_callback(EvaluateAtEnd())
     trainer.args.eval_strategy = IntervalStrategy(strategy)
     sets = dict.fromkeys(("one", "two")[:datasets], trainer.train_dataset)
@@ -427,7 +427,7 @@ def test_values_equal_to_the_default_say_nothing(calibration: str) -> None:
 
 
 def test_a_stream_that_nothing_reads_is_refused() -> None:
-    given = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    given = make_examples(tiny_tokenizer(), pairs.sft_rows(4))
     with pytest.raises(ValueError, match="outcome_examples are given but calibration is 'catto'"):
         made(CATTOTrainer, CATTOConfig, outcome_examples=given)
     with pytest.raises(ValueError, match="outcome_rows_per_pair is 3 but outcome_examples are not given"):

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from catto.objectives import fused_head, label_logprobs, tiles, token_stats
 from catto.training import forward, monitor
-from catto.training.batches import Batch, build
+from catto.training.batches import Batch, lay_out_rows
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.trainer import CATTOTrainer
 
 pytestmark = pytest.mark.slow
@@ -184,7 +184,7 @@ def test_validation_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         return label_logprobs(*arguments, precision=precision, **rest)
 
     monkeypatch.setattr(forward, "label_logprobs", watched)
-    held_out = examples(tiny_tokenizer(), pairs.sft_rows())
+    held_out = make_examples(tiny_tokenizer(), pairs.sft_rows())
     assert np.isfinite(monitor.label_logprobs(tiny_model(), held_out, 0)).all()
     assert seen == ["fp32"]
 
@@ -231,7 +231,7 @@ def test_the_projection_counts_what_the_heads_compute(monkeypatch: pytest.Monkey
     """Of `benchmarks/roofline.py`: FLOPs by hand, no fp32 product, little memory, the time of one product."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     roofline = importlib.import_module("roofline")
-    batch = build(roofline.pairs(8, 4, 4), [], 8, 0, shared=False)
+    batch = lay_out_rows(roofline.pairs(8, 4, 4), [], 8, 0, shared=False)
     config = SimpleNamespace(hidden_size=64, vocab_size=32_768)
     monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
     with roofline.triton_kernels():

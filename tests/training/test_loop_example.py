@@ -15,7 +15,7 @@ from steps import distance, step
 from tiny import tiny_model, tiny_tokenizer
 
 from catto import CATTOConfig, CATTOTrainer
-from catto.training.examples import examples, preference_columns
+from catto.training.examples import make_examples, preference_columns
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "catto_loop.py"
 PAIRS = 4
@@ -48,7 +48,7 @@ def test_the_loop_computes_the_trainers_loss_and_gradients(loop: Any, objective:
         settings = {
             "calibration": "outcome",
             "preference_tokens": "reasoning",
-            "outcome_examples": examples(tiny_tokenizer(), stream),
+            "outcome_examples": make_examples(tiny_tokenizer(), stream),
         }
     columns = [preference_columns(tiny_tokenizer(), row) for row in rows]
     trained = step(CATTOTrainer, CATTOConfig, rows=Dataset.from_list(columns), **settings)

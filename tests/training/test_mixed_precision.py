@@ -21,7 +21,7 @@ from catto.objectives import label_logprobs, token_stats
 from catto.prompts import Message
 from catto.training import forward, monitor
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
@@ -104,7 +104,7 @@ def test_bf16_starts_near_ln_2_where_batch_shapes_differ(shape: str, adapter: di
     """
     options: dict[str, Any] = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3}
     if shape == "stream":
-        options = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())}
+        options = {"calibration": "outcome", "outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())}
     trainer = _trained(prefix_sharing=sharing, **UNMOVED, **options, **adapter)
     assert _mean_size(trainer.margins()) < 3e-4
     assert trainer.losses == [pytest.approx(LN_2, abs=1e-3)] * 4
@@ -177,7 +177,7 @@ def test_statistics_of_preference_training_are_fp32_in_autocast(
 ) -> None:
     options: dict[str, Any] = {"calibration": objective}
     if objective == "stream":
-        options = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())}
+        options = {"calibration": "outcome", "outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())}
     trainer = made(CATTOTrainer, CATTOConfig, model=tiny_model().to(weights), bf16=True, max_steps=1, **options)
     seen = _Seen(monkeypatch)
     trainer.train()
@@ -192,7 +192,7 @@ def test_statistics_of_rcft_are_fp32_in_autocast(
 ) -> None:
     """And so are the label confidences that `evaluate` and RCFT's E-step read from the model in training."""
     model, tokenizer = tiny_model().to(weights), tiny_tokenizer()
-    held_out = examples(tokenizer, pairs.sft_rows())
+    held_out = make_examples(tokenizer, pairs.sft_rows())
     logits: list[tuple[Tensor, Tensor]] = []
 
     def answers(network: Any) -> tuple[list[float], list[bool]]:
@@ -245,7 +245,7 @@ def _moved(weights: torch.dtype, bf16: bool, folder: Path) -> Tensor:
         disable_tqdm=True,
     )
     tokenizer = tiny_tokenizer()
-    SupervisedTrainer(model, args, examples(tokenizer, pairs.sft_rows()), tokenizer).train()
+    SupervisedTrainer(model, args, make_examples(tokenizer, pairs.sft_rows()), tokenizer).train()
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().float() - start
 
 

@@ -14,7 +14,7 @@ from tiny import tiny_tokenizer
 from trl import DPOConfig, DPOTrainer
 
 from catto.training import forward
-from catto.training.batches import Row, build
+from catto.training.batches import Row, lay_out_rows
 from catto.training.config import CATTOConfig
 from catto.training.trainer import CATTOTrainer
 
@@ -150,13 +150,13 @@ def test_our_head_has_the_soft_cap_under_its_other_name() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits[0, 1:4].log_softmax(-1)
         expected = expected.gather(-1, ids[0, 2:].unsqueeze(-1)).squeeze(-1)
-        forward.install(model)
-        batch = build([Row([5, 7], [9, 4, 6])], [], 1, 0, shared=False, packed=False)
-        found = forward.call(model, batch).stats.target
+        forward.install_head(model)
+        batch = lay_out_rows([Row([5, 7], [9, 4, 6])], [], 1, 0, shared=False, packed=False)
+        found = forward.run_head(model, batch).stats.target
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_head_of_several_layers_is_refused() -> None:
     config = transformers.ModernBertDecoderConfig(**{**SIZES, "vocab_size": len(_tokens()), "pad_token_id": 0})
     with pytest.raises(ValueError, match=r"ModernBertDecoder.*the head is more than one linear layer \(lm_head"):
-        forward.install(transformers.ModernBertDecoderForCausalLM(config))
+        forward.install_head(transformers.ModernBertDecoderForCausalLM(config))

@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 from catto.io.record_files import read_records, write_records
 from catto.records import SftRow
 from catto.training.config import CATTOConfig
-from catto.training.examples import Example, examples
+from catto.training.examples import Example, make_examples
 from catto.training.trainer import CATTOTrainer
 
 VOTES = ({"A": 0.5, "B": 0.5}, {"C": 1.0}, {"A": 0.125, "B": 0.25, "C": 0.125, "D": 0.5})
@@ -32,9 +32,9 @@ class TermAlone(CATTOTrainer):
 
     drawn: list[Example]
 
-    def _policy(self, model: Any, layout: Any, streamed: Any) -> Any:
+    def _make_policy(self, model: Any, layout: Any, streamed: Any) -> Any:
         self.drawn = list(streamed)
-        return super()._policy(model, layout, streamed)
+        return super()._make_policy(model, layout, streamed)
 
 
 def _dense(model: Any, drawn: list[Example], kind: str, score: str) -> Tensor:
@@ -56,7 +56,7 @@ def _dense(model: Any, drawn: list[Example], kind: str, score: str) -> Tensor:
 @pytest.mark.parametrize("score", ["log", "brier"])
 @pytest.mark.parametrize("kind", ["gold", "votes", "mix"])
 def test_the_term_is_the_dense_computation_in_float64(kind: str, score: str, packed: bool) -> None:
-    stream = examples(tiny_tokenizer(), _voted())
+    stream = make_examples(tiny_tokenizer(), _voted())
     options = {"calibration": "outcome", "outcome_target": kind, "outcome_score": score, "padding_free": packed}
     options |= {"loss_type": ["sigmoid"], "loss_weights": [0.0], "prefix_sharing": packed}
     models = {"model": tiny_model().double(), "ref_model": tiny_model(seed=1).double()}
@@ -73,7 +73,7 @@ def test_votes_that_are_missing_or_no_distribution_are_refused() -> None:
     options = {"calibration": "outcome", "outcome_target": "votes"}
     with pytest.raises(ValueError, match="outcome_target is 'votes' but outcome_examples"):
         made(CATTOTrainer, CATTOConfig, **options)
-    stream = examples(tiny_tokenizer(), pairs.sft_rows(8))
+    stream = make_examples(tiny_tokenizer(), pairs.sft_rows(8))
     with pytest.raises(ValueError, match="question s0: outcome_target is 'votes' but the example has no votes"):
         made(CATTOTrainer, CATTOConfig, outcome_examples=stream, **options)
     wrong = [Example(one.question, one.row, one.label._replace(target=(0.5, 0.4, 0.0, 0.0))) for one in stream]

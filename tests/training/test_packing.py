@@ -19,9 +19,9 @@ from trl import DPOConfig
 
 from catto.token_ids import count_shared_beginning
 from catto.training import forward
-from catto.training.batches import Row, block_mask, build
+from catto.training.batches import Row, block_mask, lay_out_rows
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.supervised import SupervisedConfig, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
@@ -87,7 +87,7 @@ def test_packed_rows_give_the_padded_loss_and_gradient(arch: str, attention: str
     [
         {"calibration": "none"},
         {"calibration": "outcome"},
-        {"calibration": "outcome", "outcome_examples": lambda: examples(tiny_tokenizer(), pairs.sft_rows())},
+        {"calibration": "outcome", "outcome_examples": lambda: make_examples(tiny_tokenizer(), pairs.sft_rows())},
         {"peft_config": lora, "precompute_ref_log_probs": True},
     ],
     ids=["none", "outcome", "stream", "lora precomputed"],
@@ -140,16 +140,18 @@ def test_autocast_casts_the_inputs_of_flex_attention() -> None:
     results = []
     for attention in ("sdpa", "catto"):
         model = tiny_model(initializer_range=0.05)
-        forward.install(model)
+        forward.install_head(model)
         model.set_attn_implementation(attention)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            results.append(forward.call(model, build(ROWS, [], 3, 0, shared=True, packed=True), ()).stats.target)
+            results.append(
+                forward.run_head(model, lay_out_rows(ROWS, [], 3, 0, shared=True, packed=True), ()).stats.target
+            )
     torch.testing.assert_close(*results, rtol=0, atol=5e-3)
 
 
 @pytest.mark.usefixtures("flex")
 def test_cuda_packs_supervised_examples_too(tmp_path: Any) -> None:
-    rows = examples(tiny_tokenizer(), pairs.sft_rows(4))
+    rows = make_examples(tiny_tokenizer(), pairs.sft_rows(4))
     losses = []
     for model in (tiny_model(), tiny_model(attn_implementation="eager")):
         args = SupervisedConfig(str(tmp_path), use_cpu=True, per_device_train_batch_size=4, report_to="none")
@@ -192,7 +194,7 @@ def test_the_compiled_kernel_does_not_touch_masked_blocks() -> None:
 
     A masked pair that is computed gives nan: its weight is 0, and 0 x nan is nan, as SDPA shows.
     """
-    batch = build([Row([1] * 127, [2]), Row([3] * 127, [4])], [], 2, 0, shared=False, packed=True)
+    batch = lay_out_rows([Row([1] * 127, [2]), Row([3] * 127, [4])], [], 2, 0, shared=False, packed=True)
     query, key, value = torch.randn(3, 1, 2, 256, 16, generator=torch.manual_seed(0)).unbind()
     broken = torch.arange(256).view(1, 1, -1, 1) >= 128
     poisoned = [tensor.masked_fill(broken, torch.nan) for tensor in (key, value)]

@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from trl import DPOConfig, DPOTrainer
 
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.trainer import CATTOTrainer
 
 pytestmark = pytest.mark.slow
@@ -224,7 +224,7 @@ def test_the_first_loss_is_ln_2_where_the_reference_is_the_policy(bf16: bool, la
 
 def test_the_first_loss_in_bf16_is_near_ln_2_beside_a_stream() -> None:
     """The stream makes the policy's batch longer than the reference's, and sums in bf16 depend on that a little."""
-    stream = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())}
+    stream = {"calibration": "outcome", "outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())}
     options = {"bf16": True, "max_steps": 1, **REASONING, **stream}
     trainer = made(CATTOTrainer, CATTOConfig, model=tiny_model(seed=1), **options)
     trainer.train()

@@ -19,7 +19,7 @@ from trl import DPOConfig, DPOTrainer
 
 from catto.training.batches import PairCollator
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.trainer import CATTOTrainer
 
 
@@ -205,9 +205,9 @@ def _scores(p: Tensor, gold: Tensor, score: str) -> Tensor:
 
 @pytest.mark.parametrize("score", ["brier", "log"])
 def test_outcome_on_the_stream_is_the_mean_score_of_full_logits(score: str) -> None:
-    stream = examples(tiny_tokenizer(), pairs.sft_rows())
+    stream = make_examples(tiny_tokenizer(), pairs.sft_rows())
     result = step(CATTOTrainer, CATTOConfig, calibration="outcome", outcome_score=score, outcome_examples=stream)
-    taken = [result.trainer._stream.at(n) for n in range(8)]  # 4 pairs, 2 rows a pair, from the start
+    taken = [result.trainer._stream.example_at(n) for n in range(8)]  # 4 pairs, 2 rows a pair, from the start
     dense = Dense(result)
     tokens = torch.tensor(tiny_tokenizer().convert_tokens_to_ids(["A", "B", "C", "D"]))
     rows = []
@@ -224,12 +224,12 @@ def test_outcome_on_the_stream_is_the_mean_score_of_full_logits(score: str) -> N
 @pytest.mark.parametrize("shared", [False, True])
 def test_replay_is_the_mean_cross_entropy_of_the_streams_responses(shared: bool) -> None:
     """A mean over each response's tokens, the end of sequence among them, then over responses; weight 1."""
-    stream = examples(tiny_tokenizer(), pairs.sft_rows())
+    stream = make_examples(tiny_tokenizer(), pairs.sft_rows())
     options = {"calibration": "replay", "outcome_examples": stream, "prefix_sharing": shared}
     result = step(CATTOTrainer, CATTOConfig, **options)
     dense = Dense(result)
     losses = []
-    for example in (result.trainer._stream.at(n) for n in range(8)):
+    for example in (result.trainer._stream.example_at(n) for n in range(8)):
         prompt, completion = example.row
         log_p = (
             dense.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -248,7 +248,7 @@ def test_replay_without_responses_is_refused() -> None:
 
 def test_a_preference_loss_of_weight_0_leaves_the_term_alone() -> None:
     """What `sft+outcome` trains: the outcome's gradient and nothing of DPO's."""
-    stream = examples(tiny_tokenizer(), pairs.sft_rows())
+    stream = make_examples(tiny_tokenizer(), pairs.sft_rows())
     options = {"calibration": "outcome", "outcome_examples": stream}
     both, alone = (
         step(CATTOTrainer, CATTOConfig, **options),
@@ -407,7 +407,7 @@ def test_any_completion_mask_is_honoured_as_trl_does(change: str, layout: str) -
     theirs = step(masked(DPOTrainer, change), DPOConfig, **more)
     options = {**LAYOUTS[layout]}
     if layout == "stream":
-        options["outcome_examples"] = examples(tiny_tokenizer(), pairs.sft_rows())
+        options["outcome_examples"] = make_examples(tiny_tokenizer(), pairs.sft_rows())
     ours = step(masked(ZeroWeight, change), CATTOConfig, **options)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-6)
     assert distance(ours.gradients, theirs.gradients) < 1e-5

@@ -16,7 +16,7 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 from trl import DPOConfig, DPOTrainer
 
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.forward import sharing_obstacle
 from catto.training.trainer import CATTOTrainer
 
@@ -60,7 +60,7 @@ def test_every_objective_shares_prompts(objective: str) -> None:
             row.model_copy(update={"prompt": pair.prompt})
             for row, pair in zip(pairs.sft_rows(), pairs.preference_rows(), strict=True)
         ]
-        options = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), rows)}
+        options = {"calibration": "outcome", "outcome_examples": make_examples(tiny_tokenizer(), rows)}
     _assert_equal(_step(True, **options), _step(False, **options))
 
 
@@ -73,7 +73,7 @@ def _experts(seed: int = 0) -> Any:
 @pytest.mark.parametrize("stream", [False, True], ids=["pairs", "with a stream"])
 def test_load_balancing_is_that_of_the_padded_pairs(stream: bool) -> None:
     """A shared prompt counts once for each of its responses, and the third stream's tokens not at all: TRL's number."""
-    more = {"outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())} if stream else {}
+    more = {"outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())} if stream else {}
     options: dict[str, Any] = {"calibration": "outcome" if stream else "catto", **more}
     theirs = step(DPOTrainer, DPOConfig, model=_experts())
     shared, padded = (

@@ -21,7 +21,7 @@ from catto.metrics import errors
 from catto.prompts import completion
 from catto.records import Message
 from catto.training.checkpoints import checkpoint_arguments
-from catto.training.examples import Example, Label, examples, row_ids
+from catto.training.examples import Example, Label, make_examples, row_ids
 from catto.training.monitor import label_logprobs, label_metrics
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 
@@ -69,7 +69,7 @@ def test_step_is_the_token_mean_of_the_global_batch(
     tmp_path: Path, epsilon: float, batch: int, accumulation: int
 ) -> None:
     """One SGD step moves the weights by the dense gradient, however the eight ragged rows are accumulated."""
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     model = tiny_model()
     reference = copy.deepcopy(model)
     args = arguments(tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
@@ -83,7 +83,7 @@ def test_experts_are_balanced_as_by_the_models_own_loss(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 1.0}
     model = tiny_model(arch="qwen3_moe", output_router_logits=True, **experts)
     reference = copy.deepcopy(model)
-    (example,) = examples(TOKENIZER, sft_rows(1))
+    (example,) = make_examples(TOKENIZER, sft_rows(1))
     SupervisedTrainer(model, arguments(tmp_path), [example], TOKENIZER).train()
     ids = torch.tensor([example.row.prompt + example.row.completion])
     labels = ids.clone()
@@ -99,7 +99,7 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     """Its weights would not be read: the head's statistics come from the weight below it."""
     from peft import LoraConfig, get_peft_model
 
-    rows = examples(TOKENIZER, sft_rows(2))
+    rows = make_examples(TOKENIZER, sft_rows(2))
     model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="an adapter on the LM head is not supported"):
         SupervisedTrainer(model, arguments(tmp_path), rows, TOKENIZER)
@@ -109,13 +109,13 @@ def test_one_process_uses_one_of_several_gpus(tmp_path: Path) -> None:
     """With more, Transformers would multiply the batch and split it by DataParallel, which no batch of ours fits."""
     args = arguments(tmp_path)
     args._n_gpu = 8
-    trainer = SupervisedTrainer(tiny_model(), args, examples(TOKENIZER, sft_rows(2)), TOKENIZER)
+    trainer = SupervisedTrainer(tiny_model(), args, make_examples(TOKENIZER, sft_rows(2)), TOKENIZER)
     assert (trainer.args.n_gpu, trainer.args.train_batch_size) == (1, 8)
 
 
 def test_rcft_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
     """8 = 1 x 8 = 3 + 3 + 2, though the last of three micro-batches is smaller."""
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     spread = [(n + 0.5) / 10 for n in range(10)]
 
     def moved(batch: int, weight: float) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_rcft_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
 
 def test_rcft_divides_by_a_processes_own_share_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are averaged over processes: beside one with as many samples, a process moves as it does alone."""
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     moved = []
     for processes in (1, 2):
         model = tiny_model()
@@ -155,7 +155,12 @@ def test_rcft_leaves_out_answers_without_a_confidence_and_counts_them(
     bins = RcftBins(lambda model: ([0.95, None, 0.95, 0.15], [True, True, False, True]))
     with caplog.at_level("WARNING"):
         SupervisedTrainer(
-            tiny_model(), arguments(tmp_path), examples(TOKENIZER, sft_rows(8)), TOKENIZER, bins=bins, rcft_weight=1.0
+            tiny_model(),
+            arguments(tmp_path),
+            make_examples(TOKENIZER, sft_rows(8)),
+            TOKENIZER,
+            bins=bins,
+            rcft_weight=1.0,
         ).train()
     assert bins.accuracy == [None, 1.0, None, None, None, None, None, None, None, 0.5]
     assert "1 of 4 answers have no probability of every label" in caplog.text
@@ -165,7 +170,7 @@ def test_rcft_leaves_out_answers_without_a_confidence_and_counts_them(
 
 def test_monitor_equals_the_engine_and_the_metrics() -> None:
     """Label log-probabilities equal the engine's scores at the same place; ECE is over the whole set."""
-    rows = examples(TOKENIZER, sft_rows(13))
+    rows = make_examples(TOKENIZER, sft_rows(13))
     model = tiny_model()
     ours = label_logprobs(model, rows, TOKENIZER.pad_token_id, batch_size=4)
     engine = TransformersEngine(model, TOKENIZER)
@@ -184,7 +189,7 @@ def test_monitor_equals_the_engine_and_the_metrics() -> None:
 
 
 def test_a_processor_has_its_tokenizer(tmp_path: Path) -> None:
-    rows = examples(TOKENIZER, sft_rows(4))
+    rows = make_examples(TOKENIZER, sft_rows(4))
     trainer = SupervisedTrainer(tiny_model(), arguments(tmp_path), rows, TOKENIZER, validation=rows)
     expected = trainer.evaluate()["eval_val_ece"]
     trainer.processing_class = SimpleNamespace(tokenizer=TOKENIZER)
@@ -192,12 +197,12 @@ def test_a_processor_has_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None:
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     args = arguments(
         tmp_path, max_steps=6, learning_rate=0.5, **checkpoint_arguments("val_nll", 2) | {"save_strategy": "steps"}
     )
     trainer = SupervisedTrainer(
-        tiny_model(), args, rows, TOKENIZER, validation=examples(TOKENIZER, sft_rows(8, seed=2))
+        tiny_model(), args, rows, TOKENIZER, validation=make_examples(TOKENIZER, sft_rows(8, seed=2))
     )
     trainer.train()
     logged = [entry["eval_val_nll"] for entry in trainer.state.log_history if "eval_val_nll" in entry]
@@ -209,7 +214,7 @@ def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None
 
 
 def test_last_step_is_evaluated_whatever_the_interval(tmp_path: Path) -> None:
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     args = arguments(tmp_path, max_steps=3, **checkpoint_arguments("val_accuracy", 2) | {"save_strategy": "steps"})
     trainer = SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, validation=rows)
     trainer.train()
@@ -219,7 +224,7 @@ def test_last_step_is_evaluated_whatever_the_interval(tmp_path: Path) -> None:
 def confident(label_bias: float) -> tuple[Any, list[Example]]:
     """A model that puts much probability on label A after many a reasoning, and rows that all answer A."""
     model = tiny_model(tie_word_embeddings=False)
-    rows = examples(TOKENIZER, [row for row in sft_rows(80) if row.label == "A"])
+    rows = make_examples(TOKENIZER, [row for row in sft_rows(80) if row.label == "A"])
     with torch.no_grad():
         model.lm_head.weight[rows[0].label.candidates[0]] *= label_bias
     return model, rows
@@ -255,7 +260,7 @@ def test_rcft_estimates_its_bins_once_an_epoch_on_own_answers(tmp_path: Path) ->
         calls.append(float(weights(model).sum()))
         return [0.95, 0.95, 0.15], [True, False, True]
 
-    rows = examples(TOKENIZER, sft_rows(8))
+    rows = make_examples(TOKENIZER, sft_rows(8))
     bins = RcftBins(answers)
     args = arguments(tmp_path, max_steps=-1, num_train_epochs=3, per_device_train_batch_size=4)
     SupervisedTrainer(tiny_model(), args, rows, TOKENIZER, bins=bins, rcft_weight=1.0).train()
@@ -266,7 +271,7 @@ def test_rcft_estimates_its_bins_once_an_epoch_on_own_answers(tmp_path: Path) ->
 
 def test_rcft_goes_on_with_the_bins_of_its_checkpoint(tmp_path: Path) -> None:
     """Stopped inside an epoch and resumed: the epoch's estimate is not made again, and the weights end equal."""
-    rows = examples(TOKENIZER, sft_rows(16))
+    rows = make_examples(TOKENIZER, sft_rows(16))
     made: list[int] = []
 
     def answers(model: Any) -> tuple[list[float], list[bool]]:
@@ -294,24 +299,24 @@ def test_not_a_number_stops_with_step_and_questions(tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 0 on questions s\d"):
-        SupervisedTrainer(model, arguments(tmp_path), examples(TOKENIZER, sft_rows(8)), TOKENIZER).train()
+        SupervisedTrainer(model, arguments(tmp_path), make_examples(TOKENIZER, sft_rows(8)), TOKENIZER).train()
 
 
 def test_long_rows_are_dropped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     rows = sft_rows(8)
-    lengths = [len(e.row.prompt) + len(e.row.completion) for e in examples(TOKENIZER, rows)]
+    lengths = [len(e.row.prompt) + len(e.row.completion) for e in make_examples(TOKENIZER, rows)]
     limit = sorted(lengths)[5]
     with caplog.at_level("WARNING"):
-        kept = examples(TOKENIZER, rows, max_length=limit)
+        kept = make_examples(TOKENIZER, rows, max_length=limit)
     assert [e.question for e in kept] == [f"s{n}" for n, length in enumerate(lengths) if length <= limit]
     assert f"dropped {sum(length > limit for length in lengths)} of 8 rows longer than {limit} tokens" in caplog.text
     with pytest.raises(ValueError, match="every row is longer than max_length"):
-        examples(TOKENIZER, rows, max_length=5)
+        make_examples(TOKENIZER, rows, max_length=5)
 
 
 def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -> None:
     row = sft_rows(1)[0]
-    closed = examples(TOKENIZER, [row])[0]
+    closed = make_examples(TOKENIZER, [row])[0]
     text = row.completion[0].content
     opened = row.model_copy(
         update={
@@ -319,7 +324,7 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
             "completion": (row.completion[0].model_copy(update={"content": text[: text.index("<answer>\n") + 9]}),),
         }
     )
-    assert examples(TOKENIZER, [opened])[0].before_label() == closed.before_label()
+    assert make_examples(TOKENIZER, [opened])[0].before_label() == closed.before_label()
     assert TOKENIZER.decode(closed.before_label().completion).endswith("<answer>\n")
     assert closed.label.candidates == [TOKENIZER.convert_tokens_to_ids(label) for label in row.labels]
 
@@ -331,7 +336,7 @@ def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str,
     for label in labels:
         turn = (Message(role="assistant", content=completion("the cat sat", label)),)
         update = {"labels": labels, "gold": label, "label": label, "completion": turn}
-        (example,) = examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
+        (example,) = make_examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
         ids = example.row.completion
         at, candidates, gold, target = example.label
         assert target is None
@@ -349,14 +354,14 @@ def test_a_row_ends_with_the_end_of_sequence_and_reads_as_generated() -> None:
     ids = row_ids(TOKENIZER, row.prompt, row.completion[0].content)
     assert ids.completion[-1] == TOKENIZER.eos_token_id
     assert TOKENIZER.decode(ids.completion[:-1]) == row.completion[0].content
-    assert isinstance(examples(TOKENIZER, [row])[0].label, Label)
+    assert isinstance(make_examples(TOKENIZER, [row])[0].label, Label)
 
 
 def test_a_copy_of_a_trained_model_has_its_own_weights(tmp_path: Path) -> None:
     model = tiny_model()
     tokenizer = tiny_tokenizer()
     config = SupervisedConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    SupervisedTrainer(model, config, examples(tokenizer, sft_rows(2)), tokenizer)
+    SupervisedTrainer(model, config, make_examples(tokenizer, sft_rows(2)), tokenizer)
     snapshot, ids = copy.deepcopy(model), torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         before = snapshot(input_ids=ids).logits

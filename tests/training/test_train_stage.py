@@ -40,7 +40,7 @@ from catto.report.numbers import Training
 from catto.training import monitor
 from catto.training.checkpoints import checkpoint_arguments
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples, pair_tokens, preference_columns
+from catto.training.examples import make_examples, pair_tokens, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
@@ -93,7 +93,7 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
     assert "dropped 4 of 12 rows longer than 60 tokens: q1, q4, q5, q9" in caplog.text
     assert len(set(map(tuple, trained.values()))) == 1
     # The stream: one row too long; up to its label each of the others is computed, two beside every pair.
-    kept = [one for one in examples(tiny_tokenizer(), sft_rows(long=(2,), seed=3)) if one.tokens <= LIMIT]
+    kept = [one for one in make_examples(tiny_tokenizer(), sft_rows(long=(2,), seed=3)) if one.tokens <= LIMIT]
     beside = round(2 * 6 * sum(len(one.row.prompt) + one.label.at for one in kept) / len(kept))
     assert story["dropped"]["stream"] == 1
     assert story["tokens"] == 2 * (tokens + beside)
@@ -130,7 +130,7 @@ KEPT = {"last": 12, "val_accuracy": 10, "val_nll": 8, "val_ece": 10}
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
     """Script the validation numbers by step; returns a weight as it was at each evaluation."""
     seen: dict[int, torch.Tensor] = {}
-    original = monitor.Monitored.evaluate
+    original = monitor.MonitoredTrainer.evaluate
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = self.state.global_step
@@ -139,7 +139,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
         monkeypatch.setattr(monitor, "label_metrics", lambda logprobs, gold: values)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(monitor.Monitored, "evaluate", evaluate)
+    monkeypatch.setattr(monitor.MonitoredTrainer, "evaluate", evaluate)
     return seen
 
 
@@ -333,7 +333,7 @@ def test_the_score_aims_at_what_the_recipe_says(
     def keep(tokenizer: Any, rows: Any, limit: int) -> Any:
         found = list(rows)
         given.append(found)
-        return examples(tokenizer, found, limit)
+        return make_examples(tokenizer, found, limit)
 
     monkeypatch.setattr("catto.pipeline.kinds.train.examples", keep)
     trainer, _ = _trained(made_work(tmp_path, method, **blocks), monkeypatch)

@@ -18,7 +18,7 @@ from steps import distance, step
 from tiny import tiny_tokenizer
 
 from catto.training.config import CATTOConfig
-from catto.training.examples import Example, examples
+from catto.training.examples import Example, make_examples
 from catto.training.trainer import CATTOTrainer, OutcomeStream
 
 pytestmark = pytest.mark.slow
@@ -77,13 +77,13 @@ def _streamed(rows: list[Example], size: int, accumulation: int, processes: int)
     found = []
     for step_number, _, process in itertools.product(range(2), range(accumulation), range(processes)):
         state, args = SimpleNamespace(global_step=step_number), SimpleNamespace(**sizes, process_index=process)
-        found += streams[process].next(SimpleNamespace(state=state, args=args), size)
+        found += streams[process].take_examples(SimpleNamespace(state=state, args=args), size)
     return [example.question for example in found]
 
 
 def test_the_stream_is_the_same_however_a_step_is_cut_and_a_pass_has_every_example_once() -> None:
     """Two steps of six pairs, two rows beside each."""
-    rows = examples(tiny_tokenizer(), pairs.sft_rows(24))
+    rows = make_examples(tiny_tokenizer(), pairs.sft_rows(24))
     whole = _streamed(rows, 6, 1, 1)
     assert sorted(whole) == sorted(example.question for example in rows)
     assert _streamed(rows, 2, 3, 1) == _streamed(rows, 3, 1, 2) == _streamed(rows, 1, 3, 2) == whole

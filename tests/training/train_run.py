@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from catto.training.checkpoints import newest_complete
 from catto.training.config import CATTOConfig
-from catto.training.examples import examples
+from catto.training.examples import make_examples
 from catto.training.trainer import CATTOTrainer
 
 
@@ -38,7 +38,7 @@ class _Pace(TrainerCallback):
 def run(folder: str, stream: bool = False, pause: float = 0.0, **options: Any) -> Any:
     """Train, going on from the newest complete checkpoint, and leave the final weights in folder/final.pt."""
     torch.set_num_threads(1)
-    outcome = {"calibration": "outcome", "outcome_examples": examples(tiny_tokenizer(), pairs.sft_rows())}
+    outcome = {"calibration": "outcome", "outcome_examples": make_examples(tiny_tokenizer(), pairs.sft_rows())}
     more = {**(outcome if stream else {}), **options}
     trainer = made(CATTOTrainer, CATTOConfig, folder=Path(folder), callbacks=[_Pace(pause)], **more)
     checkpoint = newest_complete(folder)

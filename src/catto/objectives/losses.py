@@ -26,29 +26,58 @@ LOG_FLOOR = -100.0
 
 
 def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
-    """Cross-entropy with the target (1 - epsilon) onehot + epsilon / V of each token. (B, T) -> (B, T).
+    """Compute the cross-entropy of each token with the target (1 - epsilon) onehot + epsilon / V.
 
-    -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp): the mean log-probability needs no second pass.
-    Masked positions give 0.
+    It equals -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp), so it needs no second pass over the vocabulary.
+
+    Args:
+        stats: Token statistics (B, T), with the extra `mean_logit` if epsilon is above 0.
+        epsilon: Label smoothing, in [0, 1].
+
+    Returns:
+        Losses (B, T); 0 at masked positions.
     """
     if epsilon == 0.0:
         return -stats.target
     if stats.mean_logit is None:
         raise ValueError("smoothed_nll needs the mean logit: call token_stats with 'mean_logit' among its extras")
-    return -(1 - epsilon) * stats.target - epsilon * (stats.mean_logit - stats.logsumexp)
+    mean_logprob = stats.mean_logit - stats.logsumexp
+    return -(1 - epsilon) * stats.target - epsilon * mean_logprob
 
 
 # ---- calibration terms -----------------------------------------------------------------------------------------------
 
 
 def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bool = False) -> Tensor:
-    """The target s of every token: z~ (paper Eq. 5) or, on a dispreferred response, 1 - z~. (B, T) -> (B, T)."""
-    surrogate = stats.surrogate.detach() if detach_surrogate else stats.surrogate
-    return surrogate if preferred else 1 - surrogate
+    """Return the target s of every token: z~ (paper Eq. 5) or, on a dispreferred response, 1 - z~.
+
+    Args:
+        stats: Token statistics (B, T).
+        preferred: Whether the responses are preferred ones.
+        detach_surrogate: Whether to stop the gradient through the surrogate.
+
+    Returns:
+        Targets (B, T), in [0.269, 0.731].
+    """
+    surrogate = stats.surrogate
+    if detach_surrogate:
+        surrogate = surrogate.detach()
+    if preferred:
+        return surrogate
+    return 1 - surrogate
 
 
 def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Mean calibration loss of each response, s (1 - c) + (1 - s) c (paper Eq. 6). stats, mask: (B, T) -> (B,).
+    """Compute the paper's calibration loss (Eq. 6): the mean of s (1 - c) + (1 - s) c over each response.
+
+    Args:
+        stats: Token statistics (B, T).
+        mask: Tokens of the responses (B, T).
+        preferred: Whether the responses are preferred ones.
+        detach_surrogate: Whether to stop the gradient through the surrogate.
+
+    Returns:
+        Losses (B,), in [0, 1].
 
     >>> from catto import token_stats
     >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
@@ -63,9 +92,19 @@ def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detac
 def bce_loss(
     stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False, reduce: Reduce = "sum"
 ) -> Tensor:
-    """Binary cross-entropy -s log c - (1 - s) log(1 - c) of each response. stats, mask: (B, T) -> (B,).
+    """Compute the binary cross-entropy -s log c - (1 - s) log(1 - c) of each response.
 
     The paper sums over the tokens, so a long response has more weight; `reduce="mean"` divides by their number.
+
+    Args:
+        stats: Token statistics (B, T), with the extra `log_doubt`.
+        mask: Tokens of the responses (B, T).
+        preferred: Whether the responses are preferred ones.
+        detach_surrogate: Whether to stop the gradient through the surrogate.
+        reduce: Reduction over the tokens of a response.
+
+    Returns:
+        Losses (B,), at least 0.
 
     >>> from catto import token_stats
     >>> logits = torch.tensor([[[0.6, 0.3, 0.1]]]).log()
@@ -75,30 +114,71 @@ def bce_loss(
     if stats.log_doubt is None:
         raise ValueError("bce_loss needs log(1 - c): call token_stats with 'log_doubt' among its extras")
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
-    log_c, log_doubt = stats.log_confidence.clamp(min=LOG_FLOOR), stats.log_doubt.clamp(min=LOG_FLOOR)
+    log_c = stats.log_confidence.clamp(min=LOG_FLOOR)
+    log_doubt = stats.log_doubt.clamp(min=LOG_FLOOR)
     return reduce_tokens(-s * log_c - (1 - s) * log_doubt, mask, reduce)
 
 
 def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Mean |c - s| of each response: unlike the paper's term its minimum is at c = s. stats, mask: (B, T) -> (B,)."""
+    """Compute the mean |c - s| of each response. Unlike the paper's term, it is least at c = s.
+
+    Args:
+        stats: Token statistics (B, T).
+        mask: Tokens of the responses (B, T).
+        preferred: Whether the responses are preferred ones.
+        detach_surrogate: Whether to stop the gradient through the surrogate.
+
+    Returns:
+        Losses (B,), in [0, 1].
+
+    >>> from catto import token_stats
+    >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
+    >>> l1_loss(stats, torch.ones(1, 1))
+    tensor([0.0256])
+    """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
     return reduce_tokens((stats.confidence - s).abs(), mask)
 
 
 def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Mean (c - s)^2 of each response. stats, mask: (B, T) -> (B,)."""
+    """Compute the mean (c - s)^2 of each response.
+
+    Args:
+        stats: Token statistics (B, T).
+        mask: Tokens of the responses (B, T).
+        preferred: Whether the responses are preferred ones.
+        detach_surrogate: Whether to stop the gradient through the surrogate.
+
+    Returns:
+        Losses (B,), in [0, 1].
+
+    >>> from catto import token_stats
+    >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
+    >>> brier_loss(stats, torch.ones(1, 1))
+    tensor([0.0007])
+    """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
     return reduce_tokens((stats.confidence - s) ** 2, mask)
 
 
 def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tensor:
-    """Reduce over each response's tokens; 0 for a response without tokens. (B, T) -> (B,).
+    """Reduce values over the tokens of each response.
+
+    Args:
+        values: One number per token (B, T).
+        mask: Tokens of the responses (B, T).
+        reduce: `mean` or `sum`.
+
+    Returns:
+        One number per response (B,); 0 for a response without tokens.
 
     >>> reduce_tokens(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]]))
     tensor([2.])
     """
     total = values.masked_fill(~mask.bool(), 0.0).sum(-1)
-    return total if reduce == "sum" else total / mask.sum(-1).clamp(min=1)
+    if reduce == "sum":
+        return total
+    return total / mask.sum(-1).clamp(min=1)
 
 
 # ---- losses at the label ---------------------------------------------------------------------------------------------
@@ -107,19 +187,19 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
 def outcome_loss(
     label_logprobs: Tensor, gold: Tensor, *, score: Score = "log", weights: Tensor | None = None
 ) -> Tensor:
-    """Proper score of the label probabilities after a sampled reasoning, one number per response.
+    """Compute a proper score of the label probabilities after sampled reasoning, one number per response.
 
     Both scores are least where the probabilities equal the target's expectation. Preference training makes wrong
     answers nearly certain: there the gradient of brier vanishes, that of log does not.
 
     Args:
-        label_logprobs: (B, K) full-vocabulary log-probabilities P, -inf where a row has fewer labels.
-        gold: (B,) index of the right label, or (B, K) a distribution t over the labels, 0 where there is none.
-        score: `log`: -sum_k t_k log P_k, so -log P_gold of an index. `brier`: sum_k (P_k - t_k)^2, in [0, 2].
-        weights: (B,) factor of each response; None is 1.
+        label_logprobs: Full-vocabulary log-probabilities P of the labels (B, K); -inf where a row has fewer labels.
+        gold: Index of the right label (B,), or a distribution t over the labels (B, K), 0 where there is no label.
+        score: `log` is -sum_k t_k log P_k, so -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2].
+        weights: Factor of each response (B,); None means 1.
 
     Returns:
-        (B,) the scores.
+        Scores (B,).
 
     >>> outcome_loss(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([0]), score="brier")
     tensor([0.0800])
@@ -134,34 +214,48 @@ def outcome_loss(
     elif score == "log":
         loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
     else:
-        shares = gold if is_distribution else torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
-        loss = ((label_logprobs.exp() - shares) ** 2).sum(-1)
-    return loss if weights is None else weights * loss
+        shares = gold
+        if not is_distribution:
+            shares = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
+        distance = label_logprobs.exp() - shares
+        loss = (distance**2).sum(-1)
+    if weights is None:
+        return loss
+    return weights * loss
 
 
 def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
-    """Squared distance of the label distribution to its bin's accuracy, one number per sample (RCFT's ECE term).
+    """Compute the squared distance of the label distribution from its bin's accuracy (RCFT's ECE term).
 
-    label_logprobs: (B, K), -inf where a row has fewer labels; accuracy: (M,) of the M equal-width bins of the top
-    probability, nan where a bin is empty: such samples give no loss. With q the label-restricted softmax, c its top
-    and a the accuracy of c's bin: (c - a)^2 + sum_j (q_j - t_j)^2 over the other labels. -> (B,).
+    With q the label-restricted softmax, c its top and a the accuracy of c's bin, it is
+    (c - a)^2 + sum_j (q_j - t_j)^2 over the other labels, with t from `spread_targets`.
+
+    Args:
+        label_logprobs: Log-probabilities of the labels (B, K); -inf where a row has fewer labels.
+        accuracy: Accuracy in each of the M equal-width bins of the top probability (M,); nan where a bin is empty.
+
+    Returns:
+        Losses (B,); 0 for samples in empty bins.
 
     >>> rcft_loss(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([0.5, 0.6]))
     tensor([0.1800])
     """
     q = torch.log_softmax(label_logprobs, dim=-1).exp()
     c, top = q.max(-1)
-    a = accuracy.to(q)[confidence_bin(c.detach(), accuracy.shape[0])]
-    empty = a.isnan()
-    a = a.masked_fill(empty, 0.0)
+    bin_of_sample = confidence_bin(c.detach(), accuracy.shape[0])
+    a = accuracy.to(q)[bin_of_sample]
+    is_empty = a.isnan()
+    a = a.masked_fill(is_empty, 0.0)
     others = torch.isfinite(label_logprobs).scatter(-1, top.unsqueeze(-1), False)
     targets = spread_targets(q.detach(), others, a)
-    distance = (c - a) ** 2 + ((q - targets) ** 2).masked_fill(~others, 0.0).sum(-1)
-    return distance.masked_fill(empty, 0.0)
+    distance_of_top = (c - a) ** 2
+    distance_of_others = ((q - targets) ** 2).masked_fill(~others, 0.0).sum(-1)
+    distance = distance_of_top + distance_of_others
+    return distance.masked_fill(is_empty, 0.0)
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
-    """Index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...).
+    """Return the index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...).
 
     >>> confidence_bin(torch.tensor([0.0, 0.5, 0.51, 1.0]), 2)
     tensor([0, 0, 1, 1])
@@ -171,14 +265,16 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 
 
 def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
-    """Spread 1 - a over the labels other than the top one, more to the likelier. q, others: (B, K); a: (B,) -> (B, K).
+    """Spread 1 - a over the labels other than the top one, more to the likelier: q, others (B, K), a (B,) -> (B, K).
 
     t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), g = ln(K - 1) / (q_1 (1 - a)), q_1 their largest.
     a = 1 gives 0 (no mass is left), q_1 = 0 the uniform spread, K = 2 the whole of 1 - a.
     """
-    rest, count = 1 - accuracy, others.sum(-1)
+    rest = 1 - accuracy
+    count = others.sum(-1)
     largest = q.masked_fill(~others, 0.0).amax(-1)
-    gain = torch.log(count.to(q.dtype)) / (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
+    divisor = (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
+    gain = torch.log(count.to(q.dtype)) / divisor
     bend = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
     share = (1 + bend) / (count + bend.sum(-1)).unsqueeze(-1)
     return (rest.unsqueeze(-1) * share).masked_fill(~others, 0.0)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from catto.objectives.tiles import round_up
 from catto.token_ids import count_shared_beginning
+from catto.training.trl_compat import DataCollatorForPreference
 
 Tokens = Sequence[int] | NDArray[np.int64]
-LAID_OUT = ("input_ids", "segments", "sequences", "position_ids", "counts")  # what `Batch` has of each token
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Batch:
     """What one forward takes, and where its numbers belong. N scored tokens, M queries, G lines of S tokens."""
 
     rows: Sequence[Row]  # what was laid out; stays on the host
-    tokens: Sequence[NDArray[np.int64]]  # of each scored row, which tokens are scored (see `build`); stays on the host
+    tokens: Sequence[NDArray[np.int64]]  # scored tokens of each scored row; stays on the host
     shared: bool
     packed: bool
     lengths: list[int]  # scored tokens of each scored row
@@ -76,9 +76,13 @@ class Batch:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def without_queries(self) -> Batch:
-        """The same batch, with no label probabilities to compute."""
-        none = {name: getattr(self, name)[:0] for name in ("query_source", "query_labels", "query_gold")}
-        return replace(self, **none)
+        """Return the same batch, with no label probabilities to compute."""
+        return replace(
+            self,
+            query_source=self.query_source[:0],
+            query_labels=self.query_labels[:0],
+            query_gold=self.query_gold[:0],
+        )
 
     @property
     def attention_mask(self) -> Tensor:
@@ -86,7 +90,7 @@ class Batch:
         return (self.segments >= 0).long()
 
 
-def build(
+def lay_out_rows(
     rows: Sequence[Row],
     queries: Sequence[Query],
     scored: int,
@@ -105,124 +109,194 @@ def build(
     tokens: of each of the first rows, the indices in its completion of the tokens to score, -1 for the prompt's last
     token and so on. A row beyond them is scored at its whole completion.
     """
-    balanced = scored if balanced is None else balanced
-    arrays = [[np.asarray(part, np.int64) for part in row] for row in rows]
-    common = arrays[0][0][: count_shared_beginning(prompt.tolist() for prompt, _ in arrays) if shared and packed else 0]
-    arrays = [[prompt[len(common) :], completion] for prompt, completion in arrays]
-
-    def table(ids: NDArray[np.int64], segment: int, sequence: int, position: int, count: int) -> NDArray[np.int64]:
-        """What LAID_OUT names, of each token: (5, len(ids))."""
-        return np.stack(np.broadcast_arrays(ids, segment, sequence, position + np.arange(len(ids)), count))
-
-    numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
-    parts: list[list[NDArray[np.int64]]] = []  # of each sequence: its prompt and its responses
-    seats = []  # of each row: its sequence and where its completion begins there
-    for number, (prompt, completion) in enumerate(arrays):
-        sequence = numbers.setdefault(prompt.tobytes() if shared else number, len(parts))
-        if sequence == len(parts):
-            parts.append([table(prompt, 0, sequence + 1, len(common), 0)])
-        own = parts[sequence]
-        own[0][4] += number < balanced
-        seats.append((sequence, sum(part.shape[1] for part in own)))
-        own.append(table(completion, len(own), sequence + 1, len(common) + len(prompt), number < balanced))
-    lines = [np.concatenate(own, axis=1) for own in parts]
-    starts = [(number, 0) for number in range(len(lines))]  # of each sequence: its line and where it begins there
-    if packed:
-        lines = [table(common, 0, 0, 0, min(balanced, len(rows))), *lines]
-        starts = [(0, end) for end in np.cumsum([line.shape[1] for line in lines]).tolist()]
-        lines = [np.concatenate(lines, axis=1)]
-    grid = np.empty((5, len(lines), max(line.shape[1] for line in lines)), np.int64)
-    grid[:] = np.reshape([pad, -1, -1, 0, 0], (5, 1, 1))
-    for number, line in enumerate(lines):
-        grid[:, number, : line.shape[1]] = line
-
-    def source(row: int, token: Any) -> tuple[int, Any]:
-        """The line and the column that predicts a token, which is given by its index in the completion.
-
-        The prompt's end predicts the first token. A token of the prompt has a negative index; one of the common
-        beginning is predicted there, at the line's start.
-        """
-        sequence, start = seats[row]
-        line, origin = starts[sequence]
-        own_prompt = len(arrays[row][0])
-        in_prompt = origin + own_prompt + token - 1
-        in_common = len(common) + own_prompt + token - 1
-        before_response = np.where(own_prompt + token > 0, in_prompt, in_common)
-        return line, np.where(token > 0, origin + start + token - 1, before_response)
+    if balanced is None:
+        balanced = scored
+    lines = _LineBuilder(rows, shared=shared, packed=packed, balanced=balanced)
+    grid = lines.make_grid(pad)
 
     scored_tokens = []
     scores = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
     for number, row in enumerate(rows[:scored]):
         prompt_length = len(row.prompt)
-        whole = np.arange(len(row.completion))
-        wanted = np.asarray(tokens[number], np.int64) if number < len(tokens) else whole
+        wanted = np.arange(len(row.completion))
+        if number < len(tokens):
+            wanted = np.asarray(tokens[number], np.int64)
         wanted = wanted[wanted > -prompt_length]  # nothing predicts the first token of a row
         scored_tokens.append(wanted)
+        line, column = lines.find_source(number, wanted)
         place = prompt_length + wanted - 1
-        targets = np.concatenate([row.prompt, row.completion]).astype(np.int64)[prompt_length + wanted]
-        scores.append(np.stack(np.broadcast_arrays(*source(number, wanted), number, place, targets)))
+        ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
+        targets = ids[prompt_length + wanted]
+        scores.append(np.stack(np.broadcast_arrays(line, column, number, place, targets)))
     joined = np.concatenate(scores, axis=1)
-    asked = np.array([source(query.row, query.token) for query in queries], np.int64)
+
+    query_sources = [lines.find_source(query.row, query.token) for query in queries]
     return Batch(
         rows=rows,
         tokens=scored_tokens,
         shared=shared,
         packed=packed,
-        lengths=[part.shape[1] for part in scores[1:]],
-        **dict(zip(LAID_OUT, map(torch.from_numpy, grid), strict=True)),
+        lengths=[len(wanted) for wanted in scored_tokens],
+        input_ids=torch.from_numpy(grid[0]),
+        segments=torch.from_numpy(grid[1]),
+        sequences=torch.from_numpy(grid[2]),
+        position_ids=torch.from_numpy(grid[3]),
+        counts=torch.from_numpy(grid[4]),
         source=torch.tensor(joined[:2].T),
         place=torch.tensor(joined[2:4].T),
         targets=torch.tensor(joined[4]),
-        query_source=torch.from_numpy(asked).view(-1, 2),
-        query_labels=padded([query.candidates for query in queries]),
+        query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
+        query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
 
 
-def padded(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
+class _LineBuilder:
+    """Puts rows into sequences and sequences into lines, and knows where each token of a row is.
+
+    A table (5, T) holds what `Batch` has of each of T tokens: input id, segment, sequence, position and count.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, shared: bool, packed: bool, balanced: int) -> None:
+        prompts = [np.asarray(row.prompt, np.int64) for row in rows]
+        common_length = 0
+        if shared and packed:
+            common_length = count_shared_beginning(prompt.tolist() for prompt in prompts)
+        self.common = prompts[0][:common_length]
+        self.own_prompts = [prompt[common_length:] for prompt in prompts]
+        self.row_starts: list[tuple[int, int]] = []  # of each row: its sequence and where its completion begins there
+        sequences = self._make_sequences(rows, shared=shared, balanced=balanced)
+        # Of each sequence: its line and where it begins there.
+        self.sequence_starts = [(number, 0) for number in range(len(sequences))]
+        self.lines = sequences
+        if packed:
+            count = min(balanced, len(rows))
+            beginning = _make_table(self.common, segment=0, sequence=0, position=0, count=count)
+            parts = [beginning, *sequences]
+            ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+            self.sequence_starts = [(0, end) for end in ends]
+            self.lines = [np.concatenate(parts, axis=1)]
+
+    def _make_sequences(self, rows: Sequence[Row], *, shared: bool, balanced: int) -> list[NDArray[np.int64]]:
+        """Return the table of each sequence: its prompt and then its responses, several if prompts are shared."""
+        numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
+        parts: list[list[NDArray[np.int64]]] = []
+        for number, row in enumerate(rows):
+            prompt = self.own_prompts[number]
+            completion = np.asarray(row.completion, np.int64)
+            key: Any = number
+            if shared:
+                key = prompt.tobytes()
+            sequence = numbers.setdefault(key, len(parts))
+            position = len(self.common)
+            if sequence == len(parts):
+                parts.append([_make_table(prompt, segment=0, sequence=sequence + 1, position=position, count=0)])
+            own_parts = parts[sequence]
+            count = int(number < balanced)
+            own_parts[0][4] += count
+            self.row_starts.append((sequence, sum(part.shape[1] for part in own_parts)))
+            response = _make_table(
+                completion,
+                segment=len(own_parts),
+                sequence=sequence + 1,
+                position=position + len(prompt),
+                count=count,
+            )
+            own_parts.append(response)
+        return [np.concatenate(own_parts, axis=1) for own_parts in parts]
+
+    def make_grid(self, pad: int) -> NDArray[np.int64]:
+        """Return the lines, padded to the same length: (5, G, S)."""
+        longest = max(line.shape[1] for line in self.lines)
+        grid = np.empty((5, len(self.lines), longest), np.int64)
+        grid[:] = np.reshape([pad, -1, -1, 0, 0], (5, 1, 1))
+        for number, line in enumerate(self.lines):
+            grid[:, number, : line.shape[1]] = line
+        return grid
+
+    def find_source(self, row: int, token: Any) -> tuple[int, Any]:
+        """Return the line and the column that predict a token, given by its index in the completion.
+
+        The prompt's end predicts the first token. A token of the prompt has a negative index; one of the common
+        beginning is predicted there, at the line's start.
+        """
+        sequence, start = self.row_starts[row]
+        line, origin = self.sequence_starts[sequence]
+        prompt_length = len(self.own_prompts[row])
+        in_response = origin + start + token - 1
+        in_prompt = origin + prompt_length + token - 1
+        in_common = len(self.common) + prompt_length + token - 1
+        before_response = np.where(prompt_length + token > 0, in_prompt, in_common)
+        return line, np.where(token > 0, in_response, before_response)
+
+
+def _make_table(ids: NDArray[np.int64], *, segment: int, sequence: int, position: int, count: int) -> NDArray[np.int64]:
+    positions = position + np.arange(len(ids))
+    return np.stack(np.broadcast_arrays(ids, segment, sequence, positions, count))
+
+
+def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
     """Pad lists of ids with -100 on the right, to a multiple of a width: (len(rows), width)."""
-    width = -(-max(map(len, rows), default=1) // multiple) * multiple
-    table = [[*row, *[-100] * (width - len(row))] for row in rows]
+    longest = max((len(row) for row in rows), default=1)
+    width = round_up(longest, multiple)
+    table = []
+    for row in rows:
+        padding = [-100] * (width - len(row))
+        table.append([*row, *padding])
     return torch.tensor(table, dtype=torch.long).view(-1, width)
 
 
 # ---- the attention mask of shared and packed sequences ---------------------------------------------------------------
 
 
-def visible(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
-    """Whether a token may look at another, by (line, head, its column, the other's column), each a tensor or a number.
+def make_visibility(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
+    """Return a function that says whether a token may look at another.
 
-    A token sees what comes before it in the common beginning, in its sequence's prompt and in its own response. Padding
+    Its arguments are the line, the head, the column of the token and the column of the other, tensors or numbers. A
+    token sees what comes before it in the common beginning, in its sequence's prompt and in its own response. Padding
     sees itself, else its row of the softmax has nothing to sum.
     """
-    segments, sequences = batch.segments, batch.sequences
+    segments = batch.segments
+    sequences = batch.sequences
 
-    def seen(g: Any, h: Any, q: Any, k: Any) -> Any:
-        own = (segments[g, k] == 0) | (segments[g, k] == segments[g, q])
-        together = (sequences[g, k] == 0) | ((sequences[g, k] == sequences[g, q]) & (sequences[g, k] > 0))
-        return ((q >= k) & own & together) | (q == k)
+    def is_visible(line: Any, head: Any, query: Any, key: Any) -> Any:
+        key_segment = segments[line, key]
+        key_sequence = sequences[line, key]
+        in_prompt_or_response = (key_segment == 0) | (key_segment == segments[line, query])
+        in_same_sequence = (key_sequence == sequences[line, query]) & (key_sequence > 0)
+        in_sequence_or_common = (key_sequence == 0) | in_same_sequence
+        is_before = query >= key
+        return (is_before & in_prompt_or_response & in_sequence_or_common) | (query == key)
 
-    return seen
+    return is_visible
 
 
 def dense_mask(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The additive mask: (G, 1, S, S), 0 where a token may look.
+    """Return the additive mask (G, 1, S, S), 0 where a token may look.
 
-    Never boolean: eager attention adds the mask, and a boolean one would be silently wrong there.
+    It is never boolean: eager attention adds the mask, and a boolean one would be silently wrong there.
     """
-    lines, columns = (torch.arange(size, device=batch.segments.device) for size in batch.segments.shape)
-    seen = visible(batch)(lines[:, None, None], None, columns[:, None], columns)
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+    device = batch.segments.device
+    lines = torch.arange(batch.segments.shape[0], device=device)
+    columns = torch.arange(batch.segments.shape[1], device=device)
+    is_visible = make_visibility(batch)
+    seen = is_visible(lines[:, None, None], None, columns[:, None], columns)
+    mask = torch.zeros_like(seen, dtype=dtype)
+    mask.masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask.unsqueeze(1)
 
 
 def block_mask(batch: Batch) -> Any:
-    """The same mask for FlexAttention, which skips the blocks in which no token may look at another."""
+    """Return the same mask for FlexAttention, which skips the blocks in which no token may look at another."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    (lines, size), device = batch.segments.shape, batch.segments.device
-    # Compiled, it never holds the mask of every pair of tokens; lengths that change compile it twice, no more.
-    make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return make(visible(batch), lines, None, size, size, device=device)
+    lines, size = batch.segments.shape
+    device = batch.segments.device
+    make_mask: Any = create_block_mask
+    if device.type == "cuda":
+        # Compiled, it never holds the mask of every pair of tokens; lengths that change compile it twice, no more.
+        make_mask = torch.compile(create_block_mask)
+    return make_mask(make_visibility(batch), lines, None, size, size, device=device)
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
@@ -248,21 +322,29 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
         output: dict[str, Any] = super().torch_call(examples)
-        both = [(example, side) for side in ("chosen", "rejected") for example in examples]
-        known: dict[str, Any] = {"row": torch.tensor([example.get("row", -1) for example, _ in both])}
-        known["start"] = completion_starts(output)
+        known: dict[str, Any] = {
+            "row": torch.tensor([example.get("row", -1) for example in examples] * 2),
+            "start": completion_starts(output),
+        }
         if examples[0].keys() >= {*LABEL_COLUMNS, "rate"}:  # a user may have a column of one of these names
-            known["label_at"] = torch.tensor([example[f"{side}_label_at"] for example, side in both])
+            known["label_at"] = torch.tensor(_join_sides(examples, "label_at"))
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
-            known["candidates"] = padded([example[f"{side}_candidates"] for example, side in both], 8)
-            known["gold_index"] = torch.tensor([example["gold_index"] for example, _ in both])
-            known["correctness_rate"] = torch.tensor([example["rate"] for example, _ in both])
+            known["candidates"] = pad_ids(_join_sides(examples, "candidates"), 8)
+            known["gold_index"] = torch.tensor([example["gold_index"] for example in examples] * 2)
+            known["correctness_rate"] = torch.tensor([example["rate"] for example in examples] * 2)
         if self.reads_reasoning:
-            known["reasoning"] = torch.tensor([example[f"{side}_reasoning"] for example, side in both])
+            known["reasoning"] = torch.tensor(_join_sides(examples, "reasoning"))
         if self.layout is not None:
-            known["layout"] = pair_batch(output, known, self.pad_token_id, **self.layout)
+            known["layout"] = lay_out_pairs(output, known, self.pad_token_id, **self.layout)
         output[KEY] = known
         return output
+
+
+def _join_sides(examples: Sequence[Mapping[str, Any]], column: str) -> list[Any]:
+    """Return the values of the chosen responses, then those of the rejected ones."""
+    chosen = [example[f"chosen_{column}"] for example in examples]
+    rejected = [example[f"rejected_{column}"] for example in examples]
+    return chosen + rejected
 
 
 def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -272,7 +354,7 @@ def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.where(mask.any(-1), mask.ne(0).int().argmax(-1), lengths)
 
 
-def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
+def lay_out_pairs(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors: they are what it trains on, whatever its collator has cut off.
 
     The tokens that `completion_mask` selects are scored, wherever they are. Labels, where they are known, become
@@ -281,18 +363,27 @@ def pair_batch(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: i
     ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
-    starts = known["start"] if "start" in known else completion_starts(inputs)
+    starts = known.get("start")
+    if starts is None:
+        starts = completion_starts(inputs)
     rows = []
     tokens = []
-    for row, mask, length, start in zip(ids, masks, lengths, starts.tolist(), strict=True):
-        rows.append(Row(row[:start], row[start:length]))
+    for row_ids, mask, length, start in zip(ids, masks, lengths, starts.tolist(), strict=True):
+        rows.append(Row(row_ids[:start], row_ids[start:length]))
         tokens.append(np.flatnonzero(mask) - start)
     queries = []
     if "label_at" in known:
-        for number, at in enumerate(known["label_at"].tolist()):
-            if at >= len(rows[number].completion):
-                row = int(known["row"][number])
-                raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
-            candidates = [token for token in known["candidates"][number].tolist() if token >= 0]
-            queries.append(Query(number, at, candidates, int(known["gold_index"][number])))
-    return build(rows, queries, len(rows), pad, tokens=tokens, **layout)
+        queries = _make_label_queries(rows, known)
+    return lay_out_rows(rows, queries, len(rows), pad, tokens=tokens, **layout)
+
+
+def _make_label_queries(rows: Sequence[Row], known: Mapping[str, Tensor]) -> list[Query]:
+    queries = []
+    for number, label_at in enumerate(known["label_at"].tolist()):
+        if label_at >= len(rows[number].completion):
+            row = int(known["row"][number])
+            raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
+        candidates = [token for token in known["candidates"][number].tolist() if token >= 0]
+        gold = int(known["gold_index"][number])
+        queries.append(Query(row=number, token=label_at, candidates=candidates, gold=gold))
+    return queries

@@ -33,7 +33,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def warn_of_slow_bf16(args: TrainingArguments) -> None:
     """Warn where training would compute in bf16 on a processor that is slower in it."""
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
-    if args.bf16 and on_cpu and (slowdown := cpu_bf16_slowdown()) > 1.25:  # the measurement has some noise
+    if not args.bf16 or not on_cpu:
+        return
+    slowdown = cpu_bf16_slowdown()
+    if slowdown > 1.25:  # the measurement has some noise
         logger.warning("bf16 is on, and takes %.1f times as long as fp32 on this processor: set bf16=False", slowdown)
 
 
@@ -42,60 +45,119 @@ def option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
-def _listed_questions(value: Any) -> list[Question] | str | None:
-    """A path as a string, questions as a list; questions of a configuration that was stored are JSON values."""
+def _list_questions(value: Any) -> list[Question] | str | None:
+    """Return a path as a string and questions as a list. Questions of a stored configuration are JSON values."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, os.PathLike):
         return str(value)
-    return [one if isinstance(one, Question) else Question.model_validate(one) for one in value]
+    questions = []
+    for question in value:
+        if not isinstance(question, Question):
+            question = Question.model_validate(question)
+        questions.append(question)
+    return questions
 
 
 @dataclass
 class CATTOConfig(DPOConfig):  # type: ignore[misc]
-    """TRL's `DPOConfig`, defaults kept, plus the calibration term: L = L_DPO + calibration_weight * term.
+    """TRL's `DPOConfig` with a calibration term: L = L_DPO + calibration_weight * term.
 
-    bf16 stays TRL's default where there is an accelerator and is off on a CPU.
+    All defaults of TRL are kept, except that bf16 is off on a machine without an accelerator. The default
+    `calibration="catto"` is the paper's term. We recommend `calibration="outcome"`, which scores the probability of the
+    answer against what is right.
+
+    Args:
+        calibration: The calibration term. `"catto"`, `"bce"`, `"l1"` and `"brier"` compare each token's confidence with
+            a surrogate of correctness. `"outcome"` is a proper score of the label probabilities. `"replay"` is the
+            cross-entropy of given responses. `"none"` is plain DPO.
+        calibration_weight: Factor of the term, at least 0. None means 0.1, and 1.0 for outcome and replay.
+        reduce: Reduction over a response's tokens, `"mean"` or `"sum"`. None means the mean, and the sum for bce.
+        detach_surrogate: Whether to stop the gradient through the surrogate of correctness.
+        calibrate_tokens: Tokens that the term reads: `"all"`, or only the `"label"`.
+        preference_tokens: Tokens that the preference loss reads: `"all"`, or only the `"reasoning"` before the label.
+        outcome_score: Proper score of the outcome term, `"log"` or `"brier"`.
+        outcome_target: What the score compares with: the `"gold"` label, the `"votes"` of the start model's samples,
+            or `"mix"`, the mean of both.
+        outcome_samples: Number of samples per question that vote, with outcome_target votes or mix.
+        calibration_questions: Questions with known answers, as a list or a file. The trainer samples the start model's
+            responses to them before training, and the outcome term reads those.
+        outcome_rows_per_pair: Number of sampled responses that go with each pair of a batch.
+        prefix_sharing: Whether to compute a prompt once for all responses to it.
+        padding_free: Whether to pack rows into one line instead of padding them. None packs on CUDA, where
+            FlexAttention runs.
+        head_precision: Precision of the LM head's products: `"auto"` (16-bit inputs and fp32 results on a GPU) or
+            `"fp32"`.
+
+    Example:
+        ```python
+        config = CATTOConfig(output_dir="model", calibration="outcome", calibration_questions="questions.jsonl")
+        ```
     """
 
-    calibration: str = option("catto", "The term beside DPO's: none, catto, bce, l1, brier, outcome or replay.")
-    calibration_weight: float | None = option(None, "Lambda. None: 0.1; replay and outcome 1.0.")
-    reduce: str | None = option(None, "Over a response's tokens: mean or sum. None: the mean, for bce the sum.")
-    detach_surrogate: bool = option(False, "Whether the surrogate of correctness is held fixed in the gradient.")
-    calibrate_tokens: str = option("all", "Which tokens of a response the term reads: all, or only the label.")
+    calibration: str = option(
+        "catto", "Calibration term added to DPO's loss: none, catto, bce, l1, brier, outcome or replay."
+    )
+    calibration_weight: float | None = option(
+        None, "Weight of the term. None means 0.1, and 1.0 for outcome and replay."
+    )
+    reduce: str | None = option(
+        None, "Reduction over a response's tokens: mean or sum. None means the mean, for bce the sum."
+    )
+    detach_surrogate: bool = option(False, "Whether to stop the gradient through the surrogate of correctness.")
+    calibrate_tokens: str = option("all", "Tokens that the term reads: all, or only the label.")
     preference_tokens: str = option(
-        "all", "Which tokens of a response the preference loss reads: all, or only the reasoning before the label."
+        "all", "Tokens that the preference loss reads: all, or only the reasoning before the label."
     )
-    outcome_score: str = option("log", "The outcome's proper score: log or brier.")
+    outcome_score: str = option("log", "Proper score of the outcome term: log or brier.")
     outcome_target: str = option(
-        "gold", "What the outcome's score aims at: the gold label, the votes of the start model, or the mean of both."
+        "gold",
+        "What the score compares with: the gold label, the votes of the start model's samples, or mix, their mean.",
     )
-    outcome_samples: int = option(8, "Samples per question that vote, with outcome_target votes or mix.")
+    outcome_samples: int = option(8, "Number of samples per question that vote, with outcome_target votes or mix.")
     calibration_questions: list[Question] | str | None = field(
         default=None,
         metadata={
-            "help": "File of questions with known answers; the start model's responses form the outcome's stream."
+            "help": "File of questions with known answers. The outcome term reads the start model's responses to them."
         },
     )
-    outcome_rows_per_pair: int = option(2, "Responses of the third stream that go with every pair of the batch.")
-    prefix_sharing: bool = option(False, "Whether a prompt is computed once for all responses to it.")
+    outcome_rows_per_pair: int = option(2, "Number of sampled responses that go with each pair of a batch.")
+    prefix_sharing: bool = option(False, "Whether to compute a prompt once for all responses to it.")
     padding_free: bool | None = option(  # as a flag too, which the parser makes by itself only of what is never None
-        None, "Whether rows are packed, not padded. None: on CUDA, where FlexAttention runs.", nargs="?", const=True
+        None,
+        "Whether to pack rows instead of padding them. None packs on CUDA, where FlexAttention runs.",
+        nargs="?",
+        const=True,
     )
-    head_precision: str = option("auto", "The head's products: auto (16-bit inputs and fp32 results on a GPU) or fp32.")
+    head_precision: str = option(
+        "auto", "Precision of the LM head's products: auto (16-bit inputs, fp32 results on a GPU) or fp32."
+    )
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():
             self.bf16 = False
         super().__post_init__()
         warn_of_slow_bf16(self)
+        self._check_choices()
+        self._check_numbers()
+        self.calibration_questions = _list_questions(self.calibration_questions)
+        if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
+            raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
+        self._refuse_unread_options()
+
+    def _check_choices(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(map(str, choices))}")
+            value = getattr(self, name)
+            if value not in choices:
+                expected = ", ".join(map(str, choices))
+                raise ValueError(f"{name} is {value!r}, expected one of {expected}")
+
+    def _check_numbers(self) -> None:
         weight = self.calibration_weight
-        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if weight is not None and not (number and 0 <= weight < math.inf):
-            raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
+        if weight is not None:
+            is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+            if not is_number or not 0 <= weight < math.inf:
+                raise ValueError(f"calibration_weight is {weight!r}, expected a number of at least 0")
         for name in ("outcome_rows_per_pair", "outcome_samples"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -104,20 +166,23 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             raise ValueError(
                 f"outcome_samples is {self.outcome_samples} but outcome_target is 'gold', which has no votes"
             )
-        self.calibration_questions = _listed_questions(self.calibration_questions)
-        if self.preference_tokens == "reasoning" and set(self.loss_type) == {"sft"}:
-            raise ValueError("preference_tokens is 'reasoning' but loss_type is 'sft': there is no preference loss")
-        # Refuse an option that the chosen term does not read; a value equal to the default has no effect anyway.
-        defaults = {entry.name: entry.default for entry in fields(type(self))}
+
+    def _refuse_unread_options(self) -> None:
+        """Refuse an option that the chosen term does not read, unless its value has no effect anyway."""
         for name, terms in TERM_OPTIONS.items():
+            if self.calibration in terms:
+                continue
             value = getattr(self, name)
-            without_effect = value == defaults[name] or (name == "calibration_weight" and value == 0)
-            if self.calibration not in terms and not without_effect:
-                acts = f"it acts with {', '.join(terms)} only"
-                raise ValueError(f"{name} is {value!r} but calibration is {self.calibration!r}: {acts}")
+            is_default = value == _default_values(type(self))[name]
+            is_zero_weight = name == "calibration_weight" and value == 0
+            if not is_default and not is_zero_weight:
+                readers = ", ".join(terms)
+                raise ValueError(
+                    f"{name} is {value!r} but calibration is {self.calibration!r}: it acts with {readers} only"
+                )
 
     def to_dict(self) -> dict[str, Any]:
-        """Transformers', with questions as JSON values."""
+        """Return the fields as Transformers does, with questions as JSON values."""
         values: dict[str, Any] = super().to_dict()
         if isinstance(self.calibration_questions, list):
             records = [question.model_dump(mode="json") for question in self.calibration_questions]
@@ -126,18 +191,25 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
 
     @property
     def weight(self) -> float:
-        """Lambda, its default resolved."""
-        weight = self.calibration_weight
-        return WEIGHTS[self.calibration] if weight is None else weight  # type: ignore[index]
+        """The factor of the term, with the default of the chosen term in place of None."""
+        if self.calibration_weight is None:
+            return WEIGHTS[self.calibration]  # type: ignore[index]
+        return self.calibration_weight
 
     @classmethod
     def of(cls, config: DPOConfig) -> Self:
-        """The same configuration, with our options at their defaults if it has none."""
+        """Return the same configuration, with our options at their defaults if it has none."""
         if isinstance(config, cls):
             return config
         if type(config) is not DPOConfig:
             raise TypeError(f"args is a {type(config).__name__}, whose class would be lost: inherit from CATTOConfig")
-        made = copy.copy(config)
-        made.__class__ = cls
-        vars(made).update({entry.name: entry.default for entry in fields(cls)} | vars(made))
-        return made  # type: ignore[no-any-return]
+        extended = copy.copy(config)
+        extended.__class__ = cls
+        given_values = dict(vars(extended))
+        vars(extended).update(_default_values(cls))
+        vars(extended).update(given_values)
+        return extended  # type: ignore[no-any-return]
+
+
+def _default_values(config_class: type[DPOConfig]) -> dict[str, Any]:
+    return {entry.name: entry.default for entry in fields(config_class)}

@@ -55,12 +55,14 @@ class Example:
         return Row(self.row.prompt, self.row.completion[: self.label.at])
 
 
-def examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
+def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
     """Tokenise completions, right or wrong, and find their labels; an open one (label None) gets a label first."""
-    return labelled(tokenizer, tokenised(tokenizer, rows, max_length))
+    return locate_labels(tokenizer, tokenize_responses(tokenizer, rows, max_length))
 
 
-def tokenised(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[tuple[SftRow, Row]]:
+def tokenize_responses(
+    tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None
+) -> list[tuple[SftRow, Row]]:
     """The rows that fit, with their tokens: what is drawn from before labels are looked for."""
     made = []
     for row in rows:
@@ -71,7 +73,7 @@ def tokenised(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = N
     return drop_too_long(made, max_length, lambda pair: sum(map(len, pair[1])), lambda pair: pair[0].question)
 
 
-def labelled(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
+def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
     """Find the labels of tokenised rows."""
     made = []
     for row, ids in rows:
@@ -195,7 +197,7 @@ def pair_tokens(columns: dict[str, Any]) -> int:
     return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
 
 
-def numbered(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
+def number_row(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
     """Give a row its number. `determining` is what else its reference log-probabilities depend on: it enters the
     dataset's fingerprint, by which TRL caches them."""
     return {"row": row}

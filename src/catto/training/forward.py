@@ -1,6 +1,6 @@
 """The fused head inside the model's own forward: one call of the wrapped model returns statistics instead of logits.
 
-DDP, FSDP and autocast act on the wrapped model's call, so the head runs inside it: `install` adds a keyword to the
+DDP, FSDP and autocast act on the wrapped model's call, so the head runs inside it: `install_head` adds a keyword to the
 base model's forward. Without that keyword the forward is unchanged.
 """
 
@@ -28,6 +28,7 @@ from catto.engines.decoding import counts_padding
 from catto.objectives import TokenStats, label_logprobs, token_stats
 from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
+from catto.training.trl_compat import call_copied_forward
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
 DENSE, SPARSE = ("sdpa", "eager"), ("flex_attention", "catto")
@@ -41,7 +42,7 @@ class Output(NamedTuple):
     aux_loss: Tensor | None
 
 
-def install(model: Any) -> None:
+def install_head(model: Any) -> None:
     """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head; PEFT's base model too."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_catto_head", False):
@@ -64,16 +65,15 @@ def install(model: Any) -> None:
         if self is base:
             return original(*args, **kwargs)
         # A copy of the model takes this function along, and `original` would run the weights that it was copied from.
-        # TRL's head computes on the model that it is given; what it wraps, the model's own forward, it has bound.
-        if kwargs.pop("fused_lm_head", False):
-            return original.__func__(self, *args, fused_lm_head=True, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
+        return call_copied_forward(original, self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
     base._catto_head = True
 
 
-def call(model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any) -> Output:
+def run_head(
+    model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any
+) -> Output:
     """Call the (wrapped) model exactly once and return the statistics."""
     # Keep FSDP2 from rounding the statistics: Accelerate asks it for outputs in bf16 under mixed precision, and a bf16
     # log-probability of -140 is a multiple of 1.

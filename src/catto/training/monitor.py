@@ -20,40 +20,57 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 from catto.engines.decoding import evaluation_mode
 from catto.metrics import errors
 from catto.training import forward
-from catto.training.batches import build
+from catto.training.batches import lay_out_rows
 from catto.training.checkpoints import KEEP
 from catto.training.examples import Example, label_queries
 
-WATCHED = 100  # losses after which they are read, whatever the interval of the logs
+MAX_UNREAD_LOSSES = 100  # then they are read, whatever the interval of the logs
 
 
 def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
-    """Log-probability of every label where each example's label is predicted: (N, K), -inf where a row has fewer."""
+    """Compute the log-probability of every label where each example's label is predicted.
+
+    Args:
+        model: A causal language model; its forward gets the keywords of `forward.install_head`.
+        examples: N examples.
+        pad: Token id that fills up the rows of a batch.
+        batch_size: Number of examples per forward.
+
+    Returns:
+        Log-probabilities (N, K) in the order of the examples; -inf where one has fewer labels.
+    """
     width = max(len(example.label.candidates) for example in examples)
     logprobs = np.full((len(examples), width), -np.inf)
     # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
     order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
-    forward.install(model)
+    forward.install_head(model)
     # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             some = [examples[n] for n in numbers]
-            batch = build([example.before_label() for example in some], label_queries(some), 0, pad, shared=False)
-            values = forward.call(model, batch.to(model.device), precision="fp32").labels
+            batch = lay_out_rows(
+                [example.before_label() for example in some], label_queries(some), 0, pad, shared=False
+            )
+            values = forward.run_head(model, batch.to(model.device), precision="fp32").labels
             if values is not None:
                 logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
     return logprobs
 
 
 def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, float]:
-    """Accuracy of the likeliest label, and ECE, Brier and NLL of its raw probability. logprobs: (N, K).
+    """Compute accuracy of the likeliest label, and ECE, Brier score and NLL of its raw probability.
+
+    Args:
+        logprobs: Log-probabilities of the labels (N, K).
+        gold: Index of each example's right label.
 
     >>> label_metrics(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
     0.5
     """
     right = np.asarray(gold)
-    confidence, correct = np.minimum(np.exp(logprobs.max(axis=1)), 1.0), logprobs.argmax(axis=1) == right
+    confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)
+    correct = logprobs.argmax(axis=1) == right
     return {
         "val_accuracy": errors.accuracy(confidence, correct),
         "val_ece": errors.ece(confidence, correct),
@@ -63,7 +80,7 @@ def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[st
     }
 
 
-class Monitored(Trainer):  # type: ignore[misc]
+class MonitoredTrainer(Trainer):  # type: ignore[misc]
     """Base of the trainers: `evaluate` also measures label confidence on `validation` examples.
 
     Its numbers reach the trackers as `eval_val_accuracy` and so on, and Transformers' own choice of the best
@@ -81,10 +98,7 @@ class Monitored(Trainer):  # type: ignore[misc]
         """Evaluate as the trainer does, where it has a dataset, and measure calibration: one event for both."""
         # Transformers calls this method for each of several datasets: of the trainer's own by name, to measure once.
         if self.validation and not isinstance(eval_dataset, str | dict):
-            tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
-            logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
-            measured = label_metrics(logprobs, [example.label.gold for example in self.validation])
-            self._measured = [(f"{metric_key_prefix}_{name}", value) for name, value in measured.items()]
+            self._measured = self._measure_labels(metric_key_prefix)
         if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
         results: dict[str, float] = {}
@@ -92,6 +106,13 @@ class Monitored(Trainer):  # type: ignore[misc]
         self.log(results)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, results)
         return results
+
+    def _measure_labels(self, prefix: str) -> list[tuple[str, float]]:
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
+        gold = [example.label.gold for example in self.validation]
+        metrics = label_metrics(logprobs, gold)
+        return [(f"{prefix}_{name}", value) for name, value in metrics.items()]
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Transformers' rule, which keeps the earliest in case of a tie; by our own metrics the latest is kept."""
@@ -104,13 +125,19 @@ class Monitored(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        self._loaded = self.state.global_step, int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+        _, _, best_step = str(self.state.best_model_checkpoint).rpartition("-")
+        self._loaded = (self.state.global_step, int(best_step))
 
     @property
     def kept_step(self) -> int:
         """The step whose weights the model has."""
         last: int = self.state.global_step
-        return self._loaded[1] if self._loaded is not None and self._loaded[0] == last else last
+        if self._loaded is None:
+            return last
+        last_when_loaded, loaded_step = self._loaded
+        if last_when_loaded != last:
+            return last
+        return loaded_step
 
     def mean_over_processes(self, number: float, device: Any) -> float | Tensor:
         """Mean of a number over the processes, on the device; a process alone needs no device for it."""
@@ -128,12 +155,15 @@ class Monitored(Trainer):  # type: ignore[misc]
         own sums, at the next log, and before a checkpoint is written.
         """
         self._watched = (*self._watched, (loss.detach(), self.state.global_step, rows))
-        if not self.model.training or len(self._watched) >= WATCHED:
+        if not self.model.training or len(self._watched) >= MAX_UNREAD_LOSSES:
             self._stop_at_nan()
 
     def _stop_at_nan(self) -> None:
-        watched, self._watched = self._watched, ()
-        values = torch.stack([loss for loss, _, _ in watched]).tolist() if watched else []
+        watched = self._watched
+        self._watched = ()
+        if not watched:
+            return
+        values = torch.stack([loss for loss, _, _ in watched]).tolist()  # one wait for the device
         for value, (_, step, rows) in zip(values, watched, strict=True):
             if not math.isfinite(value):
                 before = f"the checkpoints in {self.args.output_dir} are from before"
@@ -156,7 +186,7 @@ class Monitored(Trainer):  # type: ignore[misc]
 
 
 @contextmanager
-def evaluating_without_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
+def allow_missing_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
     """Let a trainer be built that evaluates on `validation` alone: Transformers requires a dataset at construction."""
     strategy = args.eval_strategy
     if validation:

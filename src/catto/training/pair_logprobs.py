@@ -9,9 +9,9 @@ import torch
 
 from catto.records import PairLogprobs, PreferenceRow
 from catto.token_ids import count_common
-from catto.training.batches import Row, build
+from catto.training.batches import Row, lay_out_rows
 from catto.training.examples import find_label, pair_tokens, preference_columns
-from catto.training.forward import call, install, sharing_obstacle
+from catto.training.forward import install_head, run_head, sharing_obstacle
 
 # Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
 MOST_TOKENS = 32_768
@@ -67,7 +67,7 @@ def pair_logprobs(
     """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
 
     Args:
-        model: a causal language model; its forward gets the keyword of `forward.install`.
+        model: a causal language model; its forward gets the keyword of `forward.install_head`.
         pairs: N tokenized pairs.
         pad: token id that fills up the rows of a batch.
         batch_size: most responses in a batch, which is smaller where they are long; a pair is never divided.
@@ -76,7 +76,7 @@ def pair_logprobs(
     Returns:
         N records, in the order of the pairs. Tokens are scored in float32 or better and summed in float64.
     """
-    install(model)
+    install_head(model)
     model.eval()
     shared = sharing_obstacle(model) is None
     scored: dict[int, PairLogprobs] = {}
@@ -110,8 +110,8 @@ def _batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[i
 @torch.no_grad()
 def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
     """Return the log-probability of every token of each completion. shared: compute each prompt once."""
-    batch = build(rows, [], len(rows), pad, shared=shared).to(model.device)
-    target = call(model, batch).stats.target.tolist()
+    batch = lay_out_rows(rows, [], len(rows), pad, shared=shared).to(model.device)
+    target = run_head(model, batch).stats.target.tolist()
     logprobs = []
     start = 0
     for length in batch.lengths:

@@ -18,7 +18,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from trl import DPOTrainer
 
 from catto.objectives import token_stats
 from catto.recipe.settings import ScratchModel
@@ -125,9 +124,9 @@ def _step(trainer: Any, shared: bool | None) -> tuple[Sequence[Tensor], float]:
     start = time.perf_counter()
     if shared is None:
         theirs = {name: value for name, value in batch.items() if name != KEY}
-        loss = DPOTrainer._compute_loss(trainer, trainer.model, theirs, False)
+        loss = trainer.compute_trl_loss(trainer.model, theirs, False)
     else:
-        loss = trainer._compute_loss(trainer.model, batch, False)
+        loss = trainer.compute_pair_loss(trainer.model, batch, False)
     gradients = torch.autograd.grad(loss, tuple(trainer.model.parameters()))
     loss.item()  # waits for the device
     seconds = time.perf_counter() - start

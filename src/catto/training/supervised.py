@@ -21,10 +21,10 @@ from transformers.trainer_callback import ExportableState
 from catto.metrics.binning import reliability
 from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import forward
-from catto.training.batches import Batch, build
+from catto.training.batches import Batch, lay_out_rows
 from catto.training.config import option, warn_of_slow_bf16
 from catto.training.examples import Example, label_queries
-from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
@@ -33,11 +33,13 @@ RCFT_BINS = 10
 Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
-def collate(examples: list[Example], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
+def collate_examples(examples: list[Example], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
     """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
-    queries = label_queries(examples) if reads_labels else []
+    queries = []
+    if reads_labels:
+        queries = label_queries(examples)
     rows = [example.row for example in examples]
-    batch = build(rows, queries, len(rows), pad, shared=packed, packed=packed)
+    batch = lay_out_rows(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
     # `shift_labels`, since Transformers leaves the first of `labels` out of its count
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
@@ -56,7 +58,7 @@ class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
         warn_of_slow_bf16(self)
 
 
-class SupervisedTrainer(Monitored):
+class SupervisedTrainer(MonitoredTrainer):
     """Cross-entropy on the completions, with label smoothing `epsilon` and, given `bins`, RCFT's term."""
 
     loss_is_scaled_for_ga = True
@@ -75,25 +77,32 @@ class SupervisedTrainer(Monitored):
     ) -> None:
         if not examples:
             raise ValueError("there is no example to train on")
-        self.validation, self.epsilon, self.bins, self.rcft_weight = validation, epsilon, bins, rcft_weight
+        self.validation = validation
+        self.epsilon = epsilon
+        self.bins = bins
+        self.rcft_weight = rcft_weight
         self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
-        args.remove_unused_columns, args._n_gpu = False, min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
-        forward.install(model)
+        args.remove_unused_columns = False
+        args._n_gpu = min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
+        forward.install_head(model)
         obstacle = forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
             logger.warning("padding_free is off: %s", obstacle)
         packed = obstacle is None and forward.skips_blocks(model, args.device)
         if args.padding_free is not None:
             packed = obstacle is None and args.padding_free
+        callbacks: list[TrainerCallback] = [EvaluateAtEnd()]
+        if bins is not None:
+            callbacks.append(bins)
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
-        with evaluating_without_dataset(args, validation):
+        with allow_missing_dataset(args, validation):
             super().__init__(
                 model=model,
                 args=args,
                 train_dataset=list(examples),
-                data_collator=partial(collate, **options),
+                data_collator=partial(collate_examples, **options),
                 processing_class=processing_class,
-                callbacks=[EvaluateAtEnd(), *([bins] if bins is not None else [])],
+                callbacks=callbacks,
             )
         self.model_accepts_loss_kwargs = True  # so that Transformers counts the tokens of a step
 
@@ -102,7 +111,10 @@ class SupervisedTrainer(Monitored):
     ) -> Any:
         """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
-        output = forward.call(model, batch, ("mean_logit",) if self.epsilon else ())
+        extras: tuple[str, ...] = ()
+        if self.epsilon:
+            extras = ("mean_logit",)
+        output = forward.run_head(model, batch, extras)
         # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
         tokens = max(len(batch.targets), 1)
         if num_items_in_batch is not None:
@@ -117,12 +129,15 @@ class SupervisedTrainer(Monitored):
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
         names = inputs["names"]
         self.check_nan_later(loss, lambda: f"questions {', '.join(names)}")
-        return (loss, output) if return_outputs else loss
+        if return_outputs:
+            return loss, output
+        return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take the micro-batches of a step and count their samples, as Transformers counts their tokens."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._step_samples = self.mean_over_processes(sum(len(batch["names"]) for batch in batches), device)
+        samples = sum(len(batch["names"]) for batch in batches)
+        self._step_samples = self.mean_over_processes(samples, device)
         return batches, items
 
 
@@ -142,7 +157,8 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Restore the estimate of the checkpoint that training resumes from."""
         stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         if state.global_step and stored.get("accuracy") is not None:
-            self.accuracy, self.epoch = stored["accuracy"], stored["epoch"]
+            self.accuracy = stored["accuracy"]
+            self.epoch = stored["epoch"]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Estimate, unless this epoch's estimate came with the checkpoint."""

@@ -1,9 +1,8 @@
 """`CATTOTrainer`: TRL's DPOTrainer with a calibration term, one policy forward per step.
 
 With calibration none or weight 0, and neither prefix sharing nor packing, everything is TRL's own code and the loss is
-TRL's to the last bit. Otherwise TRL's `_compute_loss` receives a `Policy` in the model's place, which runs our head
-once and returns the fields that TRL reads; the term is added to what TRL returns. The private parts of TRL and
-Transformers that this depends on are listed in tests/test_trl_contract.py.
+TRL's to the last bit. Otherwise TRL's loss receives a `Policy` in the model's place, which runs our head once and
+returns the fields that TRL reads. The term is added to TRL's loss. Private parts of TRL are in `trl_compat`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +22,13 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import DPOConfig, DPOTrainer
-from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module
+from trl import DPOConfig
 
 from catto.io.atomic import write_text
 from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
 from catto.objectives.tiles import Precision
 from catto.training import forward
-from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, build, pair_batch
+from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, lay_out_pairs, lay_out_rows
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
@@ -40,13 +37,13 @@ from catto.training.examples import (
     drop_too_long,
     label_columns,
     label_queries,
-    numbered,
+    number_row,
     reasoning_columns,
     require_columns,
     target_table,
     with_targets,
 )
-from catto.training.monitor import EvaluateAtEnd, Monitored, evaluating_without_dataset
+from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
 from catto.training.question_stream import (
     FOLDER,
     cache_key,
@@ -54,101 +51,164 @@ from catto.training.question_stream import (
     sample_stream,
     sampling_settings,
 )
+from catto.training.trl_compat import (
+    TRL_EXTRAS,
+    DataCollatorForPreference,
+    TrainerCard,
+    TRLPairTrainer,
+    hash_weights,
+    hide_padding_free,
+    make_fused_output,
+    name_model,
+    read_dpo_card,
+)
 
 logger = logging.getLogger(__name__)
-TRL_EXTRAS = ("entropy", "mean_logit")  # what TRL logs of every step
 
 
 class OutcomeStream:
-    """The third stream beside the pairs: endless passes over the examples, each in an order of its own.
+    """A third stream next to the pairs: endless passes over the examples, each pass in its own order.
 
-    The choice follows from (seed, step, place in the step) alone, so a killed run resumes with the same rows, and
-    neither the order of accumulation nor the number of processes changes anything.
+    The choice depends only on the seed, the step and the position in the step. A killed run therefore resumes with the
+    same examples, whatever the order of accumulation and the number of processes.
     """
 
     def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
         self.examples = examples
         self.per_pair = config.outcome_rows_per_pair
-        self.seed = config.seed if config.data_seed is None else config.data_seed
-        self._step, self._micro = -1, 0
-        self._turn, self._order = -1, np.arange(0)
+        self.seed = config.data_seed
+        if self.seed is None:
+            self.seed = config.seed
+        self._step = -1
+        self._micro_batch = 0
+        self._pass = -1
+        self._order = np.arange(0)
 
-    def next(self, trainer: Any, pairs: int) -> list[Example]:
-        """The examples of this process's next micro-batch of `pairs` pairs."""
-        step, args = trainer.state.global_step, trainer.args
-        self._micro = self._micro + 1 if step == self._step else 0
+    def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
+        """Return the examples of this process's next micro-batch of `pairs` pairs."""
+        args = trainer.args
+        step = trainer.state.global_step
+        if step == self._step:
+            self._micro_batch += 1
+        else:
+            self._micro_batch = 0
         self._step = step
-        micro = step * args.gradient_accumulation_steps + self._micro
-        size = args.per_device_train_batch_size * self.per_pair
-        start = (micro * args.world_size + args.process_index) * size
-        return [self.at(start + n) for n in range(pairs * self.per_pair)]
+        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch
+        examples_per_batch = args.per_device_train_batch_size * self.per_pair
+        start = (micro_batch * args.world_size + args.process_index) * examples_per_batch
+        return [self.example_at(start + offset) for offset in range(pairs * self.per_pair)]
 
-    def at(self, position: int) -> Example:
-        """Example number `position` of the endless stream."""
-        turn, place = divmod(position, len(self.examples))
-        if turn != self._turn:
-            self._turn, self._order = turn, np.random.default_rng((self.seed, turn)).permutation(len(self.examples))
+    def example_at(self, position: int) -> Example:
+        """Return example number `position` of the endless stream."""
+        number_of_pass, place = divmod(position, len(self.examples))
+        if number_of_pass != self._pass:
+            generator = np.random.default_rng((self.seed, number_of_pass))
+            self._pass = number_of_pass
+            self._order = generator.permutation(len(self.examples))
         return self.examples[int(self._order[place])]
 
 
 # ---- the term --------------------------------------------------------------------------------------------------------
 
 
-class Term(NamedTuple):
+class CalibrationTerm(NamedTuple):
     """The calibration term, a scalar, and scalars to log."""
 
     loss: Tensor
     logs: dict[str, Tensor]
 
 
-def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> Term:
-    """Mean over pairs of the term on y+ plus the term on y- (paper Eq. 7). stats, mask: (2 B, T), chosen first."""
+def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> CalibrationTerm:
+    """Compute the mean over pairs of the term on y+ plus the term on y- (paper Eq. 7).
+
+    Args:
+        stats: Statistics of the 2 B responses, (2 B, T) each, chosen first.
+        mask: Tokens that the term reads, (2 B, T).
+        config: Names the term and its options.
+    """
     half = mask.shape[0] // 2
-    chosen = per_response(stats[:half], mask[:half], config, preferred=True)
-    rejected = per_response(stats[half:], mask[half:], config, preferred=False)
-    logs = {"calibration/chosen": chosen.mean(), "calibration/rejected": rejected.mean()}
+    chosen = loss_per_response(stats[:half], mask[:half], config, preferred=True)
+    rejected = loss_per_response(stats[half:], mask[half:], config, preferred=False)
     with torch.no_grad():
-        means = {"confidence": stats.confidence, "surrogate": stats.surrogate, "right": stats.right.float()}
-        for name, values in means.items():
-            logs[f"calibration/{name}"] = values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
-    return Term((chosen + rejected).mean(), logs)
+        logs = {
+            "calibration/chosen": chosen.mean(),
+            "calibration/rejected": rejected.mean(),
+            "calibration/confidence": _mean_over_tokens(stats.confidence, mask),
+            "calibration/surrogate": _mean_over_tokens(stats.surrogate, mask),
+            "calibration/right": _mean_over_tokens(stats.right.float(), mask),
+        }
+    return CalibrationTerm((chosen + rejected).mean(), logs)
 
 
-def per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, preferred: bool) -> Tensor:
-    """The configured surrogate loss of each response. stats, mask: (B, T) -> (B,)."""
+def _mean_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    total = values.masked_fill(~mask, 0).sum()
+    return total / mask.sum().clamp(min=1)
+
+
+def loss_per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, preferred: bool) -> Tensor:
+    """Compute the configured surrogate loss of each response. stats, mask: (B, T) -> (B,)."""
     options: dict[str, Any] = {"preferred": preferred, "detach_surrogate": config.detach_surrogate}
     if config.calibration == "bce":
-        return bce_loss(stats, mask, reduce="mean" if config.reduce == "mean" else "sum", **options)
-    loss = {"catto": catto_loss, "l1": l1_loss, "brier": brier_loss}[config.calibration](stats, mask, **options)
-    return loss * mask.sum(-1) if config.reduce == "sum" else loss
+        return bce_loss(stats, mask, reduce=config.reduce or "sum", **options)  # type: ignore[arg-type]
+    losses = {"catto": catto_loss, "l1": l1_loss, "brier": brier_loss}
+    loss = losses[config.calibration](stats, mask, **options)
+    if config.reduce == "sum":
+        loss = loss * mask.sum(-1)
+    return loss
 
 
 def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
-    """Mean cross-entropy over all tokens of the chosen responses, as TRL's `sft`.
+    """Compute the mean cross-entropy over all tokens of the chosen responses, like TRL's `sft`.
 
-    logprobs: (2 B, L - 1), completion_mask: (2 B, L). Both have the chosen responses first.
+    Args:
+        logprobs: Log-probabilities (2 B, L - 1), chosen responses first.
+        completion_mask: Tokens of the responses (2 B, L), chosen responses first.
     """
     chosen, _ = logprobs.chunk(2)
     mask, _ = completion_mask[:, 1:].bool().chunk(2)
     return -chosen[mask].mean()
 
 
+def replay_term(logprobs: Sequence[Tensor]) -> CalibrationTerm:
+    """Compute the mean over responses of the cross-entropy per token. logprobs: (T_i,) of each response."""
+    means = [response.mean() for response in logprobs]
+    loss = -torch.stack(means).mean()
+    return CalibrationTerm(loss, {"calibration/replay": loss})
+
+
 def outcome_term(
     labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATTOConfig, target: Tensor | None = None
-) -> Term:
-    """Mean proper score of the label probabilities after sampled reasoning. labels: (M, K), gold: (M,).
+) -> CalibrationTerm:
+    """Compute the mean proper score of the label probabilities after sampled reasoning.
 
-    With the correctness rates (B,) of the questions, the M = 2 B labels are those of the pairs: y+ is weighted by the
-    rate, y- by one minus it, and the mean is over pairs. target: (M, K), distributions to aim at in place of gold.
+    Args:
+        labels: Log-probabilities of the labels, (M, K).
+        gold: Index of the right label, (M,).
+        rate: Correctness rate of each question, (B,). If given, the M = 2 B labels are those of the pairs: y+ is
+            weighted by the rate and y- by one minus the rate, and the mean is over pairs.
+        config: Names the score.
+        target: Distributions to score against in place of gold, (M, K).
     """
-    weights = None if rate is None else torch.cat([rate, 1 - rate]).to(labels.dtype)
-    aim = gold if target is None else target.to(labels)
+    weights = None
+    if rate is not None:
+        weights = torch.cat([rate, 1 - rate]).to(labels.dtype)
+    aim = gold
+    if target is not None:
+        aim = target.to(labels)
     losses = outcome_loss(labels, aim, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
-    loss = losses.mean() if rate is None else losses.sum() / len(rate)
+    if rate is None:
+        loss = losses.mean()
+    else:
+        loss = losses.sum() / len(rate)
     with torch.no_grad():
         top, answer = labels.max(-1)
-        logs = {"confidence": top.exp().mean(), "right": (answer == gold).to(labels.dtype).mean(), "outcome": loss}
-    return Term(loss, {f"calibration/{name}": value for name, value in logs.items()})
+        is_right = answer == gold
+        logs = {
+            "calibration/confidence": top.exp().mean(),
+            "calibration/right": is_right.to(labels.dtype).mean(),
+            "calibration/outcome": loss,
+        }
+    return CalibrationTerm(loss, logs)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -162,41 +222,60 @@ class Policy:
     replayed: Sequence[Tensor] = ()  # log p_t of each replayed response, (T_i,)
 
     def __init__(self, model: Any, batch: Batch, precision: Precision, extras: tuple[str, ...] = ()) -> None:
-        self.model, self.batch, self.precision, self.extras = model, batch, precision, extras
+        self.model = model
+        self.batch = batch
+        self.precision = precision
+        self.extras = extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """Run the batch through our head once. labels: (2 B, L), -100 off the tokens that TRL's loss reads."""
         if labels is None:  # TRL's second, deprecated call for full logits
             return self.model(**kwargs)
-        self.batch = batch = self.batch.to(labels.device, non_blocking=True)
+        router = {}
+        if "output_router_logits" in kwargs:
+            router["output_router_logits"] = kwargs["output_router_logits"]
+        batch = self.batch.to(labels.device, non_blocking=True)
+        output = forward.run_head(self.model, batch, self.extras, self.precision, **router)
+        self.batch = batch
+        self.label_logprobs = output.labels
+
+        responses = len(labels)
+        tokens_of_pairs = sum(batch.lengths[:responses])  # the pairs come first, then the replayed responses
+        self.replayed = torch.split(output.stats.target[tokens_of_pairs:], batch.lengths[responses:])
+
         mask = labels[:, 1:] != -100
-        router = {name: value for name, value in kwargs.items() if name == "output_router_logits"}
-        stats, self.label_logprobs, aux_loss = forward.call(self.model, batch, self.extras, self.precision, **router)
-        tokens = sum(batch.lengths[: len(labels)])  # those of the pairs come first
-        self.replayed = torch.split(stats.target[tokens:], batch.lengths[len(labels) :])
-        zeros, place = stats.target.new_zeros(mask.shape), batch.place[:tokens].unbind(-1)
-        self.stats = stats[:tokens].map(lambda values: zeros.index_put(place, values))
-        return FusedCausalLMOutput(
-            log_probs=self.stats.target.masked_fill(~mask, 0.0),  # TRL sums them without looking at its mask
-            # What TRL only logs carries no gradient.
-            entropy=None if self.stats.entropy is None else self.stats.entropy.detach(),
-            mean_logits=None if self.stats.mean_logit is None else self.stats.mean_logit.detach(),
-            is_top1=self.stats.right & mask,
-            log_sum_sq_probs=self.stats.log_sum_sq,
-            label_mask=mask,
-            aux_loss=aux_loss,
-        )
+        zeros = output.stats.target.new_zeros(mask.shape)
+        place = batch.place[:tokens_of_pairs].unbind(-1)
+        self.stats = output.stats[:tokens_of_pairs].map(lambda values: zeros.index_put(place, values))
+        return make_fused_output(self.stats, mask, output.aux_loss)
 
 
-class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
-    """Train on preferences and keep confidence honest. Takes what `DPOTrainer` takes.
+class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
+    """Train on preferences and keep confidence honest. Takes everything that `trl.DPOTrainer` takes.
 
-    validation: examples on which `evaluate` measures label confidence (see `Monitored`).
-    outcome_examples: with `calibration="outcome"`, the unfiltered responses (`catto.training.examples.examples`) that
-    form a third stream; without them the term reads the pairs' own labels, y+ weighted by the question's
-    correctness rate and y- by one minus it. `CATTOConfig.calibration_questions` has the trainer sample them. With
-    `calibration="replay"`, the responses whose cross-entropy is added.
+    Args:
+        model: The policy: a model, or its name or path.
+        ref_model: The reference, as in TRL. None means the start model.
+        args: A `CATTOConfig`, or a `DPOConfig`, which gets the defaults of our options.
+        *more: Further positional arguments of `DPOTrainer`.
+        outcome_examples: Responses from `catto.training.examples.make_examples`, right or wrong. With
+            `calibration="outcome"` they form a third stream next to the pairs. Without them the term reads the labels
+            of the pairs, or of the responses that `CATTOConfig.calibration_questions` has the trainer sample. With
+            `calibration="replay"` their cross-entropy is added.
+        validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
+        **kwargs: Further arguments of `DPOTrainer`, such as `train_dataset` and `processing_class`.
+
+    Example:
+        ```python
+        from catto import CATTOConfig, CATTOTrainer
+
+        config = CATTOConfig(output_dir="model", calibration="catto")
+        trainer = CATTOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
+        trainer.train()
+        ```
     """
+
+    extra_columns = COLUMNS
 
     def __init__(
         self,
@@ -208,67 +287,85 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         validation: Sequence[Example] = (),
         **kwargs: Any,
     ) -> None:
-        if args is None:  # a folder as TRL names it
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = CATTOConfig(output_dir=f"{name.split('/')[-1]}-CATTO")
+        if args is None:
+            args = CATTOConfig(output_dir=f"{name_model(model)}-CATTO")
         args = CATTOConfig.of(args)
-        # decided at the first batch: precomputation runs inside TRL's constructor
-        self._arrangement: dict[str, bool] | None = None
-        self._padding_free = args.padding_free
-        self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
-        self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts changes in place
         if outcome_examples and args.calibration_questions is not None:
             raise ValueError("outcome_examples and calibration_questions are both given: expected one of them")
-        self._stream = _stream(outcome_examples, args) if args.calibration_questions is None else None
-        self._given_collator = kwargs.get("data_collator", more[0] if more else None)
-        self.validation = validation
-        self._name, self._paper, self._tag_names = _card(args)
         for argument in (*more, *kwargs.values()):  # TRL looks at the first row before it prepares the data
             _refuse_empty(argument)
-        args.padding_free = None  # TRL does not implement its option and says so: it sees it unset
-        try:
-            with evaluating_without_dataset(args, () if kwargs.get("eval_dataset") is not None else validation):
-                super().__init__(model, ref_model, args, *more, **kwargs)
-        finally:
-            args.padding_free = self._padding_free
+
+        # TRL's constructor prepares the data and may compute references, so everything they need is set before it.
+        self._arrangement: dict[str, bool] | None = None  # chosen at the first batch
+        self._padding_free = args.padding_free
+        self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
+        self._collated_mask: tuple[Tensor, int] | None = None  # with its version, which counts changes in place
+        self._stream: OutcomeStream | None = None
+        if args.calibration_questions is None:
+            self._stream = make_stream(outcome_examples, args)
+        self._given_collator = kwargs.get("data_collator")
+        if "data_collator" not in kwargs and more:
+            self._given_collator = more[0]
+        self.validation = validation
+        self.set_card(describe_objective(args))
+        only_validation = validation
+        if kwargs.get("eval_dataset") is not None:
+            only_validation = ()
+        with hide_padding_free(args), allow_missing_dataset(args, only_validation):
+            super().__init__(model, ref_model, args, *more, **kwargs)
+
         if validation:
             self.add_callback(EvaluateAtEnd())
         if args.calibration_questions is not None and args.weight:
-            self._stream = _stream(self._sampled_examples(), args)
-        forward.install(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
+            self._stream = make_stream(self._sample_examples(), args)
+        forward.install_head(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
 
     @property
     def calibration_weight(self) -> float:
-        """Lambda, as it multiplies the term."""
+        """Lambda, the factor of the calibration term."""
         return float(self.args.weight)
 
     @property
-    def _own_head(self) -> bool:
-        return bool(self.args.weight or self.args.prefix_sharing or self._padding_free or self._reads_reasoning)
+    def _uses_own_head(self) -> bool:
+        args = self.args
+        return bool(args.weight or args.prefix_sharing or self._padding_free or self._reads_reasoning)
 
     @property
     def _reads_reasoning(self) -> bool:
-        """Whether the preference loss reads the tokens before the label alone."""
+        """Whether the preference loss reads only the tokens before the label."""
         return bool(self.args.preference_tokens == "reasoning")
 
     def arrangement(self) -> dict[str, bool]:
-        """Whether prompts are shared and rows packed: as configured, unless the policy or its reference cannot."""
+        """Return whether prompts are shared and rows packed: as configured, if policy and reference support it."""
         if self._arrangement is None:
-            models = [self.accelerator.unwrap_model(m) for m in (self.model, self.ref_model) if m is not None]
-            obstacle = next(filter(None, (forward.sharing_obstacle(model, self.args) for model in models)), None)
-            for name, wanted in (("prefix_sharing", self.args.prefix_sharing), ("padding_free", self._padding_free)):
-                if wanted and obstacle:
-                    logger.warning("%s is off: %s", name, obstacle)
-            sparse = all(forward.skips_blocks(model, self.args.device) for model in models)
-            packed = sparse if self._padding_free is None else self._padding_free
-            chosen = {"shared": self.args.prefix_sharing, "packed": packed}
-            self._arrangement = {name: value and obstacle is None for name, value in chosen.items()}
+            self._arrangement = self._choose_arrangement()
         return self._arrangement
+
+    def _choose_arrangement(self) -> dict[str, bool]:
+        models = []
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                models.append(self.accelerator.unwrap_model(model))
+        shared = self.args.prefix_sharing
+        obstacles = [forward.sharing_obstacle(model, self.args) for model in models]
+        known_obstacles = [obstacle for obstacle in obstacles if obstacle is not None]
+        if known_obstacles:
+            if shared:
+                logger.warning("prefix_sharing is off: %s", known_obstacles[0])
+            if self._padding_free:
+                logger.warning("padding_free is off: %s", known_obstacles[0])
+        packed = all(forward.skips_blocks(model, self.args.device) for model in models)
+        if self._padding_free is not None:
+            packed = self._padding_free
+        if known_obstacles:
+            shared = False
+            packed = False
+        return {"shared": shared, "packed": packed}
 
     # ---- data
 
-    def _sampled_examples(self) -> list[Example]:
-        """The start model's responses to `calibration_questions`. Rank 0 samples them; the others read its file."""
+    def _sample_examples(self) -> list[Example]:
+        """Sample the start model's responses to `calibration_questions`. Rank 0 samples, the others read its file."""
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 "calibration_questions cannot be sampled with ZeRO-3, which splits the weights: "
@@ -280,7 +377,7 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         # Other ranks may have no weights yet, so rank 0 names the file.
         names = [""]
         if self.accelerator.is_main_process:
-            names = [cache_key(questions, tokenizer, settings, hash_module(self.model))]
+            names = [cache_key(questions, tokenizer, settings, hash_weights(self.model))]
         broadcast_object_list(names, from_process=0)
         folder = Path(self.args.output_dir) / FOLDER / names[0]
         with self.accelerator.main_process_first():
@@ -293,118 +390,121 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
                 max_length=self.args.max_length,
             )
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        self._set_collator(dataset)
-        return super()._get_dataloader(dataset, *args, **kwargs)
-
-    def _set_collator(self, dataset: Any) -> None:
+    def prepare_collator(self, dataset: Any) -> None:
         """Extend TRL's collator by the layout of our batch, unless Accelerate joins and slices batches by rows.
 
-        A user's own collator is left as it is, but for which tokens the preference loss reads.
+        A user's own collator stays as it is, except for which tokens the preference loss reads.
         """
         if isinstance(self.data_collator, PairCollator):
             self.data_collator.reads_reasoning = self._reads_reasoning
-        if type(self.data_collator) in (DataCollatorForPreference, PairCollator):
-            dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
-            layout = self.arrangement() if self._own_head and not dispatched else None
-            ours = {"layout": layout, "reads_reasoning": self._reads_reasoning}
-            self.data_collator: Any = PairCollator(**{**vars(self.data_collator), **ours})
+        if type(self.data_collator) not in (DataCollatorForPreference, PairCollator):
+            return
+        is_dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
+        layout = None
+        if self._uses_own_head and not is_dispatched:
+            layout = self.arrangement()
+        options = dict(vars(self.data_collator))
+        options["layout"] = layout
+        options["reads_reasoning"] = self._reads_reasoning
+        self.data_collator: Any = PairCollator(**options)
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
-        """Tokenise as TRL does (or take the token ids that are there), find labels, drop rows that TRL drops.
+    def prepare_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
+        """Tokenize as TRL does, unless there are token ids; find labels; drop the rows that TRL drops.
 
-        Where the term reads the label of a pair, rows that would have to be cut are dropped too.
+        Where the loss or the term needs the label of a pair, rows that would have to be cut are dropped too.
         """
         _refuse_empty(dataset)
-        columns = dataset.column_names or ()
-        if "prompt_ids" not in columns:
-            if missing := [column for column in ("chosen", "rejected") if columns and column not in columns]:
-                raise ValueError(f"the {name} dataset has no column {missing[0]!r}; it has {', '.join(columns)}")
-            whole = copy.copy(args)
-            whole.max_length = None  # TRL drops long prompts silently; the same rows are dropped below
-            dataset = super()._prepare_dataset(dataset, processing_class, whole, name)
+        dataset = self._tokenize_pairs(dataset, processing_class, args, name)
         determining = {"cut": [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]}
-        dataset = dataset.map(numbered, with_indices=True, fn_kwargs=determining)
-        on_pairs = args.calibration == "outcome" and not self._stream and args.calibration_questions is None
-        reads_labels = bool(args.weight) and (args.calibrate_tokens == "label" or on_pairs)
-        reads_reasoning = args.preference_tokens == "reasoning"
-        if reads_reasoning:
+        dataset = dataset.map(number_row, with_indices=True, fn_kwargs=determining)
+        if self._reads_reasoning_with(args):
             require_columns(dataset, ("labels",), name, "preference_tokens 'reasoning'")
             dataset = dataset.map(reasoning_columns, fn_kwargs={"tokenizer": processing_class, "name": name})
             check_reasoning(dataset, name)
-        limits = [args.max_length]
-        if reads_labels:
-            rated = args.calibration == "outcome"
-            needed = ("labels", "gold", "correctness_rate") if rated else ("labels", "gold")
-            reader = "calibration 'outcome' on pairs" if rated else "calibrate_tokens 'label'"
+        if self._reads_labels_with(args):
+            is_rated = args.calibration == "outcome"
+            needed: tuple[str, ...] = ("labels", "gold")
+            reader = "calibrate_tokens 'label'"
+            if is_rated:
+                needed = ("labels", "gold", "correctness_rate")
+                reader = "calibration 'outcome' on pairs"
             require_columns(dataset, needed, name, reader)
-            known = {"tokenizer": processing_class, "name": name, "rated": rated}
+            known = {"tokenizer": processing_class, "name": name, "rated": is_rated}
             dataset = dataset.map(label_columns, fn_kwargs=known)
-        if reads_labels or reads_reasoning:
+        return self._drop_long_pairs(dataset, args, name)
+
+    def _tokenize_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
+        columns = dataset.column_names or ()
+        if "prompt_ids" in columns:
+            return dataset
+        for column in ("chosen", "rejected"):
+            if columns and column not in columns:
+                raise ValueError(f"the {name} dataset has no column {column!r}; it has {', '.join(columns)}")
+        unlimited = copy.copy(args)
+        unlimited.max_length = None  # TRL drops long prompts silently; `_drop_long_pairs` drops the same rows
+        return super().prepare_pairs(dataset, processing_class, unlimited, name)
+
+    def _reads_reasoning_with(self, args: CATTOConfig) -> bool:
+        return args.preference_tokens == "reasoning"
+
+    def _reads_labels_with(self, args: CATTOConfig) -> bool:
+        """Whether the term reads the labels of the pairs. TRL's constructor asks before `self.args` exists."""
+        has_stream = bool(self._stream) or args.calibration_questions is not None
+        scores_pairs = args.calibration == "outcome" and not has_stream
+        return bool(args.weight) and (args.calibrate_tokens == "label" or scores_pairs)
+
+    def _drop_long_pairs(self, dataset: Any, args: CATTOConfig, name: str) -> Any:
+        needs_label = self._reads_labels_with(args) or self._reads_reasoning_with(args)
+        limits = [args.max_length]
+        if needs_label:
             limits.append(getattr(self._given_collator, "max_length", None))
         limit = min((limit for limit in limits if limit is not None), default=None)
-        finds_labels = reads_labels or reads_reasoning
-        if limit is None or not (finds_labels or args.truncation_mode == "keep_start"):
+        if limit is None:
             return dataset
-        return LengthFilter(limit, finds_labels, name).select(dataset)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        known: list[str] = vars(self)["_signature_columns"]
-        self._signature_columns = [*known, *(column for column in COLUMNS if column not in known)]
+        if not needs_label and args.truncation_mode != "keep_start":
+            return dataset
+        return LengthFilter(limit, needs_label, name).select(dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take the micro-batches of a step and, where there is a term, count their pairs over all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.weight:
-            self._step_pairs = self.mean_over_processes(sum(len(batch["input_ids"]) for batch in batches) / 2, device)
+            responses = sum(len(batch["input_ids"]) for batch in batches)
+            self._step_pairs = self.mean_over_processes(responses / 2, device)
         return batches, items
 
     # ---- the reference
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Transformers', which loads only the reference where the checkpoint of an adapted model has one beside it."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        beside = (Path(resume_from_checkpoint) / "ref").is_dir() and "ref" in getattr(self.model, "peft_config", {})
-        if beside and not self.is_fsdp_enabled:
-            self.model.load_adapter(resume_from_checkpoint, self.model.active_adapters[0], is_trainable=True)
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL's, whose cache knows a reference by data and weights: what our head computes differently is added."""
-        self._set_collator(dataset)
-        theirs = vars(self)["_precompute_model_hash"]
-        if self._own_head:
-            arrangement = self.arrangement().values()
-            ours = (theirs, "catto", self.accelerator.mixed_precision, self.args.head_precision, *arrangement)
-            if self._reads_reasoning:
-                ours = (*ours, "reasoning")
-            self._precompute_model_hash: Any = ours
-        try:
-            return super()._precompute_ref_logps(dataset, name, batch_size)
-        finally:
-            self._precompute_model_hash = theirs
+    def extend_reference_key(self, model_hash: Any) -> Any:
+        """Add to the cache key of the reference what our head computes differently from TRL's."""
+        if not self._uses_own_head:
+            return model_hash
+        arrangement = self.arrangement().values()
+        key = (model_hash, "catto", self.accelerator.mixed_precision, self.args.head_precision, *arrangement)
+        if self._reads_reasoning:
+            key = (*key, "reasoning")
+        return key
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Reference log-probabilities, through the head that the policy's go through.
+        """Compute the reference's log-probabilities with the head that the policy uses.
 
-        TRL's head rounds its logits to bf16 in autocast and ours does not: from one through each, the log-ratio of
-        equal models would be noise instead of 0.
+        In autocast TRL's head rounds its logits to bf16 and ours does not. With a different head for each, the
+        log-ratio of equal models would be noise instead of 0.
         """
-        if KEY in inputs and self._own_head:
-            forward.install(self.accelerator.unwrap_model(model))
-            model = Policy(model, self._layout(inputs).without_queries(), self.args.head_precision)
-        return super().compute_ref_log_probs(model, self._trl_inputs(inputs))
+        if KEY in inputs and self._uses_own_head:
+            forward.install_head(self.accelerator.unwrap_model(model))
+            layout = self._find_layout(inputs).without_queries()
+            model = Policy(model, layout, self.args.head_precision)
+        return super().compute_ref_log_probs(model, self._make_trl_inputs(inputs))
 
     # ---- the loss
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Transformers'. The mask is remembered, to see without waiting for the device whether it is changed later."""
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+    def notice_inputs(self, inputs: dict[str, Any]) -> None:
+        """Remember the mask, to see later, without waiting for the device, whether it has been changed."""
         self._collated_mask = None
-        if type(self.data_collator) is PairCollator and not prepared["completion_mask"].is_inference():
-            mask = prepared["completion_mask"]
-            self._collated_mask = mask, mask._version
-        return prepared
+        mask = inputs.get("completion_mask")
+        if type(self.data_collator) is PairCollator and mask is not None and not mask.is_inference():
+            self._collated_mask = (mask, mask._version)
 
     def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
         """Whether a layout scores the tokens that `completion_mask` (2 B, L) selects.
@@ -421,177 +521,211 @@ class CATTOTrainer(Monitored, DPOTrainer):  # type: ignore[misc]
         scored[row, column] = True
         return torch.equal(scored, wanted)
 
-    def _trl_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What TRL reads of a batch: without our entry, and with the mask of the tokens that its loss reads."""
-        theirs = {name: value for name, value in inputs.items() if name != KEY}
-        if self._reads_reasoning:
-            if KEY not in inputs:
-                raise ValueError("preference_tokens 'reasoning' needs TRL's own collator: leave data_collator out")
-            known = inputs[KEY]
-            mask = theirs["completion_mask"]
-            columns = torch.arange(mask.shape[-1], device=mask.device)
-            end_of_reasoning = known["start"] + known["reasoning"]
-            theirs["completion_mask"] = mask * (columns < end_of_reasoning.unsqueeze(-1))
-        return theirs
+    def _make_trl_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return what TRL reads of a batch: without our entry, with the mask of the tokens that its loss reads."""
+        trl_inputs = dict(inputs)
+        known = trl_inputs.pop(KEY, None)
+        if not self._reads_reasoning:
+            return trl_inputs
+        if known is None:
+            raise ValueError("preference_tokens 'reasoning' needs TRL's own collator: leave data_collator out")
+        mask = trl_inputs["completion_mask"]
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        end_of_reasoning = known["start"] + known["reasoning"]
+        trl_inputs["completion_mask"] = mask * (columns < end_of_reasoning.unsqueeze(-1))
+        return trl_inputs
 
-    def _layout(self, inputs: dict[str, Any]) -> Batch:
-        """The pairs' batch as the collator has laid it out, or laid out here where it could not."""
+    def _find_layout(self, inputs: dict[str, Any]) -> Batch:
+        """Return the layout that the collator made, or lay the pairs out here where it could not."""
         layout: Batch | None = inputs[KEY].get("layout")
-        if layout is None or not self._is_laid_out(layout, inputs["completion_mask"]):
-            layout = pair_batch(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
-        return layout
+        if layout is not None and self._is_laid_out(layout, inputs["completion_mask"]):
+            return layout
+        return lay_out_pairs(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        rows = partial(self._rows, inputs.get(KEY, {}).get("row"), self.model.training)
-        if not self._own_head:
-            result = super()._compute_loss(model, self._trl_inputs(inputs), return_outputs)
-            self.check_nan_later(result[0] if return_outputs else result, rows)
+    def compute_pair_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Compute TRL's loss plus the calibration term; without our head, TRL's loss alone."""
+        name_rows = partial(self._name_rows, inputs.get(KEY, {}).get("row"), self.model.training)
+        if not self._uses_own_head:
+            result = self.compute_trl_loss(model, self._make_trl_inputs(inputs), return_outputs)
+            loss = result
+            if return_outputs:
+                loss = result[0]
+            self.check_nan_later(loss, name_rows)
             return result
         if KEY not in inputs:
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
-        layout, training = self._layout(inputs), self.model.training
-        size = len(inputs["input_ids"]) // 2
-        streamed = self._stream.next(self, size) if self._stream and training else []
-        policy = self._policy(model, layout, streamed)
-        given = self._trl_inputs(inputs)
+        is_training = self.model.training
+        layout = self._find_layout(inputs)
+        pairs = len(inputs["input_ids"]) // 2
+        streamed: list[Example] = []
+        if self._stream and is_training:
+            streamed = self._stream.take_examples(self, pairs)
+        policy = self._make_policy(model, layout, streamed)
+        trl_inputs = self._make_trl_inputs(inputs)
         if not self.precompute_ref_logps:
-            # The reference goes through our head too, before TRL's loss, which then reads its log-probabilities.
-            reference = self.ref_model if self.ref_model is not None else self.model
-            laid_out = {**inputs, KEY: {**inputs[KEY], "layout": layout}}
-            chosen, rejected = self.compute_ref_log_probs(reference, laid_out)
-            given |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        with self._reading_given_references(), self._without_sft() as sft_weight:
-            result = super()._compute_loss(policy, given, return_outputs)
-        loss, outputs = result if return_outputs else (result, None)
+            trl_inputs |= self._compute_references(inputs, layout)
+        with self.read_references_from_batch(), self._take_out_sft() as sft_weight:
+            result = self.compute_trl_loss(policy, trl_inputs, return_outputs)
+        outputs = None
+        loss = result
+        if return_outputs:
+            loss, outputs = result
         if sft_weight:
             loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
-        if self.args.weight and (streamed or not self._stream):  # the stream is for training: evaluation has none
-            # A micro-batch's mean counts as its share of the mean over the step's pairs; 1 unless it is ragged.
-            pairs = self._step_pairs if training else None
-            share = 1.0 if pairs is None else size * self.current_gradient_accumulation_steps / pairs
-            total = loss + self.calibration_weight * share * self._term(policy, inputs, streamed)
-            if training:
+        has_term = bool(streamed) or not self._stream  # the stream is for training: evaluation has none
+        if self.args.weight and has_term:
+            share = self._share_of_step(pairs)
+            total = loss + self.calibration_weight * share * self._compute_term(policy, inputs, streamed)
+            if is_training:
                 loss = total
-            else:  # `eval_loss` is TRL's; the total goes beside it
-                self.check_nan_later(total, rows)
+            else:  # `eval_loss` stays TRL's; the total is logged next to it
+                self.check_nan_later(total, name_rows)
                 self._log_evaluation("total_loss", total)
-        self.check_nan_later(loss, rows)
-        return (loss, outputs) if return_outputs else loss
+        self.check_nan_later(loss, name_rows)
+        if return_outputs:
+            return loss, outputs
+        return loss
 
-    @contextmanager
-    def _reading_given_references(self) -> Iterator[None]:
-        """Let TRL's loss read the reference's log-probabilities from the batch, as if they were precomputed."""
-        precomputed: bool = self.precompute_ref_logps
-        self.precompute_ref_logps: bool = True
-        try:
-            yield
-        finally:
-            self.precompute_ref_logps = precomputed
+    def _compute_references(self, inputs: dict[str, Any], layout: Batch) -> dict[str, Tensor]:
+        """Run the reference through our head, before TRL's loss, which then reads its log-probabilities."""
+        reference = self.ref_model
+        if reference is None:
+            reference = self.model
+        known = {**inputs[KEY], "layout": layout}
+        chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: known})
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    @contextmanager
-    def _without_sft(self) -> Iterator[float]:
-        """Take `sft` out of TRL's losses where they read the reasoning alone, and return its weight.
+    def _take_out_sft(self) -> AbstractContextManager[float]:
+        """Take `sft` out of TRL's losses where they read only the reasoning.
 
-        It holds the form of whole responses, the answer included, so it is computed on whole responses.
+        It keeps the form of whole responses, including the answer, so it is computed on whole responses.
         """
-        kinds, weights = self.loss_types, self.loss_weights
-        named = list(zip(kinds, weights, strict=True))
-        moved = [weight for kind, weight in named if kind == "sft" and self._reads_reasoning]
-        if not moved:
-            yield 0.0
-            return
-        rest = [(kind, weight) for kind, weight in named if kind != "sft"]
-        self.loss_types: Any = [kind for kind, _ in rest]
-        self.loss_weights: Any = [weight for _, weight in rest]
-        try:
-            yield sum(moved)
-        finally:
-            self.loss_types = kinds
-            self.loss_weights = weights
+        if self._reads_reasoning:
+            return self.take_out_loss("sft")
+        return nullcontext(0.0)
 
-    def _policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
-        """The policy of this micro-batch: the pairs and, behind them, the stream's responses."""
-        args, pairs = self.args, len(layout.rows)
-        extras = (*TRL_EXTRAS, *(["log_doubt"] if args.weight and args.calibration == "bce" else []))
-        extras = (*extras, *(["log_sum_sq"] if self.use_weighting else []))
-        options = {"pad": self.data_collator.pad_token_id, "balanced": pairs, "tokens": layout.tokens}
+    def _share_of_step(self, pairs: int) -> float | Tensor:
+        """Return what a micro-batch's mean counts for in the mean over the step's pairs; 1 unless it is ragged."""
+        if self._step_pairs is None or not self.model.training:
+            return 1.0
+        share: float | Tensor = pairs * self.current_gradient_accumulation_steps / self._step_pairs
+        return share
+
+    def _make_policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
+        """Return the policy of this micro-batch: the pairs and, after them, the stream's responses."""
+        args = self.args
+        pair_rows = len(layout.rows)
+        extras = list(TRL_EXTRAS)
+        if args.weight and args.calibration == "bce":
+            extras.append("log_doubt")
+        if self.needs_squared_mass:
+            extras.append("log_sum_sq")
+        options = {"pad": self.data_collator.pad_token_id, "balanced": pair_rows, "tokens": layout.tokens}
         options |= self.arrangement()
         if streamed and args.calibration == "replay":
             rows = [*layout.rows, *(example.row for example in streamed)]
-            layout = build(rows, [], len(rows), **options)
+            layout = lay_out_rows(rows, [], len(rows), **options)
         elif streamed:
             rows = [*layout.rows, *(example.before_label() for example in streamed)]
-            layout = build(rows, label_queries(streamed, pairs), pairs, **options)
+            layout = lay_out_rows(rows, label_queries(streamed, pair_rows), pair_rows, **options)
         elif args.calibration != "outcome":
             layout = layout.without_queries()
-        forward.install(self.accelerator.unwrap_model(model))
-        return Policy(model, layout, args.head_precision, extras)
+        forward.install_head(self.accelerator.unwrap_model(model))
+        return Policy(model, layout, args.head_precision, tuple(extras))
 
-    def _term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
-        """The calibration term; its parts are logged."""
-        known, args = inputs[KEY], self.args
-        if args.calibration == "replay":  # mean over responses of their cross-entropy, a mean over tokens
-            loss = -torch.stack([logprobs.mean() for logprobs in policy.replayed]).mean()
-            term = Term(loss, {"calibration/replay": loss})
-        elif args.calibration == "outcome":
-            rates = None if streamed else known["correctness_rate"][: len(known["row"]) // 2]
-            target = None
-            if args.outcome_target != "gold":
-                target = torch.tensor(target_table(streamed, policy.label_logprobs.shape[-1]))
-            term = outcome_term(policy.label_logprobs, policy.batch.query_gold, rates, args, target)
+    def _compute_term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
+        """Compute the calibration term and log its parts."""
+        if self.args.calibration == "replay":
+            term = replay_term(policy.replayed)
+        elif self.args.calibration == "outcome":
+            term = self._score_outcomes(policy, inputs[KEY], streamed)
         else:
-            mask = inputs["completion_mask"].bool()
-            if args.calibrate_tokens == "label":
-                columns = torch.arange(mask.shape[-1], device=mask.device)
-                label = known["start"] + known["label_at"]
-                mask = mask & (columns == label.unsqueeze(-1))
-            term = surrogate_term(policy.stats, mask[:, 1:], args)
-        if not self.model.training:
+            mask = self._select_tokens(inputs)
+            term = surrogate_term(policy.stats, mask[:, 1:], self.args)
+        if self.model.training:
+            self._log_training(term.logs)
+        else:
             for name, value in term.logs.items():
                 self._log_evaluation(name, value)
-            return term.loss
-        logged = self.accelerator.gather(torch.stack([value.detach().float() for value in term.logs.values()])[None])
-        for name, value in zip(term.logs, logged.mean(0).unbind(), strict=True):
-            self._metrics["train"][name].append(value)  # on the device until it is logged
         return term.loss
+
+    def _score_outcomes(self, policy: Policy, known: dict[str, Any], streamed: Sequence[Example]) -> CalibrationTerm:
+        rates = None
+        if not streamed:
+            pairs = len(known["row"]) // 2
+            rates = known["correctness_rate"][:pairs]
+        target = None
+        if self.args.outcome_target != "gold":
+            labels = policy.label_logprobs.shape[-1]
+            target = torch.tensor(target_table(streamed, labels))
+        return outcome_term(policy.label_logprobs, policy.batch.query_gold, rates, self.args, target)
+
+    def _select_tokens(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the tokens that a surrogate term reads: (2 B, L)."""
+        mask: Tensor = inputs["completion_mask"].bool()
+        if self.args.calibrate_tokens == "all":
+            return mask
+        columns = torch.arange(mask.shape[-1], device=mask.device)
+        label: Tensor = inputs[KEY]["start"] + inputs[KEY]["label_at"]
+        return mask & (columns == label.unsqueeze(-1))
+
+    # ---- logs and the model card
+
+    def _log_training(self, logs: dict[str, Tensor]) -> None:
+        """Log the mean over processes. It stays on the device until TRL logs it, so nothing waits for the device."""
+        values = torch.stack([value.detach().float() for value in logs.values()])
+        means = self.accelerator.gather(values[None]).mean(0)
+        for name, value in zip(logs, means.unbind(), strict=True):
+            self.append_metrics("train", name, [value])
 
     def _log_evaluation(self, name: str, value: Tensor) -> None:
         """Log a batch's mean once for every pair of the batch, as Transformers weights `eval_loss` over batches."""
         per_pair = value.detach().repeat(self.args.eval_batch_size)
-        self._metrics["eval"][name].extend(self.accelerator.gather_for_metrics(per_pair).tolist())
+        self.append_metrics("eval", name, self.accelerator.gather_for_metrics(per_pair).tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, which averages numbers of the host."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        """Log as TRL does, which averages numbers of the host."""
+        metrics = self.read_metrics()
         for name, values in metrics.items():
             if values and isinstance(values[0], Tensor):
                 metrics[name] = torch.stack(values).tolist()
         super().log(logs, start_time)
 
-    def _rows(self, row: Tensor | None, training: bool) -> str:
-        """What an error calls the pairs: their questions' ids where the dataset has them, else their numbers."""
+    def _name_rows(self, row: Tensor | None, is_training: bool) -> str:
+        """Name the pairs for an error: by their questions' ids where the dataset has them, else by their numbers."""
         if row is None:
             return "rows unknown"
         numbers = row.tolist()
-        names = {number: f"row {number}" for number in numbers[: len(numbers) // 2]}
-        rows = self.train_dataset if training else self.eval_dataset
+        pairs = len(numbers) // 2
+        names = {number: f"row {number}" for number in numbers[:pairs]}
+        rows = self.eval_dataset
+        if is_training:
+            rows = self.train_dataset
         if isinstance(rows, Dataset) and {"row", "question"} <= set(rows.column_names):
-            questions = zip(rows["row"], rows["question"], strict=True)
-            names |= {number: str(question) for number, question in questions if number in names}
+            for number, question in zip(rows["row"], rows["question"], strict=True):
+                if number in names:
+                    names[number] = str(question)
         return f"rows {', '.join(names.values())}"
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's model card and, where calibration was measured while training, its last numbers."""
+        """Write TRL's model card and add the last calibration numbers that were measured while training."""
         super().create_model_card(*args, **kwargs)
-        logged = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
-        measured = [entry for entry in logged if entry.get("step") == self.kept_step] or logged
+        measured = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
         if not measured or not self.is_world_process_zero():
             return
-        entry, path = measured[-1], Path(self.args.output_dir) / "README.md"
-        rows = [f"| {title} | {entry[name]:.4f} |\n" for name, title in MEASURED.items() if name in entry]
-        sentence = f"On {len(self.validation)} held-out questions, at step {int(entry.get('step', 0))}."
-        table = f"\n## Calibration\n\n{sentence}\n\n| Metric | Value |\n|---|---|\n{''.join(rows)}"
-        write_text(path, path.read_text(encoding="utf-8") + table)
+        entry = measured[-1]
+        for candidate in measured:
+            if candidate.get("step") == self.kept_step:
+                entry = candidate
+        lines = ["", "## Calibration", ""]
+        lines.append(f"On {len(self.validation)} held-out questions, at step {int(entry.get('step', 0))}.")
+        lines += ["", "| Metric | Value |", "|---|---|"]
+        for name, title in MEASURED.items():
+            if name in entry:
+                lines.append(f"| {title} | {entry[name]:.4f} |")
+        path = Path(self.args.output_dir) / "README.md"
+        card = path.read_text(encoding="utf-8")
+        write_text(path, card + "\n".join(lines) + "\n")
 
 
 def _refuse_empty(argument: Any) -> None:
@@ -599,26 +733,36 @@ def _refuse_empty(argument: Any) -> None:
         raise ValueError("the dataset is empty")
 
 
-def _stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """The third stream, of the examples that fit; refused where nothing would read it."""
+def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
+    """Return the stream of the examples that fit; None where there are none or the term has weight 0.
+
+    Raises a ValueError where nothing would read the examples, or where an option needs examples.
+    """
     if examples and args.calibration not in ("outcome", "replay"):
         raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
-    if args.calibration == "replay" and not examples:
-        raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
-    if not examples and args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
-        raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
-    if not examples and args.outcome_target != "gold":
-        raise ValueError(
-            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
-        )
-    if not examples or not args.weight:
+    if not examples:
+        _refuse_stream_options(args)
+        return None
+    if not args.weight:
         return None
     if args.calibration == "outcome":
         examples = with_targets(examples, args.outcome_target)
-    fits = drop_too_long(
+    fitting = drop_too_long(
         list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question
     )
-    return OutcomeStream(fits, args)
+    return OutcomeStream(fitting, args)
+
+
+def _refuse_stream_options(args: CATTOConfig) -> None:
+    """Refuse options that have no effect, or no meaning, without outcome_examples."""
+    if args.calibration == "replay":
+        raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
+    if args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
+        raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
+    if args.outcome_target != "gold":
+        raise ValueError(
+            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
+        )
 
 
 # ---- the model card --------------------------------------------------------------------------------------------------
@@ -637,17 +781,22 @@ CITATION = textwrap.dedent("""\
     }""")
 
 
-def _card(config: CATTOConfig) -> tuple[str, dict[str, str], list[str]]:
-    """Title, citations and tags of the objective: TRL's own without a term.
+def describe_objective(config: CATTOConfig) -> TrainerCard:
+    """Return title, citations and tags for the model card: TRL's own if there is no term.
 
     CATTO's paper is cited where the term is its own or reads its surrogate of correctness.
     """
-    title, paper, tags = str(DPOTrainer._name), dict(DPOTrainer._paper), list(DPOTrainer._tag_names)
+    card = read_dpo_card()
     if not config.weight:
-        return title, paper, tags
-    score = f", {config.outcome_score} score" if config.calibration == "outcome" else ""
-    title = f"{title} and the `{config.calibration}` calibration term (weight {config.weight:g}{score})"
-    if config.calibration in ("outcome", "replay"):
-        return title, {"citation": paper["citation"].strip()}, [*tags, "calibration"]
+        return card
+    details = f"weight {config.weight:g}"
+    if config.calibration == "outcome":
+        details += f", {config.outcome_score} score"
+    title = f"{card.title} and the `{config.calibration}` calibration term ({details})"
+    citation = card.paper["citation"].strip()
+    tags = list(card.tags)
+    if config.calibration not in ("outcome", "replay"):
+        citation = f"{citation}\n\n{CITATION}"
+        tags.append("catto")
     # No paper id: the card would link one paper only.
-    return title, {"citation": f"{paper['citation'].strip()}\n\n{CITATION}"}, [*tags, "catto", "calibration"]
+    return TrainerCard(title=title, paper={"citation": citation}, tags=[*tags, "calibration"])

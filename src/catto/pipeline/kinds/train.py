@@ -41,11 +41,11 @@ from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
     drop_too_long,
-    examples,
-    labelled,
+    locate_labels,
+    make_examples,
     pair_tokens,
     preference_columns,
-    tokenised,
+    tokenize_responses,
 )
 from catto.training.models import scratch_model, word_tokenizer
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
@@ -314,8 +314,8 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
 def _supervised(job: Job, model: Any, tokenizer: Any) -> Prepared:
     settings, method = job.settings, job.settings.method
     rows = list(read_records(job.inputs["teacher"] / "sft.jsonl", SftRow))
-    fit = tokenised(tokenizer, rows, settings.context)
-    drawn = labelled(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
+    fit = tokenize_responses(tokenizer, rows, settings.context)
+    drawn = locate_labels(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
     watched = "traces" if method.stage == "sft" else "reasoning"
     validation = _validation(job, watched, tokenizer) if watched in job.inputs else []
     config = SupervisedConfig(**_arguments(job, monitored=bool(validation)))
@@ -326,7 +326,7 @@ def _supervised(job: Job, model: Any, tokenizer: Any) -> Prepared:
 
 
 def _validation(job: Job, role: str, tokenizer: Any) -> list[Example]:
-    return examples(tokenizer, read_records(job.inputs[role] / "outcome.jsonl", SftRow), job.settings.context)
+    return make_examples(tokenizer, read_records(job.inputs[role] / "outcome.jsonl", SftRow), job.settings.context)
 
 
 def _drawn(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
@@ -378,7 +378,7 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     if method.stream != "none":
         sampled = _read_stream(job)
         responses = sampled if method.stream == "sampled" else right_responses(job, sampled)
-        stream = examples(tokenizer, responses, settings.context)
+        stream = make_examples(tokenizer, responses, settings.context)
         dropped["stream"] = len(sampled) - len(stream)
     options: dict[str, Any] = {"calibration": method.calibration, "prefix_sharing": settings.prefix_sharing}
     options |= {"max_length": settings.context, "precompute_ref_log_probs": True}

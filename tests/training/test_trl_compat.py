@@ -12,7 +12,17 @@ from steps import made, step
 from tiny import tiny_model
 from trl import DPOConfig, DPOTrainer, __version__
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput, hash_module
+from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module
+
+from catto.training.trl_compat import (
+    TrainerCard,
+    TRLPairTrainer,
+    call_copied_forward,
+    hash_weights,
+    hide_padding_free,
+    name_model,
+    read_dpo_card,
+)
 
 
 def _parameters(function: Any) -> list[str]:
@@ -165,3 +175,56 @@ def test_losses_and_references_are_attributes_that_may_be_replaced_for_a_step() 
 def test_a_hash_of_a_model_follows_from_its_weights() -> None:
     assert hash_module(tiny_model()) == hash_module(tiny_model())
     assert hash_module(tiny_model()) != hash_module(tiny_model(seed=1))
+    assert hash_weights(tiny_model()) == hash_module(tiny_model())
+
+
+def test_a_model_is_named_as_trl_names_it() -> None:
+    model = tiny_model()
+    assert name_model("owner/model") == "model"
+    assert name_model(model) == get_config_model_id(model.config).split("/")[-1]
+
+
+def test_hooks_that_are_not_overridden_change_nothing() -> None:
+    theirs = step(DPOTrainer, DPOConfig)
+    ours = step(TRLPairTrainer, DPOConfig)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert ours.trainer.train_dataset.column_names == theirs.trainer.train_dataset.column_names
+
+
+def test_a_loss_that_is_taken_out_comes_back() -> None:
+    trainer = made(TRLPairTrainer, DPOConfig, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.3])
+    with trainer.take_out_loss("sft") as weight:
+        assert weight == 0.3
+        assert list(trainer.loss_types) == ["sigmoid"]
+        assert list(trainer.loss_weights) == [0.8]
+    assert list(trainer.loss_types) == ["sigmoid", "sft"]
+
+
+def test_metrics_and_card_reach_trl() -> None:
+    trainer = made(TRLPairTrainer, DPOConfig)
+    trainer.model.train()
+    trainer.append_metrics("train", "anything", [1.0, 2.0])
+    assert trainer.read_metrics()["anything"] == [1.0, 2.0]
+    trainer.set_card(TrainerCard(title="A title", paper={"citation": "none"}, tags=["a"]))
+    assert trainer._name == "A title"
+    assert read_dpo_card().title == DPOTrainer._name
+
+
+def test_padding_free_is_hidden_and_restored() -> None:
+    config = made(DPOTrainer, DPOConfig).args
+    config.padding_free = True
+    with hide_padding_free(config):
+        assert config.padding_free is None
+    assert config.padding_free is True
+
+
+def test_the_forward_that_trl_wraps_computes_on_the_model_it_is_called_with() -> None:
+    """A copy of a model takes TRL's wrapped forward along, bound to the original."""
+    wrapped = made(DPOTrainer, DPOConfig).model
+    other = tiny_model(seed=1)
+    ids = torch.tensor([[5, 6, 7]])
+    found = call_copied_forward(wrapped.forward, other, input_ids=ids, labels=ids, fused_lm_head=True)
+    expected = other(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found.log_probs, expected)
+    plain = call_copied_forward(wrapped.forward, other, input_ids=ids)
+    torch.testing.assert_close(plain.logits, other(input_ids=ids).logits)
