@@ -32,12 +32,14 @@ class Headline(NamedTuple):
         question: what the report answers, one sentence.
         answer: the answer, up to three sentences.
         warnings: which numbers to mistrust.
-        lead: which method is best by the score, and which methods are miscalibrated.
+        best: which methods are best by true error or Brier score; empty without a verdict.
+        lead: which methods are miscalibrated.
         points: for each budget, how the methods compare with DPO.
     """
 
     question: str
     answer: str
+    best: str
     warnings: tuple[str, ...]
     lead: str
     points: tuple[str, ...]
@@ -52,18 +54,19 @@ def write_headline(numbers: Numbers) -> Headline:
     lead = _describe_calibration(groups, at_budget)
     question = "Does the stated confidence match the accuracy?"
     answer = lead
+    best = ""
     if numbers.verdict is not None:
-        leaders = _describe_leaders(numbers.verdict, numbers.baseline)
+        best = _describe_leaders(numbers.verdict, numbers.baseline)
+        answer = best
         stated = _describe_stated_confidence(groups, numbers.verdict, numbers.baseline)
         if stated is None:
             question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
-            answer = leaders
         else:
             answer = stated
-            lead = f"{leaders} {lead}"
     return Headline(
         question=question,
         answer=answer,
+        best=best,
         warnings=_write_warnings(numbers.groups),
         lead=lead,
         points=_compare_budgets(numbers),
