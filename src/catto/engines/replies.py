@@ -20,8 +20,8 @@ from typing import Annotated
 from pydantic import AfterValidator, AliasPath, BaseModel, Field
 from pydantic_core import from_json
 
-from catto.engines import Key, find_stop_end
-from catto.records import LogProbability, Refusal, Sampled
+from catto.engines.base import find_stop_end
+from catto.records import Key, LogProbability, Refusal, Sampled
 
 MOST_REFUSED = 0.2
 # A share is judged from so many questions on.

@@ -28,10 +28,11 @@ import httpx2 as httpx
 from pydantic import ValidationError
 
 from catto import __version__
-from catto.engines import Engine, Generation, Key, Request, model_name, server_address
+from catto.engines.base import Engine, Generation, Request
+from catto.engines.locations import model_name, server_address
 from catto.engines.replies import ModelList, Reply, ServerError, cut_after_stop, error_message, one_line, wished_wait
 from catto.errors import first_problem, shorten_text
-from catto.records import Message, Refusal
+from catto.records import Key, Message, Refusal
 
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WAIT = 0.5, 8.0, 120.0
 # Seconds to cancel the requests in flight when a caller stops.
