@@ -30,7 +30,15 @@ from pydantic import ValidationError
 from catto import __version__
 from catto.engines.base import Engine, Generation, Request
 from catto.engines.locations import model_name, server_address
-from catto.engines.replies import ModelList, Reply, ServerError, cut_after_stop, error_message, one_line, wished_wait
+from catto.engines.replies import (
+    ModelList,
+    Reply,
+    ServerError,
+    clean_message,
+    cut_after_stop,
+    error_message,
+    read_retry_after,
+)
 from catto.errors import first_problem, shorten_text
 from catto.records import Key, Message, Refusal
 
@@ -237,7 +245,9 @@ class ServerEngine(Engine):
                 raise ValueError(f"{reply.status_code}: {said}")
             names = [model.id for model in ModelList.model_validate_json(reply.content).data]
         except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
-            reason = one_line(first_problem(error) if isinstance(error, ValidationError) else str(error), self._secrets)
+            reason = clean_message(
+                first_problem(error) if isinstance(error, ValidationError) else str(error), self._secrets
+            )
             what = "no connection: {}" if type(error).__name__ in _UNREACHED else "it lists no models: {}; name one"
             raise ServerError(f"{self.base_url}: {what.format(reason)}") from None
         if len(names) != 1:
@@ -252,7 +262,7 @@ class ServerEngine(Engine):
         try:
             return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), **self._http)
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
-            raise ServerError(f"{self.base_url}: {one_line(str(error), self._secrets)}") from None
+            raise ServerError(f"{self.base_url}: {clean_message(str(error), self._secrets)}") from None
 
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
         """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
@@ -278,7 +288,7 @@ class ServerEngine(Engine):
         except TimeoutError:
             if fault is None or not fault.of_all:
                 fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
-        fault.reason = one_line(fault.reason, self._secrets, (turn.content for turn in request.messages))
+        fault.reason = clean_message(fault.reason, self._secrets, (turn.content for turn in request.messages))
         raise fault from None
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
@@ -304,7 +314,7 @@ class ServerEngine(Engine):
         if not answer.is_success:
             # Secrets go before anything is cut, since half of a key would not be recognised.
             page = content.decode(errors="replace")
-            said = error_message(content) or shorten_text(one_line(page, self._secrets)) or "no message"
+            said = error_message(content) or shorten_text(clean_message(page, self._secrets)) or "no message"
             raise self._status_fault(answer.status_code, answer.headers, said, tries)
         # A long reply takes a tenth of a second to read, in which a gateway's event loop would serve nobody.
         return await asyncio.to_thread(self._read_content, bytes(content), request, tries)
@@ -347,7 +357,7 @@ class ServerEngine(Engine):
         if status == 401:
             key = f"the key in environment variable {self.api_key_env}"
             return FaultError(f"401: {key} {'was refused' if self._key else 'is not set'}", again=False, of_all=True)
-        wait, header = wished_wait(headers), headers.get("retry-after")
+        wait, header = read_retry_after(headers), headers.get("retry-after")
         too_long = wait is not None and wait > LONGEST_WAIT
         forbidden = status == 403 and not _FILTERED.search(said)
         unknown = status == 404 and _MODEL.search(said) is not None  # a model; a 404 of one request does not name it
