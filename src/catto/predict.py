@@ -205,22 +205,29 @@ def count_correct(records: Iterable[Sampled]) -> int:
 def make_prediction(
     question: Question, generation: Generation, answer: Answer, *, temperature: float, seed: int, engine: str
 ) -> Prediction:
-    """Make the record of what was read of a response."""
-    certainty = None
-    lowest_group = None
-    if generation.tops:
-        certainty, lowest_group = token_certainty(generation.tops)
+    """Make the record of what was read of a response to a question."""
     return Prediction(
         question=question.id,
         **question.model_dump(include={"task", "split", "gold"}),
-        **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
-        **answer._asdict(),
-        self_certainty=certainty,
-        lowest_group=lowest_group,
+        **describe_answer(generation, answer),
         temperature=temperature,
         seed=seed,
         engine=engine,
     )
+
+
+def describe_answer(generation: Generation, answer: Answer) -> dict[str, Any]:
+    """Return the fields of a prediction that come from the response and its answer."""
+    certainty = None
+    lowest_group = None
+    if generation.tops:
+        certainty, lowest_group = token_certainty(generation.tops)
+    return {
+        **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
+        **answer._asdict(),
+        "self_certainty": certainty,
+        "lowest_group": lowest_group,
+    }
 
 
 # What is checked and decided before a run
@@ -375,7 +382,7 @@ class EvaluationRun:
                 continue
             generation = outcome.case.generation
             yield make_prediction(
-                outcome.case.question,
+                self.asked[generation.question].question,
                 generation,
                 outcome.answer,
                 temperature=self.temperatures[generation.sample],

@@ -19,7 +19,7 @@ from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from server_cases import by_seed, engine, refused, request
 
 from catto.engines import server_address
-from catto.engines.replies import wished_wait
+from catto.engines.replies import read_retry_after
 from catto.engines.server import FaultError, ServerEngine, ServerError, back_off
 from catto.records import Message, Refusal
 
@@ -485,11 +485,11 @@ def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(monkeypat
     ],
 )
 def test_a_wait_is_seconds_or_milliseconds(headers: dict[str, str], expected: float) -> None:
-    assert wished_wait(headers) == expected
+    assert read_retry_after(headers) == expected
 
 
 def test_a_wait_may_be_a_date() -> None:
-    wait = wished_wait({"retry-after": formatdate(time.time() + 600, usegmt=True)})
+    wait = read_retry_after({"retry-after": formatdate(time.time() + 600, usegmt=True)})
     assert wait is not None
     assert 300 <= wait <= 600
 
@@ -497,10 +497,10 @@ def test_a_wait_may_be_a_date() -> None:
 def test_a_date_is_compared_with_the_servers_own_clock() -> None:
     ahead = time.time() + 3600
     headers = {"retry-after": formatdate(ahead + 2, usegmt=True), "date": formatdate(ahead, usegmt=True)}
-    assert wished_wait(headers) == 2.0
-    assert wished_wait({**headers, "date": "noon"}) is None
+    assert read_retry_after(headers) == 2.0
+    assert read_retry_after({**headers, "date": "noon"}) is None
 
 
 @pytest.mark.parametrize("given", ["0", "-5", "soon", "nan", "inf", "", "Thu, 01 Jan 1970 00:00:00 GMT"])
 def test_a_wait_that_is_none_leaves_the_usual_one(given: str) -> None:
-    assert wished_wait({"retry-after": given}) is None
+    assert read_retry_after({"retry-after": given}) is None

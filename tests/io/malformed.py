@@ -503,7 +503,7 @@ def evaluated() -> Iterable[Case]:
         ("unknown engine", (model, *task, "--engine", "vlm"), "--engine", {}),
         ("vllm is missing", (model, *task, "--engine", "vllm"), "--engine vllm needs vllm: pip install 'catto[vllm]'", {}),
         ("server without an address", (model, *task, "--engine", "server"), "--engine server needs --base-url", {}),
-        ("an address without a server", (model, *task, "--base-url", "http://x/v1"), "--engine server needs --base-url", {}),
+        ("an address without a server", (model, *task, "--base-url", "http://x/v1"), "--base-url needs --engine server", {}),
         ("no address", (model, *task, "--engine", "server", "--base-url", "localhost:8000"), "--base-url: expected an address", {}),
         ("no host", (model, *task, "--engine", "server", "--base-url", "http:///v1"), "--base-url: expected an address", {}),
         ("no port", (model, *task, "--engine", "server", "--base-url", "http://x:99999/"), "--base-url: expected an address", {}),

@@ -56,7 +56,7 @@ PROCESSES = (
     "eval: other settings",
     "measure: deep line",
     "measure --bins 1000000000",
-    "recipe: bomb",
+    "recipe: 5,000 levels",
     "train --seed",
 )
 

@@ -30,8 +30,8 @@ from catto.calibrate import Fitted
 from catto.engines.server import ServerEngine
 from catto.io.record_files import write_records
 from catto.metrics.calibrators import Temperature
-from catto.records import Message, Option, Question
-from catto.serve.answering import Answered, Answerer, Asked
+from catto.records import Message, Option
+from catto.serve.answering import Answered, Answerer, Asked, ServedQuestion
 from catto.serve.gateway import Limits
 
 
@@ -180,6 +180,11 @@ def test_families_of_metrics_are_whole_and_buckets_rise() -> None:
         lines = get(url, "/metrics")[1].splitlines()
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(typed) == len(set(typed))
+    family = ""
+    for line in lines:
+        if line.startswith("# "):  # HELP comes before TYPE
+            family = line.split()[2]
+        assert family in line
     buckets = [line for line in lines if "_bucket" in line]
     bounds = [float(re.findall(r'le="(.*?)"', line)[0]) for line in buckets]
     counts = [float(line.split()[1]) for line in buckets]
@@ -347,7 +352,7 @@ def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any
         engine.more_tops, engine.continues = 1000, True  # as `probe` finds with llama.cpp
         fitted = None if on is None else Fitted(Temperature(tau=1.0), on)
         options = tuple(Option(label=label, text="") for label in "ABCD")
-        question = Question(id="q", task="served", split="test", fields={}, options=options, gold="A")
+        question = ServedQuestion("q", options)
         chat = (Message(role="user", content="Which?"),)
         async with engine.client() as client:
             answerer = Answerer(engine, client, fitted, None, "")

@@ -113,10 +113,11 @@ def test_without_fields_a_map_is_proposed_with_the_first_prompt(name: str, tmp_p
 
 
 def from_options(folder: Path, schema: Schema) -> Any:
-    from catto.cli.data import source_of
+    from catto.cli.data import choose_source
+    from catto.cli.options import QuestionFileOptions
 
     _, file, _, fields, *answers = map(str, options_of(folder, schema))
-    return source_of(None, [file], fields, None, answers[1:])
+    return choose_source(None, QuestionFileOptions(file=[file], fields=fields, answers=answers[1:]))
 
 
 @pytest.fixture(scope="module")

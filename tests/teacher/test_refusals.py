@@ -22,7 +22,7 @@ from teacher_world import Scripted, calm, questions, scripted, serve, server_set
 from typer.testing import CliRunner
 
 from catto.engines import Generation, Key, Request
-from catto.engines.replies import RefusalCap, count_reasons, one_line
+from catto.engines.replies import RefusalCap, clean_message, count_reasons
 from catto.engines.server import ServerEngine, ServerError
 from catto.errors import DataError
 from catto.io.record_files import manifest_path, read_manifest, read_records
@@ -662,7 +662,7 @@ def test_quotations_are_those_of_a_window_by_window_search() -> None:
         noise = ["".join(draws.choices("ab x", k=draws.randint(0, 30))) for _ in range(5)]
         line = "".join(part for pair in zip(noise, [*pieces, ""], strict=True) for part in pair)
         line, prompt = " ".join(line.split()), " ".join(prompt.split())
-        assert one_line(line, [], [prompt]) == naive(line, prompt)
+        assert clean_message(line, [], [prompt]) == naive(line, prompt)
 
 
 def test_a_prompt_of_a_megabyte_is_searched_quickly() -> None:
@@ -671,18 +671,18 @@ def test_a_prompt_of_a_megabyte_is_searched_quickly() -> None:
     said = "the maximum context length is 8192 tokens, " * 6
     started = time.process_time()
     for line in (said, f"{prompt}; was refused", prompt[500_000:] + said):
-        assert one_line(line, [], [prompt])
+        assert clean_message(line, [], [prompt])
     assert time.process_time() - started < 0.5
-    assert one_line(f"{prompt}; was refused", [], [prompt]) == "[prompt]; was refused"
+    assert clean_message(f"{prompt}; was refused", [], [prompt]) == "[prompt]; was refused"
 
 
 def test_one_line_drops_secrets_and_quotations_and_keeps_the_rest() -> None:
     prompt = "Which of these four animals is the heaviest one?"
-    assert one_line(f"bad:\n '{prompt}'\tin k-77", ["k-77"], [prompt]) == "bad: '[prompt]' in [key]"
-    assert one_line("four animals is the", [], [prompt]) == "four animals is the"  # 19 characters
-    assert one_line("four animals is the ", [], [prompt]) == "four animals is the"
-    assert len(one_line("x" * 1000)) == 300
-    assert one_line(f"{prompt} {prompt}", [], [prompt]) == "[prompt] [prompt]"
+    assert clean_message(f"bad:\n '{prompt}'\tin k-77", ["k-77"], [prompt]) == "bad: '[prompt]' in [key]"
+    assert clean_message("four animals is the", [], [prompt]) == "four animals is the"  # 19 characters
+    assert clean_message("four animals is the ", [], [prompt]) == "four animals is the"
+    assert len(clean_message("x" * 1000)) == 300
+    assert clean_message(f"{prompt} {prompt}", [], [prompt]) == "[prompt] [prompt]"
 
 
 def test_the_limit_counts_what_was_stored() -> None:

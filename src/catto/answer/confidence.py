@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from catto.answer.response import find_answer_tag, find_tags, find_turn_end, parse_answer
+from catto.answer.response import LabelledQuestion, find_answer_tag, find_tags, find_turn_end, parse_answer
 from catto.answer.tokens import (
     AnswerSource,
     LabelPosition,
@@ -48,7 +48,7 @@ class AskedQuestion(NamedTuple):
 class Case(NamedTuple):
     """A response with the question and the messages that it answers."""
 
-    question: Question
+    question: LabelledQuestion
     chat: tuple[Message, ...]
     generation: Generation
 
@@ -77,7 +77,7 @@ MAX_LOGPROB_DIFFERENCE = 0.3
 
 
 def _make_answer(
-    question: Question,
+    question: LabelledQuestion,
     label: str,
     *,
     source: AnswerSource,
@@ -215,7 +215,7 @@ def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
     return answers
 
 
-def _read_scored(question: Question, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
+def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
     logprobs_after = {}
     for point, score in scores.items():
         logprobs_after[point.prefix] = dict(zip(point.candidates, score.logprobs, strict=True))
@@ -507,7 +507,9 @@ def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:
     return None
 
 
-def _read_written_label(question: Question, written: _WrittenLabel, next_candidates: Mapping[str, float]) -> Answer:
+def _read_written_label(
+    question: LabelledQuestion, written: _WrittenLabel, next_candidates: Mapping[str, float]
+) -> Answer:
     """Read the probability of a written label.
 
     The candidates of a continuation count only if the drawn token is as probable there.
@@ -523,7 +525,7 @@ def _read_written_label(question: Question, written: _WrittenLabel, next_candida
     return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
 
 
-def _read_most_probable(question: Question, candidates: Mapping[str, float]) -> Answer:
+def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, float]) -> Answer:
     """Read the most probable label among the candidates for the next token."""
     logprobs = read_label_logprobs({label: label for label in question.labels}, candidates)
     if not logprobs:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from catto.answer.forms import Choices, LabelReading, Span, find_claims, fold_choices, is_lead, read_form
 from catto.prompts import TAG
-from catto.records import Question
+from catto.records import Option
 
 Source = Literal["free", "plain"]
 
@@ -62,7 +62,26 @@ class ParsedResponse(NamedTuple):
     opened: int = 0
 
 
-def parse_answer(text: str, question: Question, *, cut: bool = False) -> ParsedResponse:
+class LabelledQuestion(Protocol):
+    """What reading an answer needs of a question: its id and options. The gold label is not among it."""
+
+    @property
+    def id(self) -> str:
+        """The id of the question."""
+        ...
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The options with their labels."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels in the order of the options."""
+        ...
+
+
+def parse_answer(text: str, question: LabelledQuestion, *, cut: bool = False) -> ParsedResponse:
     """Read a response to a question; see `parse_response`."""
     return parse_response(text, question.labels, [option.text for option in question.options], cut=cut)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from catto.engines import Request, find_stop_end
+from catto.engines.base import Request, find_stop_end
 from catto.token_ids import count_shared_beginning
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).

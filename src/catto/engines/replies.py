@@ -1,12 +1,11 @@
-"""What a server replies: the fields of a chat completion that are read, and requests that it refuses for good.
+"""Replies of an OpenAI-compatible server: the fields that are read, and the requests that it refuses for good.
 
-A reply that does not fit the models below is unusable. A refusal is reported in one line without secrets, and a run of
-which too much is refused is stopped.
+A reply that does not fit the models below is unusable. A refusal is reported in one line without secrets. A run stops
+if too many of its questions are refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from bisect import bisect_left
 from codecs import getincrementaldecoder
@@ -15,65 +14,75 @@ from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from itertools import accumulate
 from math import inf, isfinite
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, AliasPath, BaseModel, Field
 from pydantic_core import from_json
 
-from catto.engines import Key, find_stop_end
-from catto.records import LogProbability, Refusal, Sampled
+from catto.engines.base import find_stop_end
+from catto.records import Key, LogProbability, Refusal, Sampled
 
 MOST_REFUSED = 0.2
-# A share is judged from so many questions on.
-ENOUGH = 20
-# A server that throws a prompt back quotes at least so many characters of it.
-QUOTED = 20
-LONGEST_REASON = 300
+# The share of refused questions is checked from this number of questions on.
+MIN_QUESTIONS = 20
+# A server that repeats a prompt quotes at least this many characters of it.
+MIN_QUOTED_CHARS = 20
+MAX_REASON_CHARS = 300
 
 
 class ServerError(RuntimeError):
-    """What stops a run, in one line and without the key."""
+    """A failure that stops a run: one line without the key."""
 
 
 class RefusalCap:
-    """Stop a run of which too much is refused: then the settings are at fault, and not single requests.
+    """Stop a run if too many questions are refused: then the settings are at fault, not single requests.
 
-    Questions are counted, not requests: the samples of one filtered question are all refused. `most` is the largest
-    share of refused questions, judged from 20 on; 1 is no limit. A run whose first 20 requests are all refused is
-    stopped as well. What an earlier run has stored counts in the share.
+    Questions are counted, not requests: the samples of one filtered question are all refused. A run whose first 20
+    requests are all refused is stopped as well.
+
+    Args:
+        most: Maximum share of refused questions, checked from 20 questions on; 1 means no limit.
+        answered: Keys that an earlier run has stored; they count in the share.
+        refused: Keys that an earlier run was refused.
     """
 
     def __init__(self, most: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
+        answered_questions = {question for question, _ in answered}
         self.most = most
         self._refused = {question for question, _ in refused}
-        stored = {question for question, _ in answered}
-        self._asked, self._some, self._requests = self._refused | stored, bool(stored), 0
+        self._asked = self._refused | answered_questions
+        self._has_answers = bool(answered_questions)
+        self._refused_requests = 0
 
     def count(self, outcome: Sampled) -> None:
-        """Count an answer or a refusal; raise ServerError where there is one refusal too many."""
+        """Count an answer or a refusal; raise ServerError at one refusal too many."""
         self._asked.add(outcome.question)
         if not isinstance(outcome, Refusal):
-            self._some = True
+            self._has_answers = True
             return
         self._refused.add(outcome.question)
-        self._requests += 1
+        self._refused_requests += 1
         if self.most >= 1:
             return
-        if not self._some and self._requests >= ENOUGH:
-            raise self._error(f"all of the first {self._requests} requests were refused", outcome)
-        if len(self._asked) >= ENOUGH and len(self._refused) > self.most * len(self._asked):
-            share = f"{len(self._refused)} of {len(self._asked)} questions were refused, max_refused is {self.most:g}"
+        if not self._has_answers and self._refused_requests >= MIN_QUESTIONS:
+            raise self._error(f"all of the first {self._refused_requests} requests were refused", outcome)
+        refused = len(self._refused)
+        asked = len(self._asked)
+        if asked >= MIN_QUESTIONS and refused > self.most * asked:
+            share = f"{refused} of {asked} questions were refused, max_refused is {self.most:g}"
             raise self._error(share, outcome)
 
     @staticmethod
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
-        """Raise ServerError where everything was refused, however few requests there were."""
-        if not answered and (last := next(iter(refusals), None)) is not None:
-            raise RefusalCap._error("every request was refused (--retry-refused asks again)", last)
+        """Raise ServerError if every request was refused, however few there were."""
+        if answered:
+            return
+        for refusal in refusals:
+            raise RefusalCap._error("every request was refused (--retry-refused asks again)", refusal)
 
     @staticmethod
-    def _error(what: str, last: Refusal) -> ServerError:
-        return ServerError(f"{what}, such as {last.name}: {last.refused}")
+    def _error(problem: str, example: Refusal) -> ServerError:
+        return ServerError(f"{problem}, such as {example.name}: {example.refused}")
 
 
 def count_reasons(refusals: Iterable[Refusal]) -> str:
@@ -84,36 +93,66 @@ def count_reasons(refusals: Iterable[Refusal]) -> str:
     """
     reasons = Counter(refusal.refused for refusal in refusals)
     shown = [f"{count:,} x {reason}" for reason, count in reasons.most_common(3)]
-    return "; ".join(shown + ["..."] * (len(reasons) > 3))
+    if len(reasons) > len(shown):
+        shown.append("...")
+    return "; ".join(shown)
 
 
-def one_line(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ()) -> str:
+def clean_message(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ()) -> str:
     """Put a server's message on one line, without secrets and without what it quotes of the prompt.
 
-    Every stretch of at least 20 characters that is also in the prompt is replaced.
+    Args:
+        text: The message.
+        secrets: Texts that are replaced by `[key]`.
+        prompt: The texts of the prompt. A quotation of at least 20 characters is replaced by `[prompt]`.
 
-    >>> one_line("bad key: k-77", ["k-77"])
+    Returns:
+        At most 300 characters.
+
+    >>> clean_message("bad key: k-77", ["k-77"])
     'bad key: [key]'
     """
-    line = " ".join(text.replace("\\n", " ").replace('\\"', '"').split())
-    for secret in filter(None, secrets):
-        line = line.replace(secret, "[key]")
-    told = "\n".join(" ".join(part.split()) for part in prompt)
-    kept, place, end = "", 0, 0  # where the last quotation ends
-    while place < len(line) and len(kept) < LONGEST_REASON:
+    line = _join_spaces(text.replace("\\n", " ").replace('\\"', '"'))
+    for secret in secrets:
+        if secret:
+            line = line.replace(secret, "[key]")
+    prompt_text = "\n".join(_join_spaces(part) for part in prompt)
+    return _replace_quotations(line, prompt_text)[:MAX_REASON_CHARS]
+
+
+def _join_spaces(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _replace_quotations(line: str, prompt: str) -> str:
+    """Replace every stretch of at least 20 characters that is in the prompt; stop after 300 characters of result.
+
+    A prompt of 1 MB is searched in about 10 ms: if the second half of the next 20 characters is not in the prompt, no
+    quotation begins in the first half.
+    """
+    half = MIN_QUOTED_CHARS // 2
+    kept = ""
+    position = 0
+    quotation_end = 0
+    while position < len(line) and len(kept) < MAX_REASON_CHARS:
+        window = line[position : position + MIN_QUOTED_CHARS]
         step = 1
-        # A prompt of 1 MB is searched in about 10 ms: characters are skipped whose successors rule out a quotation.
-        if line[place + QUOTED // 2 : place + QUOTED] not in told:
-            step += QUOTED // 2
-        elif place + QUOTED <= len(line) and line[place : place + QUOTED] in told:
-            rest = range(len(line) - place)
-            longest = bisect_left(rest, True, key=lambda more: line[place : place + more + 1] not in told)
-            kept += "" if kept.endswith("[prompt]") else "[prompt]"
-            end = place + longest
-            step = longest - QUOTED + 1  # the next quotation may begin within this one
-        kept += line[max(place, end) : place + step]
-        place += step
-    return kept[:LONGEST_REASON]
+        if window[half:] not in prompt:
+            step = half + 1
+        elif len(window) == MIN_QUOTED_CHARS and window in prompt:
+            length = _quotation_length(line[position:], prompt)
+            if not kept.endswith("[prompt]"):
+                kept += "[prompt]"
+            quotation_end = position + length
+            step = length - MIN_QUOTED_CHARS + 1  # the next quotation may begin within this one
+        kept += line[max(position, quotation_end) : position + step]
+        position += step
+    return kept
+
+
+def _quotation_length(text: str, prompt: str) -> int:
+    """Return the length of the longest beginning of a text that is in the prompt."""
+    return bisect_left(range(len(text)), True, key=lambda last: text[: last + 1] not in prompt)
 
 
 class ReplyMessage(BaseModel):
@@ -126,13 +165,15 @@ class ReplyMessage(BaseModel):
 
     @property
     def reasoned(self) -> str | None:
-        """The reasoning that came apart from the text."""
+        """The reasoning, if the server returns it separately from the text."""
         return self.reasoning_content or self.reasoning or None
 
     @property
     def text(self) -> str:
         """The text; a refusal is a text too."""
-        return self.content if self.content is not None else self.refusal or ""
+        if self.content is not None:
+            return self.content
+        return self.refusal or ""
 
 
 def drop_noise(logprob: float) -> float:
@@ -197,62 +238,107 @@ class ModelList(BaseModel):
 
 
 def error_message(content: bytes | bytearray) -> str | None:
-    """The message of an error reply in one of its usual forms, with its code; None where it has none.
+    """Return the message of an error reply in one of its usual forms, with its code; None if it has none.
 
     >>> error_message(b'{"error": {"message": "no such model", "code": "model_not_found"}}')
     'no such model (model_not_found)'
     """
     try:
-        body = from_json(bytes(content))
+        problem = from_json(bytes(content))
     except ValueError:
         return None
-    problem = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(problem, dict):
+        problem = problem.get("error", problem)
     if isinstance(problem, str):
         return problem
-    text = (problem.get("message") or problem.get("detail")) if isinstance(problem, dict) else None
+    if not isinstance(problem, dict):
+        return None
+    text = problem.get("message") or problem.get("detail")
     if not isinstance(text, str):
         return None
-    return f"{text} ({problem['code']})" if isinstance(problem.get("code"), str) else text
+    code = problem.get("code")
+    if isinstance(code, str):
+        return f"{text} ({code})"
+    return text
 
 
-Tops = tuple[tuple[str, dict[str, float]], ...]
+class ReplyText(NamedTuple):
+    """The text of a reply up to its stop text. What follows is None if the server returned no log-probabilities."""
+
+    text: str
+    tops: tuple[tuple[str, dict[str, float]], ...] | None  # tokens with the log-probabilities of their candidates
+    mean_logprob: float | None
 
 
-def cut_after_stop(choice: Choice, stop: Sequence[str]) -> tuple[str, Tops | None, float | None]:
-    """The text up to and with the first stop text, its tokens' candidates, and their mean log-probability."""
-    text = choice.message.text
-    text = text[: find_stop_end(text, stop)]
+def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
+    """Return a completion up to and with the first stop text."""
+    full_text = choice.message.text
+    text = full_text[: find_stop_end(full_text, stop)]
     tokens = choice.tokens or ()
-    if choice.message.text not in "".join(token.token for token in tokens):  # a character of several tokens is in bytes
-        decode = getincrementaldecoder("utf-8")("replace").decode
-        texts = [token.token if token.bytes is None else decode(bytes(token.bytes)) for token in tokens]
-        tokens = tuple(one.model_copy(update={"token": text}) for one, text in zip(tokens, texts, strict=True))
-    written, begins = "".join(one.token for one in tokens), [*accumulate((len(one.token) for one in tokens), initial=0)]
-    # Some servers log the tokens of a reasoning that they report apart, and one that ends the turn.
-    first = max((begin for begin in begins if written.startswith(choice.message.text, begin)), default=0)
-    kept = [one for one, begin in zip(tokens, begins, strict=False) if 0 <= begin - first < len(text) or not text]
+    if full_text not in "".join(token.token for token in tokens):
+        tokens = _decode_token_bytes(tokens)
+    starts = [0, *accumulate(len(token.token) for token in tokens)]
+    text_start = _find_text_start("".join(token.token for token in tokens), full_text, starts)
+    kept = []
+    for token, start in zip(tokens, starts, strict=False):
+        is_in_text = text_start <= start < text_start + len(text)
+        if is_in_text or not text:
+            kept.append(token)
     if not kept:
-        return text, None, None
+        return ReplyText(text, None, None)
     tops = tuple((token.token, token.candidates) for token in kept)
-    return text, tops, sum(token.logprob for token in kept) / len(kept)
+    mean_logprob = sum(token.logprob for token in kept) / len(kept)
+    return ReplyText(text, tops, mean_logprob)
 
 
-def wished_wait(headers: Mapping[str, str]) -> float | None:
-    """Seconds after which a server asks to be called again, from its headers; None where they say nothing usable.
+def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
+    """Take the text of each token from its bytes: a character of several tokens is whole only there."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    decoded = []
+    for token in tokens:
+        text = token.token
+        if token.bytes is not None:
+            text = decoder.decode(bytes(token.bytes))
+        decoded.append(token.model_copy(update={"token": text}))
+    return tuple(decoded)
 
-    A date is compared with the `Date` of the reply, where it has one.
+
+def _find_text_start(written: str, text: str, starts: Sequence[int]) -> int:
+    """Return where the text begins among the logged tokens.
+
+    Some servers also log the tokens of a reasoning that they report separately, and the token that ends the turn.
+    """
+    for start in reversed(starts):
+        if written.startswith(text, start):
+            return start
+    return 0
+
+
+def read_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds to wait before the next request; None if the headers hold no usable time.
+
+    A date is compared with the `Date` of the reply, if it has one.
 
     Example:
-        >>> wished_wait({"retry-after": "20"})
+        >>> read_retry_after({"retry-after": "20"})
         20.0
     """
-    wait = 0.0
-    with contextlib.suppress(ValueError):
-        if "retry-after-ms" in headers:
-            wait = float(headers["retry-after-ms"]) / 1000
-        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdecimal():
-            wait = float(given)
-        else:
-            now = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
-            wait = parsedate_to_datetime(given).timestamp() - now
-    return wait if 0 < wait < inf else None
+    try:
+        seconds = _parse_retry_after(headers)
+    except ValueError:
+        return None
+    if 0 < seconds < inf:
+        return seconds
+    return None
+
+
+def _parse_retry_after(headers: Mapping[str, str]) -> float:
+    if "retry-after-ms" in headers:
+        return float(headers["retry-after-ms"]) / 1000
+    value = headers.get("retry-after", "")
+    if value.replace(".", "", 1).isdecimal():
+        return float(value)
+    now = time.time()
+    if "date" in headers:
+        now = parsedate_to_datetime(headers["date"]).timestamp()
+    return parsedate_to_datetime(value).timestamp() - now

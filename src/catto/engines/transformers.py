@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from catto.engines import TAU_GRID, Context, Engine, Generation, Key, Request, Scores, check_hub, check_model
+from catto.engines.base import TAU_GRID, Context, Engine, Generation, Request, Scores
 from catto.engines.decoding import (
     HeadHook,
     ResponseInProgress,
@@ -27,8 +27,10 @@ from catto.engines.decoding import (
     last_logits,
     state_logits,
 )
+from catto.engines.locations import check_hub, check_model
 from catto.errors import DataError
 from catto.prompts import prompt_ids
+from catto.records import Key
 from catto.token_ids import decode_ids
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from catto.engines import Context, Engine, Generation, Key, Request, Scores, find_stop_end
+from catto.engines.base import Context, Engine, Generation, Request, Scores, find_stop_end
 from catto.engines.transformers import score_candidates
 from catto.prompts import prompt_ids
+from catto.records import Key
 from catto.token_ids import decode_ids
 
 # vLLM refuses more. A recipe's `decode: greedy` rescales the stored answers and samples nothing.

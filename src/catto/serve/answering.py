@@ -21,8 +21,8 @@ from catto.calibrate import OTHER_PROTOCOL, Fitted, RiskThreshold, final_answers
 from catto.engines import Generation, Request, find_stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
-from catto.predict import STOP, make_prediction, request_seed
-from catto.records import Message, Prediction, Protocol, Question, Refusal
+from catto.predict import STOP, describe_answer, request_seed
+from catto.records import Message, Option, Prediction, Protocol, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
@@ -45,13 +45,26 @@ async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 
 @dataclass(frozen=True)
+class ServedQuestion:
+    """A question of a client: its options, and no gold label."""
+
+    id: str
+    options: tuple[Option, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels in the order of the options."""
+        return tuple(option.label for option in self.options)
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request: `question` holds its id and labels, `protocol` says how one answer is made of the samples.
 
     `has_other_labels`: the request's own options have labels that the served task does not have.
     """
 
-    question: Question
+    question: ServedQuestion
     messages: tuple[Message, ...]
     protocol: Protocol
     max_tokens: int
@@ -193,15 +206,18 @@ class Answerer:
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
         if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
             response = response.model_copy(update={"finish_reason": "stop"})
-        made = make_prediction(
-            asked.question,
-            response,
-            answer,
+        # Nobody knows the right answer of a served question: an empty gold label equals no answer.
+        prediction = Prediction(
+            question=asked.question.id,
+            task="served",
+            split="test",
+            gold="",
+            **describe_answer(response, answer),
             temperature=request.temperature,
             seed=request.seed,
             engine=self.engine.name,
         )
-        return Sample(made, (response, *replies[1:]), unreadable)
+        return Sample(prediction, (response, *replies[1:]), unreadable)
 
     def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
         """The rule's choice of the samples and what is known of it."""

@@ -30,8 +30,8 @@ from starlette.exceptions import HTTPException
 from catto.engines.server import FaultError
 from catto.errors import shorten_text
 from catto.metrics.selection import RULES
-from catto.records import Option, Protocol, Question
-from catto.serve.answering import Answered, Answerer, Asked, run_in_thread
+from catto.records import Option, Protocol
+from catto.serve.answering import Answered, Answerer, Asked, ServedQuestion, run_in_thread
 from catto.serve.feedback_log import FeedbackLog
 from catto.serve.metrics import GatewayMetrics
 from catto.serve.requests import ChatRequest, Feedback
@@ -244,11 +244,8 @@ class Gateway:
             seed = secrets.randbits(31)
         options = self._read_options(body)
         has_other_labels = any(option.label not in self.labels for option in options)
-        # The gold label is a placeholder: nothing that the gateway returns or logs depends on it.
-        gold = options[0].label
-        question = Question(id=answer_id, task="served", split="test", fields={}, options=options, gold=gold)
         return Asked(
-            question=question,
+            question=ServedQuestion(answer_id, options),
             messages=tuple(body.messages),
             protocol=protocol,
             max_tokens=max_tokens,

@@ -1,0 +1,146 @@
+"""The engine protocol and its records: requests, generations, contexts and scores.
+
+`generate` draws responses, one per `Request`; `score` gives the log-probabilities of candidate tokens after a context.
+A request carries its own temperature and seed, so a response depends on (question, sample) alone and a killed run
+resumes with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from catto.records import Key, Message, Record, Refusal, Sampled
+
+# Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
+TAU_GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)
+
+
+class Request(Sampled):
+    """A request for one response: sample `sample` of question `question`. Temperature 0 means greedy decoding."""
+
+    question: str
+    sample: int = 0
+    messages: tuple[Message, ...]
+    temperature: float = Field(default=0.0, ge=0)
+    seed: int = 0
+    max_tokens: int = Field(default=512, gt=0)
+    stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which stays in the response
+    keep_states: bool = False  # `score` of this response follows: an engine may keep its hidden states
+    begun: bool = False  # the last message is the beginning of the response; the server continues it
+
+
+class Generation(Sampled):
+    """One generated response. What the engine does not know is None."""
+
+    question: str
+    sample: int
+    text: str
+    reasoning: str | None = None  # if the server returns it separately from the text
+    token_ids: tuple[int, ...] | None = None
+    # token texts with the log-probabilities of the best candidates, where a server returns them
+    tops: tuple[tuple[str, dict[str, float]], ...] | None = None
+    mean_logprob: float | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    finish_reason: str | None = None
+    model: str
+    temperature_acts: bool = True
+    seconds: float | None = None
+
+
+class Context(Record):
+    """Where to score: the prompt's messages, the response's tokens so far, the candidate next tokens."""
+
+    messages: tuple[Message, ...]
+    prefix: tuple[int, ...]  # token ids of the response up to the scored position
+    candidates: tuple[int, ...]
+    response: Key | None = None  # the response that the context belongs to, if the engine has just generated it
+
+
+class Scores(Record):
+    """Full-vocabulary log-probabilities of a context's candidates (temperature 1) and, per tau of the grid,
+    `logsumexp(logits / tau) - max(logits) / tau`."""
+
+    logprobs: tuple[float, ...]
+    logsumexp: dict[str, float] | None = None
+
+
+class LabelScores(Scores):
+    """Scores at a label of a stored response: after its first `kept` tokens and those `added` to close it."""
+
+    kept: int
+    added: tuple[int, ...]
+    candidates: tuple[int, ...]
+
+
+class ScoredGeneration(Generation):
+    """A generation with the scores of its label. There are none if the engine exchanges text only."""
+
+    labels: tuple[LabelScores, ...] = ()
+
+
+class Engine(Protocol):
+    """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
+
+    An engine with a tokenizer exchanges tokens: its generations carry token ids, and `score` takes them. One without
+    exchanges text: its labels are read from `Generation.tops`, and `score` raises NotImplementedError.
+    """
+
+    name: str  # stored with every prediction: engine, dtype, versions
+    model: str
+    batch_size: int = 16  # number of responses generated at once
+    tokenizer: Any = None
+    positions: int | None = None  # maximum number of tokens of prompt and response together; None for no limit
+
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+        """Yield one generation for every request whose key is not in `done`, in any order, as they arrive.
+
+        Requests may be read more than once.
+        A server may refuse single requests: it yields a refusal in place of the generation.
+        """
+        ...
+
+    def score(self, contexts: Sequence[Context]) -> list[Scores]:
+        """Score the candidates of every context, in order."""
+        message = f"{self.name} cannot score token ids; use a local engine"
+        raise NotImplementedError(message)
+
+
+def find_stop_end(text: str, stops: Collection[str]) -> int | None:
+    """Find where the first stop text ends. The end of an answer that the reasoning quotes does not count.
+
+    Args:
+        text: A response, possibly unfinished.
+        stops: The stop texts.
+
+    Returns:
+        The index after the stop text; None if there is none, so that `text[:end]` is the whole text.
+
+    Example:
+        >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
+        7
+        >>> find_stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
+        55
+    """
+    first = min((text.index(stop) for stop in stops if stop in text), default=None)
+    if first is None:
+        return None
+    start = 0
+    if "</answer>" in stops:
+        opened = text.find("<think>")
+        closed = text.find("</think>")
+        is_reasoning_unfinished = closed < 0 <= opened < first
+        if is_reasoning_unfinished:
+            return None
+        is_in_reasoning = first < closed and not first < opened < closed
+        if is_in_reasoning:
+            start = closed
+    ends = []
+    for stop in stops:
+        begin = text.find(stop, start)
+        if begin >= 0:
+            ends.append(begin + len(stop))
+    return min(ends, default=None)
