@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from catto.answer.forms import VERSION
 from catto.io.record_files import manifest_path, read_records
-from catto.pipeline.attempts import locked
+from catto.pipeline.attempts import lock_run
 from catto.pipeline.stage import Stage
 from catto.records import Prediction, SftRow
 from catto.training.examples import examples
@@ -223,7 +223,7 @@ def test_what_failed_is_run_once_it_can_be(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    with locked(tmp_path / "out"):
+    with lock_run(tmp_path / "out"):
         told = run(capsys, "teach", write_recipe(tmp_path), "--out", tmp_path / "out")
     assert told.code == 2
     who = f"another run (process {os.getpid()} on {platform.node()})"
