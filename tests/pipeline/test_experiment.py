@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -140,7 +139,6 @@ def test_without_a_terminal_lines_are_plain(finished: Finished) -> None:
 
 def test_nothing_is_left_of_the_work(finished: Finished) -> None:
     assert not list(finished.root.rglob("*.part*"))
-    assert not (finished.root / "running.json").exists()
     assert not finished.stages("*/checkpoints")
 
 
@@ -226,10 +224,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, capsys: Capt
     with lock_run(tmp_path / "out"):
         told = run(capsys, "teach", write_recipe(tmp_path), "--out", tmp_path / "out")
     assert told.code == 2
-    who = f"another run (process {os.getpid()} on {platform.node()})"
-    assert (
-        told.err == f"catto: {tmp_path / 'out'}: {who} is working in this folder; wait for it, or give another --out\n"
-    )
+    assert told.err.startswith(f"catto: {tmp_path / 'out'}: another run is working in this folder")
+    assert told.err.count("\n") == 1
 
 
 def test_ctrl_c_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
