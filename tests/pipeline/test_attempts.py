@@ -132,8 +132,8 @@ def test_a_paused_attempt_is_kept_and_a_killed_one_is_continued(tmp_path: Path) 
 
 
 def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
-    with lock_run(tmp_path):
-        with pytest.raises(DataError, match="another run is working in this folder"), lock_run(tmp_path):
-            pass
+    refusal = pytest.raises(DataError, match="another run is working in this folder")
+    with lock_run(tmp_path), refusal, lock_run(tmp_path):
+        pass
     with lock_run(tmp_path):
         pass
