@@ -19,7 +19,6 @@ from experiment_world import ENVIRONMENT, RECIPE, write_recipe
 from test_experiment_kill import files
 
 from catto.errors import DataError
-from catto.pipeline import attempts
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, finished, ordered
 from catto.recipe.load import load
@@ -97,10 +96,18 @@ def worker(cluster: Any, out: Path, pattern: str, has: str) -> tuple[Path, int, 
     nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
     for path in (out / "stages").glob(f"{pattern}.part-*/{has}"):
         folder = path.parents[len(Path(has).parts) - 1]
-        pid = attempts.heartbeat(folder / "attempt.json").get("pid")
+        pid = read_attempt(folder).get("pid")
         if pid is not None and (node := nodes.get(parent_of(pid))) and path.exists() and path.stat().st_size:
             return folder, int(pid), node
     return None
+
+
+def read_attempt(folder: Path) -> dict[str, Any]:
+    """What an attempt says of itself; nothing where it is gone."""
+    try:
+        return dict(json.loads((folder / "attempt.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def parent_of(pid: int) -> int:
@@ -113,7 +120,7 @@ def parent_of(pid: int) -> int:
 
 def done(out: Path) -> dict[str, str]:
     """The attempt by which every finished stage was made."""
-    return {folder.name: attempts.heartbeat(folder / "attempt.json")["token"] for folder in finished(out)}
+    return {folder.name: read_attempt(folder)["token"] for folder in finished(out)}
 
 
 def test_lost_nodes_workers_and_drivers_change_nothing(
@@ -134,7 +141,7 @@ def test_lost_nodes_workers_and_drivers_change_nothing(
     # A second run in the folder is refused.
     told = command(capsys, "run", recipe, "--out", out)
     assert told.code == 2
-    assert f"another run (process {driver.pid} on " in told.err
+    assert "another run is working in this folder" in told.err
     # A worker is killed while it generates.
     _, process, _ = until(lambda: worker(cluster, out, "generated-*", "generations.part.jsonl"), driver)
     os.kill(process, signal.SIGKILL)
@@ -149,7 +156,7 @@ def test_lost_nodes_workers_and_drivers_change_nothing(
         line for line in errors.splitlines() if not re.fullmatch(r"(catto: |\[\d+/\d+\] ).*|.*: done in .*", line)
     ]
     deadline = time.monotonic() + 60
-    while attempts._started(process) is not None:
+    while parent_of(process):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     # The driver is killed.
@@ -203,10 +210,9 @@ def test_an_error_is_not_tried_again_and_stops_only_what_depends_on_it(cluster: 
     ((problem, log),) = outcome.failed.items()
     assert problem.startswith("questions mine: DataError: ")
     assert "row 1" in log.read_text()
-    assert ".part-0001-" in str(log)
+    assert ".part-" in str(log)
     assert shown.ends["teacher witnesses"] == "done"
     assert [stage.name for stage in outcome.blocked] == ["responses mine", "teacher mine"]
-    assert not (root / attempts.RUNNING).exists()
 
 
 # ---- resources: no cluster is needed --------------------------------------------------------------------------------
@@ -272,7 +278,6 @@ def test_an_address_without_a_cluster_is_one_line(
     assert told.code == 2
     assert told.err.count("\n") == 1
     assert told.err.startswith(f"catto: {problem}")
-    assert not (tmp_path / "out" / attempts.RUNNING).exists()
 
 
 @pytest.mark.parametrize(

@@ -162,4 +162,4 @@ def test_checkpoints_count_before_journals_and_a_finished_training_before_both(t
             (tmp_path / name / "checkpoints" / f"checkpoint-{step}" / file).write_text("{}")
     (tmp_path / "a" / "generations.part.jsonl").write_text("much")
     (tmp_path / "c" / "training.json").write_text("{}")
-    assert [folder.name for folder in sorted(tmp_path.iterdir(), key=attempts._reached)] == ["a", "b", "c"]
+    assert [folder.name for folder in sorted(tmp_path.iterdir(), key=attempts.measure_progress)] == ["a", "b", "c"]

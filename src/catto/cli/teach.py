@@ -15,7 +15,7 @@ from catto.cli.console import check_name, refusing, say
 from catto.cli.data import override_task
 from catto.cli.options import INPUT, OUTPUT, QuestionFileOptions, expand_options
 from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
-from catto.pipeline.attempts import folders
+from catto.pipeline.attempts import attempt_folders
 from catto.pipeline.kinds.steps import questions_of, read_questions
 from catto.pipeline.stage import Stage, done, place
 from catto.recipe.settings import TeacherSettings
@@ -88,7 +88,7 @@ def teach(
 def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, retry_refused: bool) -> Estimate:
     """Count what a stage of responses would still ask."""
     asked = stage.needs["questions"]
-    begun = folders(root, stage)
+    begun = attempt_folders(root, stage)
     stored = begun[-1] if begun else None
     if done(root, stage):
         stored = place(root, stage)

@@ -2,8 +2,8 @@
 
 A task gets the recipe, the key of its stage and references to the tasks of what it needs, for which Ray lets it wait.
 Its worker finds the stage by the key and runs it as the local runner does, so a task that Ray starts again after a lost
-node or worker is another attempt, which resumes. Only how a stage ended travels back; progress is read from the
-heartbeats.
+node or worker is another attempt, which resumes. Only how a stage ended travels back; progress is read from
+the folders of the attempts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
 
     address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
     """
-    with attempts.locked(root):
+    with attempts.lock_run(root):
         missing = [stage for stage, standing in runner.plan(root, goals) if standing != "done"]
         with _connected(address):
             options = cluster_options(recipe, missing, [node["Resources"] for node in ray.nodes() if node["Alive"]])
@@ -91,8 +91,11 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
-    """Show the stages until all have ended: progress by the heartbeats of the attempts, ends by the tasks."""
-    outcome, watch, began = Outcome(), attempts.Watch(), dict[str, float]()
+    """Show the stages until all have ended: progress by the files of new attempts, ends by the tasks."""
+    outcome = Outcome()
+    began: dict[str, float] = {}
+    shown: dict[str, list[Any]] = {}
+    earlier = {folder for folders in attempts.attempts_by_stage(root).values() for folder in folders}
     pending = {stage.key: stage for stage in missing}
 
     def start(stage: Stage) -> None:
@@ -102,13 +105,16 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
 
     while pending:
         ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=LOOK)
-        begun = attempts.begun(root)
+        unfinished = attempts.attempts_by_stage(root)
         for stage in pending.values():
-            for path in (folder / stages.ATTEMPT for folder in begun.get(stage.folder, ())):
-                if watch.alive(path):
-                    start(stage)
-                    if progress := attempts.heartbeat(path).get("progress"):
-                        display.progress(stage, *progress)
+            for folder in unfinished.get(stage.folder, ()):
+                if folder in earlier:
+                    continue
+                start(stage)
+                progress = attempts.read_progress(folder)
+                if progress is not None and progress != shown.get(stage.key):
+                    shown[stage.key] = progress
+                    display.progress(stage, *progress)
         for stage in [stage for stage in pending.values() if tasks[stage.key] in set(ready)]:
             del pending[stage.key]
             if outcome.blocks(stage):

@@ -20,7 +20,7 @@ from catto.errors import DataError
 from catto.io import record_files
 from catto.pipeline import attempts
 from catto.pipeline import stage as stages
-from catto.pipeline.attempts import LostError, locked
+from catto.pipeline.attempts import LostError, lock_run
 from catto.pipeline.kinds import steps
 from catto.pipeline.kinds.table import find_runner
 from catto.pipeline.stage import LOG, Stage, Work, ordered, place
@@ -92,8 +92,8 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     only its bytes do.
     """
     outcome, number, checked = Outcome(), 0, set[Path]()
-    with locked(root):
-        missing, left = sum(standing != "done" for _, standing in plan(root, goals)), attempts.begun(root)
+    with lock_run(root):
+        missing, left = sum(standing != "done" for _, standing in plan(root, goals)), attempts.attempts_by_stage(root)
         for stage in ordered(list(goals)):
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
@@ -104,7 +104,8 @@ def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
                 outcome.add(stage, ending)
                 display.ended(stage, ending.outcome, time.monotonic() - began)
             elif stage.folder in left:  # of a run that was killed while it deleted them
-                attempts.settled(root, stage, stages.content(root, stage))
+                with attempts.lock_stage(root, stage):
+                    attempts.delete_abandoned(root, stage)
     steps.release()
     return outcome
 
@@ -115,14 +116,14 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
     checked: folders whose bytes were compared with what was written; each is compared once a run.
     """
     content = stages.content(root, stage)
-    if attempts.settled(root, stage, content):
+    if attempts.is_published(root, stage, content):
         return Ending("done")
     try:
         if take_over(root, stage, content):
             return Ending("unchanged")
         attempt = attempts.Attempt(root, stage, content)
     except (OSError, LostError, DataError) as error:
-        if attempts.settled(root, stage, content):  # by another attempt, which deletes what has begun
+        if attempts.is_published(root, stage, content):  # by another attempt, which deletes what has begun
             return Ending("done")
         return Ending("failed", f"cannot begin: {error}", root)
     try:
@@ -130,7 +131,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
             began = time.monotonic()
 
             def report(finished: int, total: int, note: str) -> None:
-                attempt.progress(finished, total, note)
+                attempt.report_progress(finished, total, note)
                 progress(finished, total, note)
 
             with logging_to(attempt.out / LOG):
@@ -141,7 +142,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
             seconds, versions = time.monotonic() - began, record_files.library_versions()
             attempt.publish({"seconds": seconds, "versions": versions, "threads": threads})
     except Exception as error:
-        if attempts.settled(root, stage, content):  # by another attempt, which deleted the files of this one
+        if attempts.is_published(root, stage, content):  # by another attempt, which deleted the files of this one
             return Ending("done")
         if isinstance(error, LostError):
             shutil.rmtree(attempt.out, ignore_errors=True)  # what it created again
@@ -240,7 +241,7 @@ class _Printed(io.TextIOBase):
 def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
     """Return every stage with its state: done, begun or to do. What needs a stage that is not done is not done."""
     standing: dict[str, str] = {}
-    all_stages, begun = ordered(list(goals)), attempts.begun(root)
+    all_stages, begun = ordered(list(goals)), attempts.attempts_by_stage(root)
     for stage in all_stages:
         ready = all(standing[need.key] == "done" for need in stage.needs.values())
         other = "begun" if stage.folder in begun else "to do"
@@ -254,7 +255,7 @@ def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
 def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
     """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; nothing is deleted."""
     moved = []
-    with locked(root):
+    with lock_run(root):
         for stage in ordered(list(goals)):
             folder = place(root, stage)
             try:
@@ -270,10 +271,10 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
     """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
-    refused, begun = [], attempts.begun(root)
+    refused, begun = [], attempts.attempts_by_stage(root)
     for stage in ordered(list(goals)):
         final = place(root, stage)
-        unfinished = attempts.folders(root, stage)[::-1] if stage.folder in begun else []
+        unfinished = attempts.attempt_folders(root, stage)[::-1] if stage.folder in begun else []
         for folder in [final] if final.exists() else unfinished:
             if requests := refusals(folder):
                 refused.append((stage, requests))
@@ -287,7 +288,7 @@ def forget_refused(root: Path, goals: Sequence[Stage]) -> None:
     A stage with refused requests becomes an unfinished one without refusals, so it asks for what is missing. If a
     response came, the stages that were made without it are stale and run again too.
     """
-    with locked(root):
+    with lock_run(root):
         for stage, _ in refused_stages(root, goals):
-            for folder in attempts.reopen(root, stage):
+            for folder in attempts.reopen_stage(root, stage):
                 forget_refusals(folder)

@@ -43,8 +43,12 @@ from catto.teacher.pairing import Kind
 # Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
 VERSION = 3
 # Files about how a stage ran are not sealed; the others are what it made.
-DONE, LOG, ATTEMPT = "done.json", "log.txt", "attempt.json"
-UNSEALED = frozenset({DONE, LOG, ATTEMPT, ".lock", "seconds.json", "job.json"})
+DONE = "done.json"
+LOG = "log.txt"
+ATTEMPT = "attempt.json"
+ATTEMPT_LOCK = "attempt.lock"
+PROGRESS = "progress.json"
+UNSEALED = frozenset({DONE, LOG, ATTEMPT, ATTEMPT_LOCK, PROGRESS, ".lock", "seconds.json", "job.json"})
 REPAIR = "--repair runs the stage again"
 _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 # Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
