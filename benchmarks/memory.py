@@ -1,4 +1,4 @@
-"""Compare the memory that `catto plan --memory` states with the bytes that training steps hold.
+"""Compare the memory that `benchmarks/capacity.py` states with the bytes that training steps hold.
 
 A step is the forward pass through our head, the calibration term and the backward pass, as on a GPU: bf16 products,
 gradient checkpointing, packed rows, tiles of an eighth of the vocabulary, attention as one kernel. The tensors of small
@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 import roofline
+from capacity import KNOWN_NETWORKS, Memory, Network, memory
 from catto.objectives import tiles
-from catto.pipeline.cost import KNOWN, Memory, Network, memory
 from catto.training import forward
 from catto.training.batches import Row, lay_out_rows
 from catto.training.trainer import surrogate_term
@@ -163,7 +163,9 @@ def main() -> None:
     options, worst = parser.parse_args(), 0.0
     print(f"{'step':34}{'counted MB':>12}{'stated MB':>12}{'ratio':>8}")
     rows = roofline.pairs(1024, 1024, 1024)
-    large = {f"Qwen3-4B{', shared' if on else ''}": Case(KNOWN["Qwen/Qwen3-4B"], rows, on) for on in (True, False)}
+    large = {
+        f"Qwen3-4B{', shared' if on else ''}": Case(KNOWN_NETWORKS["Qwen/Qwen3-4B"], rows, on) for on in (True, False)
+    }
     for name, case in (small() | ({} if options.small else large)).items():
         peak, formula = counted(case, fake=name in large), stated(case).peak
         print(f"{name:34}{peak / 1e6:12.2f}{formula / 1e6:12.2f}{formula / peak:8.3f}", flush=True)

@@ -91,9 +91,8 @@ def _command() -> Callable[..., int | None]:
 
 
 # What help pages call the value of an option, by its name or its type; others have the last word of their name.
-_VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "data_dir": "DIR", "schedule": "GPUS,..."}
+_VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "data_dir": "DIR"}
 _VALUES |= {"sets": "KEY=VALUE", "fields": "NAME=FIELD,...", "by": "COLUMN", "positive": "LABEL"}
-_VALUES |= {"seconds": "KIND=SECONDS"}
 
 
 def _finish(command: Any) -> list[str]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from catto.methods import METHODS
-from catto.pipeline.cost import took
+from catto.pipeline.estimate import stage_seconds
 from catto.pipeline.stage import Stage, done, ordered
 
 __all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
@@ -125,7 +125,7 @@ class RunDisplay:
         self._missing: dict[str, Stage] = {}
         for stage in ordered(list(goals)):
             if done(root, stage):
-                self._learn(stage, took(root, stage) or 0.0)
+                self._learn(stage, stage_seconds(root, stage) or 0.0)
             else:
                 self._missing[stage.key] = stage
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
-from catto.pipeline.cost import resources
+from catto.pipeline.estimate import stage_resources
 from catto.pipeline.plan import stored
 from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe
@@ -76,7 +76,7 @@ def slurm(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]
     number = {stage.key: place for place, members in enumerate(arrays) for stage in members}
     scripts, jobs = {}, []
     for place, members in enumerate(arrays):
-        kind, asked = members[0].kind, resources(recipe, members[0])
+        kind, asked = members[0].kind, stage_resources(recipe, members[0])
         name = f"{place:02d}-{kind}.sh"
         needs = sorted({number[need.key] for stage in members for need in stage.needs.values() if need.key in number})
         after = f"--dependency=afterany:{':'.join(f'$job{need}' for need in needs)} " if needs else ""

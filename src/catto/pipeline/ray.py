@@ -24,7 +24,7 @@ from catto.errors import DataError
 from catto.pipeline import attempts
 from catto.pipeline import run as runner
 from catto.pipeline import stage as stages
-from catto.pipeline.cost import resources, sort_of, took
+from catto.pipeline.estimate import resource_block, stage_resources, stage_seconds
 from catto.pipeline.kinds import steps
 from catto.pipeline.plan import Graph
 from catto.pipeline.run import Display, Ending, Outcome
@@ -52,7 +52,7 @@ def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, ad
             tasks: dict[str, Any] = {}
             for stage in missing:
                 needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
-                given = {"name": stage.name, "max_retries": RETRIES, **options[sort_of(recipe, stage)]}
+                given = {"name": stage.name, "max_retries": RETRIES, **options[resource_block(recipe, stage)]}
                 task = ray.remote(_run_stage).options(**given)
                 tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
             try:
@@ -127,7 +127,7 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
                 ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
             start(stage)
             outcome.add(stage, ending)
-            display.ended(stage, ending.outcome, took(root, stage) or time.monotonic() - began[stage.key])
+            display.ended(stage, ending.outcome, stage_seconds(root, stage) or time.monotonic() - began[stage.key])
     return outcome
 
 
@@ -146,9 +146,9 @@ def cluster_options(
         return f"{of['CPU']:g} CPU, {of['GPU']:g} GPU and {of['memory'] / 1e9:g} GB of memory"
 
     options, with_gpus = {}, any(node.get("GPU", 0) >= 1 for node in nodes)
-    sorts = {sort_of(recipe, stage): stage for stage in missing}
+    sorts = {resource_block(recipe, stage): stage for stage in missing}
     for name in sorted(sorts):
-        block = resources(recipe, sorts[name], gpus=with_gpus)
+        block = stage_resources(recipe, sorts[name], gpus=with_gpus)
         asked = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
         if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
             most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
