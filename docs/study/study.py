@@ -614,11 +614,8 @@ def findings(numbers: Numbers) -> Iterator[str]:
         ]
         rows.append(row)
     yield from _table(["method", "accuracy", "ECE (by chance)", "true error", "pairs ordered"], rows)
-    n = known["dpo"].n
-    yield (
-        f"*Embedded world, where the true probabilities are known: {n:,} test questions per seed, means over "
-        f"{_listed(known['dpo'].seeds)}.*"
-    )
+    yield "*A small world where the true probabilities are known:"
+    yield f"{known['dpo'].n:,} test questions per seed, means over {_listed(known['dpo'].seeds)}.*"
 
 
 def claims(numbers: Numbers) -> Iterator[str]:

@@ -141,7 +141,7 @@ def said(folder: Path) -> list[str]:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.language for block in blocks()} == {"python", "diff", "bash", "bash install", "bash server", "bibtex"}
+    assert {block.language for block in blocks()} == {"python", "diff", "bash", "bash install", "bash server"}
 
 
 def test_blocks_run_in_order(folder: Path, said: list[str]) -> None:
