@@ -233,6 +233,7 @@ class Attempt:
                 leftover.unlink()
         if content(self.root, self.stage) != self.inputs:
             raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
+        (self.out / PROGRESS).unlink(missing_ok=True)  # it depends on the clock, and a stage's files do not
         write(self.out / DONE, record(self.stage, self.out, self.inputs, details))
         with lock_stage(self.root, self.stage):
             if is_published(self.root, self.stage, self.inputs):
