@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ import numpy as np
 
 from catto.prompts import completion, messages
 from catto.recipe.settings import ScratchModel
-from catto.records import Prediction, Question, Split
-from catto.tasks.witnesses import generate
+from catto.records import Option, Prediction, Question, Split
 
-REASONING = "Some reports count more."
-TRAINING_QUESTIONS = 200
-TRAINING_STEPS = 120
-OWN_QUESTIONS = 1000
+REASONING = "The signs decide."
+CHOICES = ("sun", "rain", "snow", "fog")
+SKIES = ("clear", "grey", "white", "red", "dark", "hazy")
+WINDS = ("north", "east", "south", "west", "calm", "gusty")
+OWN_QUESTIONS = 800
+TRAINING_QUESTIONS = 320
+TRAINING_STEPS = 100
+BATCH_SIZE = 32
+SHARPNESS = 2.0  # multiplies the trained model's logits; preference training has the same effect
 
 
 def write_samples(folder: Path) -> None:
@@ -36,36 +41,62 @@ def write_samples(folder: Path) -> None:
     write_predictions(folder / "test-answers.jsonl", "test", 1500, seed=3)
 
 
+def draw_questions(count: int, *, seed: int) -> list[Question]:
+    """Draw questions about tomorrow's weather. Sky and wind decide how probable each answer is."""
+    signs = np.random.default_rng(0)
+    sky_scores = signs.normal(0.0, 1.5, size=(len(SKIES), len(CHOICES)))
+    wind_scores = signs.normal(0.0, 1.5, size=(len(WINDS), len(CHOICES)))
+    draws = np.random.default_rng(seed)
+    questions = []
+    for number in range(count):
+        sky = int(draws.integers(len(SKIES)))
+        wind = int(draws.integers(len(WINDS)))
+        weights = np.exp(sky_scores[sky] + wind_scores[wind])
+        gold = str(draws.choice(CHOICES, p=weights / weights.sum()))
+        text = f"Report {seed}{number:04d}: the sky is {SKIES[sky]}, the wind is {WINDS[wind]}. What comes tomorrow?"
+        options = tuple(Option(label=choice, text=choice) for choice in CHOICES)
+        question = Question(
+            id=str(number), task="weather", split="train", fields={"question": text}, options=options, gold=gold
+        )
+        questions.append(question)
+    return questions
+
+
 def write_questions(path: Path) -> None:
-    """Write questions of the witness world, with the columns question, choices and answer."""
+    """Write multiple-choice questions with the columns question, choices and answer."""
     rows = []
-    for question in generate("test", OWN_QUESTIONS, seed=0):
+    for question in draw_questions(OWN_QUESTIONS, seed=2):
         rows.append({"question": question.fields["question"], "choices": question.labels, "answer": question.gold})
     write_rows(path, rows)
 
 
 def write_model(path: Path) -> None:
-    """Train a small model for too long on few questions, which makes it over-confident."""
+    """Train a small model on questions of the same kind, and sharpen it until it is over-confident."""
     import torch
 
     from catto.training.models import scratch_model, word_tokenizer
 
-    chats = []
-    for question in generate("train", TRAINING_QUESTIONS, seed=0):
-        chats.append(chat_of(question.model_copy(update={"task": "questions"})))
-    texts = [message["content"] for chat in chats for message in chat]
+    chats = [chat_of(question) for question in draw_questions(TRAINING_QUESTIONS, seed=1)]
+    texts = []
+    for chat in chats:
+        for message in chat:
+            texts.append(re.sub(r"Report \d+", "Report", message["content"]))  # numbers stay unknown words
     tokenizer = word_tokenizer(texts)
-    model = scratch_model(tokenizer, ScratchModel(layers=2, width=32, heads=2, intermediate=64), seed=0)
+    model = scratch_model(tokenizer, ScratchModel(layers=1, width=32, heads=2, intermediate=64), seed=0)
     rows = [tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"] for chat in chats]
-    tokens = torch.tensor(rows)  # every prompt has the same number of words
+    tokens = torch.tensor(rows)  # all chats have the same number of words
     prompt = tokenizer.apply_chat_template(chats[0][:-1], tokenize=False, add_generation_prompt=True)
     labels = tokens.clone()
     labels[:, : len(tokenizer(prompt)["input_ids"])] = -100
+    draws = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(TRAINING_STEPS):
+        batch = torch.tensor(draws.integers(len(rows), size=BATCH_SIZE))
         optimizer.zero_grad()
-        model(input_ids=tokens, labels=labels).loss.backward()
+        model(input_ids=tokens[batch], labels=labels[batch]).loss.backward()
         optimizer.step()
+    with torch.no_grad():
+        model.model.norm.weight *= SHARPNESS
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -126,7 +157,7 @@ def write_predictions(path: Path, split: Split, count: int, *, seed: int) -> Non
     labels = ("A", "B", "C", "D")
     rows = []
     for number in range(count):
-        scores = draws.normal(0.0, 3.0, size=4)
+        scores = draws.normal(0.0, 5.0, size=4)
         probabilities = np.exp(scores) / np.exp(scores).sum()
         gold = str(draws.choice(labels, p=probabilities))
         stated = probabilities**2 / (probabilities**2).sum()
