@@ -24,9 +24,9 @@ SKIES = ("clear", "grey", "white", "red", "dark", "hazy")
 WINDS = ("north", "east", "south", "west", "calm", "gusty")
 OWN_QUESTIONS = 800
 TRAINING_QUESTIONS = 320
-TRAINING_STEPS = 100
+TRAINING_STEPS = 150
 BATCH_SIZE = 32
-SHARPNESS = 2.0  # multiplies the trained model's logits; preference training has the same effect
+SHARPNESS = 4.0  # multiplies the trained model's logits; preference training has the same effect
 
 
 def write_samples(folder: Path) -> None:
@@ -44,8 +44,8 @@ def write_samples(folder: Path) -> None:
 def draw_questions(count: int, *, seed: int) -> list[Question]:
     """Draw questions about tomorrow's weather. Sky and wind decide how probable each answer is."""
     signs = np.random.default_rng(0)
-    sky_scores = signs.normal(0.0, 1.5, size=(len(SKIES), len(CHOICES)))
-    wind_scores = signs.normal(0.0, 1.5, size=(len(WINDS), len(CHOICES)))
+    sky_scores = signs.normal(0.0, 2.5, size=(len(SKIES), len(CHOICES)))
+    wind_scores = signs.normal(0.0, 0.5, size=(len(WINDS), len(CHOICES)))
     draws = np.random.default_rng(seed)
     questions = []
     for number in range(count):
