@@ -20,7 +20,7 @@ html_css_files = ["site.css"]
 
 # The sources are read from the repository's root, so that their links are the same in a checkout and on the site.
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/tutorials/*.md"]
 exclude_patterns = [".*", "build", "runs"]
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]
@@ -30,6 +30,15 @@ autodoc_preserve_defaults = True
 
 # Pages in a reader's order. Every page is listed: one outside the contents fails the build.
 CONTENTS = """
+
+```{toctree}
+:hidden:
+:caption: Tutorials
+
+docs/tutorials/calibrate-a-dpo-model
+docs/tutorials/check-a-log
+docs/tutorials/answer-when-sure
+```
 
 ```{toctree}
 :hidden:
