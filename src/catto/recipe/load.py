@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from catto.errors import DataError, data_errors_at, did_you_mean, join_names, validation_problem
+from catto.errors import DataError, data_errors_at, did_you_mean, find_first_problem, join_names
 from catto.io.text_files import read_text
 from catto.recipe.settings import Recipe, TaskSettings, is_task_file
 from catto.recipe.yaml_text import parse_yaml
@@ -122,7 +122,7 @@ def _validate_recipe(settings: dict[str, Any], path: Path, overrides: Sequence[s
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        place, message = validation_problem(error, settings)
+        place, message = find_first_problem(error, settings)
     if message == "unknown key":
         message = _explain_unknown(place[-1], _keys_at(place[:-1]))
     if place:

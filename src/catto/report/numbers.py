@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.errors import DataError, first_problem
+from catto.errors import DataError, describe_first_problem
 from catto.measure import ParseCounts, shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
@@ -390,4 +390,4 @@ def read_numbers(path: Path) -> Numbers | None:
     try:
         return Numbers.model_validate_json(text)
     except ValidationError as error:
-        raise DataError(path, None, f"{first_problem(error)}; delete it to measure afresh") from None
+        raise DataError(path, None, f"{describe_first_problem(error)}; delete it to measure afresh") from None
