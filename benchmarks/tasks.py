@@ -39,12 +39,14 @@ def peak_mb() -> float:
 
 def measure(folder: Path) -> dict[str, float]:
     from catto.prompts import messages
-    from catto.tasks import load
+    from catto.tasks import load_questions
 
     files = {split: folder / f"{split}.jsonl" for split in ("train", "validation", "test")}
-    list(load("mmlu", "train", files=dict.fromkeys(files, files["test"])))  # imports and caches, before the baseline
+    list(
+        load_questions("mmlu", "train", files=dict.fromkeys(files, files["test"]))
+    )  # imports and caches, before the baseline
     baseline, start, characters = peak_mb(), time.perf_counter(), 0
-    questions = load("mmlu", "train", files=files)
+    questions = load_questions("mmlu", "train", files=files)
     for question in questions:
         characters += sum(len(message.content) for message in messages(question))
     seconds = time.perf_counter() - start

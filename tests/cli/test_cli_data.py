@@ -10,7 +10,7 @@ from command import run, write_lines
 
 from catto.prompts import messages
 from catto.records import Question
-from catto.tasks import load
+from catto.tasks import load_questions
 
 Capture = pytest.CaptureFixture[str]
 FIELDS = "question=stem,options=choices,answer=key"
@@ -35,7 +35,9 @@ def test_it_shows_questions_as_they_are_put(capsys: Capture) -> None:
     shown = run(capsys, "data", "witnesses", "--n", "2", "--split", "validation", "--seed", "3")
     assert shown.code == 0
     assert "questions: train 6,000, validation 500, test 1,000" in shown.out
-    first, second, third = (next(it) for it in [iter(load("witnesses", "validation", seed=3))] for _ in range(3))
+    first, second, third = (
+        next(it) for it in [iter(load_questions("witnesses", "validation", seed=3))] for _ in range(3)
+    )
     for question in (first, second):
         assert f"--- {question.id} (validation), gold {question.gold}" in shown.out
         for message in messages(question):

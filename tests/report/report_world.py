@@ -19,7 +19,7 @@ from catto.report.browser import Browser
 from catto.report.build import build, read_experiment
 from catto.report.measuring import CellAnswers, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
-from catto.tasks.witnesses import generate
+from catto.tasks.witnesses import generate_questions
 
 HOSTILE = "<script>alert(1)</script> and </script> & <b>bold</b> \u2028 {{ 7 * 7 }} | $x_1$ 50% \\end{tabular}"
 # How far a method's stated confidence is above the truth, in logits, and how often it follows the truth.
@@ -167,7 +167,7 @@ def _cell(folder: Path, world: World, asked: Sequence[Question], place: Place) -
 
 def _questions(task: str, rows: int) -> list[Question]:
     if task == "witnesses":
-        return list(generate("test", rows, seed=0))
+        return list(generate_questions("test", rows, seed=0))
     return [_nli(task, index) for index in range(rows)]
 
 

@@ -23,7 +23,7 @@ from catto.io.record_files import read_record
 from catto.predict import evaluate
 from catto.prompts import messages
 from catto.records import Question
-from catto.tasks import load
+from catto.tasks import load_questions
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
     """The true error rate of an answer is 1 - its posterior, so no luck of the draw is in the number."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    every = list(load("witnesses", "train", limit=3 * EACH))
+    every = list(load_questions("witnesses", "train", limit=3 * EACH))
     fit, held, served = every[:EACH], every[EACH : 2 * EACH], every[2 * EACH :]
     with OpenAIServer(upstream(every)) as server:
         for name, part in (("fit", fit), ("held", held)):

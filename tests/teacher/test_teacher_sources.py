@@ -139,7 +139,7 @@ def test_a_place_that_is_neither_file_nor_hub_dataset_is_one_clear_line(tmp_path
 
 
 def test_the_embedded_worlds_teacher_is_asked_at_the_drawn_temperature(tmp_path: Path) -> None:
-    asked = list(witnesses.generate("train", 5, seed=0))
+    asked = list(witnesses.generate_questions("train", 5, seed=0))
     given_settings = TeacherSettings(source="witnesses", n=4)
     teach(asked, None, given_settings, tmp_path)
     for response in read_records(tmp_path / "responses.jsonl", Response):

@@ -336,7 +336,7 @@ CALIBRATORS: dict[str, type[ConfidenceCalibrator]] = {
 _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discriminator="kind")])
 
 
-def load(path: Path) -> Calibrator:
+def load_calibrator(path: Path) -> Calibrator:
     """Read a calibrator that `files.write_record` wrote; a bad file is one DataError that names it and the field."""
     value = read_json(path)
     if isinstance(value, dict) and "kind" not in value:

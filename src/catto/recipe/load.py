@@ -78,7 +78,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.yaml"))}
 
 
-def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe.
 
     Args:
@@ -88,7 +88,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         DataError: One line with the place and, for a misspelled name, a suggestion.
 
-    >>> load("quickstart", ["evaluation.bins=15"]).evaluation.bins
+    >>> load_recipe("quickstart", ["evaluation.bins=15"]).evaluation.bins
     15
     """
     path = _find_file(source)

@@ -73,9 +73,9 @@ def ask(
         may_be_empty: Whether stored responses may answer none of the questions.
 
     >>> import tempfile
-    >>> from catto.tasks import load
+    >>> from catto.tasks import load_questions
     >>> settings, out = TeacherSettings(source="witnesses", n=4), Path(tempfile.mkdtemp())
-    >>> questions = list(load("witnesses", "train", limit=5))
+    >>> questions = list(load_questions("witnesses", "train", limit=5))
     >>> ask(questions, None, settings, out)
     >>> write_rows(questions, settings, out / GENERATIONS, out).rows["outcome"]
     20

@@ -27,7 +27,9 @@ from catto.training.examples import Example, label_queries
 MAX_UNREAD_LOSSES = 100  # then they are read, whatever the interval of the logs
 
 
-def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
+def compute_label_logprobs(
+    model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16
+) -> NDArray[np.float64]:
     """Compute the log-probability of every label where each example's label is predicted.
 
     Args:
@@ -109,7 +111,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
     def _measure_labels(self, prefix: str) -> list[tuple[str, float]]:
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
-        logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
+        logprobs = compute_label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
         gold = [example.label.gold for example in self.validation]
         metrics = label_metrics(logprobs, gold)
         return [(f"{prefix}_{name}", value) for name, value in metrics.items()]

@@ -25,7 +25,7 @@ from catto.training.batches import KEY, Row
 from catto.training.config import CATTOConfig
 from catto.training.examples import Example, Label
 from catto.training.models import scratch_model, word_tokenizer
-from catto.training.monitor import label_logprobs
+from catto.training.monitor import compute_label_logprobs
 from catto.training.trainer import CATTOTrainer
 
 # A check passes below this relative distance, |ours - reference| / |reference|. In bf16 the head's values lose nothing
@@ -140,7 +140,7 @@ def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
     with torch.no_grad():
         plain = [_log_softmax(policy, pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
     expected = _vectors([row[len(row) // 2, LABELS] for row in plain])
-    return lambda: _vectors([torch.from_numpy(label_logprobs(trainer.model, examples, 0))]), expected
+    return lambda: _vectors([torch.from_numpy(compute_label_logprobs(trainer.model, examples, 0))]), expected
 
 
 def _head(tokens: int, words: int, width: int, config: CATTOConfig, draw: torch.Generator) -> Compared:
