@@ -38,7 +38,7 @@ def peak_mb() -> float:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    from catto.prompts import messages
+    from catto.prompts import render_messages
     from catto.tasks import load_questions
 
     files = {split: folder / f"{split}.jsonl" for split in ("train", "validation", "test")}
@@ -48,7 +48,7 @@ def measure(folder: Path) -> dict[str, float]:
     baseline, start, characters = peak_mb(), time.perf_counter(), 0
     questions = load_questions("mmlu", "train", files=files)
     for question in questions:
-        characters += sum(len(message.content) for message in messages(question))
+        characters += sum(len(message.content) for message in render_messages(question))
     seconds = time.perf_counter() - start
     return {"rows": questions.report.kept, "seconds": seconds, "peak_mb": peak_mb() - baseline, "baseline_mb": baseline}
 

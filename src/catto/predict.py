@@ -36,7 +36,7 @@ from catto.errors import DataError
 from catto.io.journal import Journal, read_refusals
 from catto.io.record_files import library_versions, manifest_path, read_manifest, read_records
 from catto.metrics.selection import token_certainty
-from catto.prompts import asked_hash, check_ids, messages
+from catto.prompts import asked_hash, check_ids, render_messages
 from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class EvaluationRun:
         self.chunk = chunk_size(engine.batch_size, settings.k)
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
-            chat = messages(question, reasoning=settings.reasoning)
+            chat = render_messages(question, reasoning=settings.reasoning)
             self.asked[question.id] = AskedQuestion(question, chat)
         self.keys: dict[Key, int] = {}  # every (question, sample) -> its place in the file
         for question in listed:

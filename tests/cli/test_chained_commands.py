@@ -20,7 +20,7 @@ from catto import measure as summary
 from catto.cli import main
 from catto.io.record_files import read_records
 from catto.metrics.calibrators import CALIBRATORS, load_calibrator
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import Prediction
 from catto.tasks import load_questions
 
@@ -59,7 +59,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and three evals of it: validation, test, and four samples a test question."""
     folder = tmp_path_factory.mktemp("chain")
     asked = [q for split in ("validation", "test") for q in load_questions("witnesses", split, limit=COUNT)]  # type: ignore[arg-type]
-    words = tiny_tokenizer([message.content for question in asked for message in messages(question)])
+    words = tiny_tokenizer([message.content for question in asked for message in render_messages(question)])
     tiny_model(1, vocab_size=len(words)).save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
     task = ("--task", "witnesses", "--n", str(COUNT), "--max-tokens", "4")

@@ -85,19 +85,19 @@ def answer_lines(count: int) -> list[str]:
 
 
 def prompt_texts(question: Question) -> list[str]:
-    from catto.prompts import messages
+    from catto.prompts import render_messages
 
-    return [message.content for message in messages(question)]
+    return [message.content for message in render_messages(question)]
 
 
 def pair(question: Question) -> dict[str, list[dict[str, str]]]:
     """One row in TRL's conversational preference format."""
-    from catto.prompts import completion, messages
+    from catto.prompts import render_completion, render_messages
 
     wrong = next(label for label in question.labels if label != question.gold)
-    chosen, rejected = (completion("so it is", label) for label in (question.gold, wrong))
+    chosen, rejected = (render_completion("so it is", label) for label in (question.gold, wrong))
     return {
-        "prompt": [message.model_dump() for message in messages(question)],
+        "prompt": [message.model_dump() for message in render_messages(question)],
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": rejected}],
     }

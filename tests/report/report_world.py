@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from catto import methods
 from catto.io.record_files import write_records
 from catto.methods import METHODS, Budget
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.records import Option, Prediction, Question
 from catto.report.browser import Browser
 from catto.report.build import build, read_experiment
@@ -203,7 +203,7 @@ def _prediction(question: Question, place: Place, draws: random.Random, sample: 
         split="test",
         gold=question.gold,
         sample=sample,
-        text=reasoning if fallback else completion(reasoning, label),
+        text=reasoning if fallback else render_completion(reasoning, label),
         label=label,
         source="fallback" if fallback else "free",
         confidence=round(confidence, 6),

@@ -24,7 +24,7 @@ from catto.engines import open_engine
 from catto.errors import DataError
 from catto.io.record_files import read_records
 from catto.predict import evaluate
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import SPLITS, Prediction, Question, SftRow
 from catto.tasks import from_file, load_questions
 from catto.tasks.fields import LETTERS
@@ -108,7 +108,7 @@ def test_without_fields_a_map_is_proposed_with_the_first_prompt(name: str, tmp_p
     quoted = f"'{schema.fields}'" if any(sign in schema.fields for sign in "{|\\") else schema.fields
     assert f"--fields {quoted}\n" in shown.out
     first = next(load_questions(from_options(tmp_path, schema), "test"))
-    assert messages(first)[1].content in shown.out
+    assert render_messages(first)[1].content in shown.out
     assert shown.out.count("[user]") == 1
 
 
@@ -128,7 +128,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts: list[str] = []
     for schema in SCHEMAS.values():
         questions = load_questions(from_options(folder, schema), "test")
-        texts += [message.content for question in questions for message in messages(question)]
+        texts += [message.content for question in questions for message in render_messages(question)]
     words = tiny_tokenizer(texts)
     tiny_model(1, vocab_size=len(words)).save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")

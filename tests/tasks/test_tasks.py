@@ -13,7 +13,7 @@ import pytest
 
 from catto.errors import DataError
 from catto.io.tables import read_rows
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import SPLITS, Question
 from catto.tasks import TASKS, Task, load_questions
 from catto.tasks.splits import draw_permutation
@@ -110,7 +110,7 @@ def test_nli_words_are_listed_in_an_order_of_the_questions_id_and_the_gold_is_th
         assert one.gold == WORDS[int(one.fields["premise"][1:]) % 3]
         assert [option.text for option in one.options] == list(one.labels)
         listed = ", ".join(one.labels)
-        assert messages(one)[1].content.endswith(f"Labels: {listed}")
+        assert render_messages(one)[1].content.endswith(f"Labels: {listed}")
     assert len({one.labels for one in found}) == 6
     # Each word stands in each place about a third of the time, and the gold too.
     for place in range(3):

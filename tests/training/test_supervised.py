@@ -18,7 +18,7 @@ from transformers import TrainerState
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.metrics import errors
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.records import Message
 from catto.training.checkpoints import checkpoint_arguments
 from catto.training.examples import Example, Label, make_examples, row_ids
@@ -334,7 +334,7 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
 def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str, ...]) -> None:
     tokenizer = kinds()[name]
     for label in labels:
-        turn = (Message(role="assistant", content=completion("the cat sat", label)),)
+        turn = (Message(role="assistant", content=render_completion("the cat sat", label)),)
         update = {"labels": labels, "gold": label, "label": label, "completion": turn}
         (example,) = make_examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
         ids = example.row.completion

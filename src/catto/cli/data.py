@@ -26,7 +26,7 @@ from catto.cli.options import (
     list_tasks,
 )
 from catto.errors import DataError
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.recipe.settings import TaskSettings, is_task_file
 from catto.records import SPLITS, Question, Split
 from catto.tasks import LoadReport, Task, load_questions
@@ -163,7 +163,7 @@ def _print_document(loaded: LoadedSplits, proposed: Mapping[str, Any]) -> None:
         document["fields"] = proposed
     questions = []
     for question in loaded.questions:
-        prompt = [dict(message) for message in messages(question)]
+        prompt = [dict(message) for message in render_messages(question)]
         questions.append({**question.model_dump(mode="json"), "messages": prompt})
     print_json({**document, "splits": loaded.splits, "questions": questions})
 
@@ -176,7 +176,7 @@ def _print_questions(loaded: LoadedSplits) -> None:
     say(f"questions: {', '.join(sizes)}")
     for question in loaded.questions:
         say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
-        for message in messages(question):
+        for message in render_messages(question):
             say(f"[{message.role}]\n{message.content}")
 
 

@@ -23,7 +23,7 @@ from catto.io import atomic, record_files
 from catto.io.atomic import hold_lock
 from catto.io.journal import Journal, journal_path, read_refusals
 from catto.io.record_files import manifest_path, read_manifest, read_records
-from catto.prompts import asked_hash, check_ids, messages
+from catto.prompts import asked_hash, check_ids, render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
@@ -130,7 +130,7 @@ class Requests:
 
     def __iter__(self) -> Iterator[Request]:
         for question in self.training:
-            prompt = messages(question, reasoning=self.settings.reasoning)
+            prompt = render_messages(question, reasoning=self.settings.reasoning)
             for sample in range(self.settings.n):
                 sampling = draw_sampling(self.settings, question.id, sample)
                 yield Request(
@@ -306,7 +306,7 @@ def answered_questions(
             if drawn:
                 sampling = draw_sampling(settings, question_id, generation.sample)
             responses.append(_parse_generation(generation, question, sampling))
-        prompt = messages(question, reasoning=settings.reasoning)
+        prompt = render_messages(question, reasoning=settings.reasoning)
         yield AnsweredQuestion(question, prompt, tuple(responses))
 
 
@@ -398,7 +398,7 @@ def dry_run(
             requests_left[question_id] += 1
     characters = 0
     for question in training:
-        for message in messages(question, reasoning=settings.reasoning):
+        for message in render_messages(question, reasoning=settings.reasoning):
             characters += requests_left[question.id] * len(message.content)
     return Estimate(
         questions=len(training),
@@ -418,7 +418,9 @@ def _make_journal(
     training: Sequence[Question], source: Engine | None, settings: TeacherSettings, out: Path
 ) -> Journal[Generation]:
     """Make the journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
-    prompts_hash = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)
+    prompts_hash = asked_hash(
+        (question, render_messages(question, reasoning=settings.reasoning)) for question in training
+    )
     if settings.model:
         model: str | None = settings.model
     elif source is not None:

@@ -10,7 +10,7 @@ import torch
 from catto.records import PairLogprobs, PreferenceRow
 from catto.token_ids import count_common
 from catto.training.batches import Row, lay_out_rows
-from catto.training.examples import find_label, pair_tokens, preference_columns
+from catto.training.examples import count_pair_tokens, find_label, preference_columns
 from catto.training.forward import install_head, run_head, sharing_obstacle
 
 # Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
@@ -37,7 +37,7 @@ def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: in
     pairs = []
     for row in rows:
         columns = preference_columns(tokenizer, row)
-        if max_length is not None and pair_tokens(columns) > max_length:
+        if max_length is not None and count_pair_tokens(columns) > max_length:
             continue
         responses = {}
         labels = {}

@@ -21,7 +21,7 @@ from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_records
 from catto.predict import generate, read
-from catto.prompts import messages, prompt_ids
+from catto.prompts import prompt_ids, render_messages
 from catto.records import Question, content_hash
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
@@ -115,7 +115,7 @@ def make_example(
     max_length: int | None,
 ) -> Example | None:
     """Return a response up to its label; one without an answer is closed. None where there is no room for an answer."""
-    prompt = list(prompt_ids(engine.tokenizer, messages(question, reasoning=True)))
+    prompt = list(prompt_ids(engine.tokenizer, render_messages(question, reasoning=True)))
     limits = [limit for limit in (engine.positions, max_length) if limit is not None]
     room = min(limits, default=math.inf) - len(prompt) - 1  # the label's own token
     place = find_place(engine, question, generation, room)

@@ -463,7 +463,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             return dataset
         if not needs_label and args.truncation_mode != "keep_start":
             return dataset
-        return LengthFilter(limit, needs_label, name).select(dataset)
+        return LengthFilter(limit, needs_label, name).select_fitting(dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take the micro-batches of a step and, where there is a term, count their pairs over all processes."""
@@ -748,7 +748,10 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
     if args.calibration == "outcome":
         examples = with_targets(examples, args.outcome_target)
     fitting = drop_too_long(
-        list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question
+        list(examples),
+        args.max_length,
+        length_of=lambda example: example.tokens,
+        name_of=lambda example: example.question,
     )
     return OutcomeStream(fitting, args)
 
