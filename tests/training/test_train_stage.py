@@ -361,7 +361,7 @@ REHEARSED += ["dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"]
 def test_a_rehearsal_passes_what_trains_and_leaves_nothing(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever goes by the model's own parts, by its tokens or by the number of rows is not for a toy to refuse."""
+    """Whatever depends on the model's own parts, on its tokens or on the number of rows is not for a toy to refuse."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     trl: dict[str, Any] = {"per_device_train_batch_size": 32, "dataloader_drop_last": True, "fsdp": "full_shard"}
     pairs_alone = {"pad_token": "<|endoftext|>", "router_aux_loss_coef": 0.1, "calibration_weight": 2.0}
