@@ -15,7 +15,7 @@ JOBS ?= 2
 MINUTES ?= 10
 SEED ?=
 
-.PHONY: test test-slow test-all fuzz lint wheel docs format install quickstart results clean help
+.PHONY: test test-slow test-all snapshots fuzz lint wheel docs format install quickstart results clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,6 +40,9 @@ test-slow: install ## run the tests that start processes again and again, or tra
 
 test-all: install ## run everything, also what needs a browser and the benchmarks' files, in a fresh order
 	$(PYTEST) --everything --randomly-seed=default
+
+snapshots: install ## write again what each command prints, tests/cli/snapshots; read the difference
+	$(BIN)/python -m pytest -n0 -q tests/cli/test_snapshots.py --update-snapshots
 
 fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); SEED=n repeats one round
 	$(BIN)/python tests/fuzz.py $(MINUTES) $(SEED)

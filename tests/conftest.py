@@ -109,6 +109,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--everything", action="store_true", help="refuse to start where a test would be skipped")
+    parser.addoption("--update-snapshots", action="store_true", help="write what the commands print to snapshots/")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -335,7 +335,7 @@ def test_the_score_aims_at_what_the_recipe_says(
         given.append(found)
         return make_examples(tokenizer, found, limit)
 
-    monkeypatch.setattr("catto.pipeline.kinds.train.examples", keep)
+    monkeypatch.setattr("catto.pipeline.kinds.train.make_examples", keep)
     trainer, _ = _trained(made_work(tmp_path, method, **blocks), monkeypatch)
     reads_votes = method != "dpo+replay" and target != "gold"
     assert trainer.args.outcome_target == (target if reads_votes else "gold")

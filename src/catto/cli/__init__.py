@@ -107,10 +107,17 @@ def _finish(command: Any) -> list[str]:
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         if param.metavar is None and param.param_type_name == "option" and kind in (int, float, Path, bool, str):
             param.metavar = _VALUES.get(param.name, _VALUES.get(kind, param.name.rpartition("_")[2].upper()))
-    command.help, _, written = command.help.partition("Examples:\n")
+    description, _, written = command.help.partition("Examples:\n")
+    command.help = _unwrap_paragraphs(description)
     examples = written.splitlines() or inner
     command.epilog = "\n\n".join(("[bold]Examples[/bold]", *(f"  {example}" for example in examples)))
     return examples
+
+
+def _unwrap_paragraphs(text: str) -> str:
+    """Join the lines of each paragraph: the terminal wraps them at its own width."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

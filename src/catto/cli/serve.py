@@ -4,50 +4,140 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from catto.cli.console import check_name, needs, refuse, refusing, say, warn, writable_file
 from catto.cli.data import choose_source
-from catto.cli.options import Real, list_tasks
+from catto.cli.options import ADVANCED, INPUT, MODEL, OUTPUT, Real, expand_options, list_tasks
 from catto.engines.replies import ServerError
 from catto.io.record_files import read_record
 from catto.recipe.settings import MOST_SAMPLES
 from catto.records import Protocol
 from catto.tasks import TASKS
 
-MOST = "most confident"
-DEFAULT = "the threshold's, else "
-LOCAL = ("127.0.0.1", "localhost", "::1")
+if TYPE_CHECKING:
+    from catto.calibrate import Fitted, RiskThreshold
+    from catto.engines.server import ServerEngine
+
+# How an answer is made if neither an option, nor the threshold, nor the calibrator says so.
+PLAIN_PROTOCOL = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(
-    upstream: Annotated[str, Option(help="The model's server: its address, ending in /v1.")],
-    task: Annotated[str, Option(help="Task with the labels, or a YAML file of one.", autocompletion=list_tasks)],
-    calibrator: Annotated[Path | None, Option(help="What `catto calibrate fit` wrote.")] = None,
-    threshold: Annotated[Path | None, Option(help="Abstain below: what `calibrate threshold` wrote.")] = None,
-    model: Annotated[str | None, Option(help="The upstream's model.", show_default="its only one")] = None,
-    k: Annotated[int | None, Option(min=1, max=MOST_SAMPLES, help="Samples.", show_default=DEFAULT + "1")] = None,
-    rule: Annotated[str | None, Option(help="How one is chosen.", show_default=DEFAULT + MOST)] = None,
-    temperature: Annotated[float | None, Real(min=0, max=2, help="Of samples.", show_default=DEFAULT + "0")] = None,
-    stop: Annotated[float | None, Real(min=0, max=1, help="Stop at this confidence, or a settled vote.")] = None,
-    max_k: Annotated[int, Option(min=1, max=MOST_SAMPLES, help="Most samples that a request may ask for.")] = 16,
+@dataclass(frozen=True)
+class AnsweringOptions:
+    """How an answer is made of samples, as given on the command line; None leaves it to the threshold."""
+
+    k: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=MOST_SAMPLES,
+            help="Number of samples per question.",
+            show_default="as in the threshold file, else 1",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    rule: Annotated[
+        str | None,
+        Option(
+            help="Rule that picks the answer among the samples.",
+            show_default="as in the threshold file, else most confident",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Real(
+            min=0,
+            max=2,
+            help="Sampling temperature; 0 is greedy decoding.",
+            show_default="as in the threshold file, else 0",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    stop: Annotated[
+        float | None,
+        Real(
+            min=0,
+            max=1,
+            help="Stop sampling at this confidence, or when further votes cannot change the majority.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """Where the gateway listens and what it allows, as given on the command line."""
+
+    host: Annotated[str, Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1"
+    port: Annotated[
+        int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.", rich_help_panel=OUTPUT)
+    ] = 8080
+    log: Annotated[
+        Path | None,
+        Option(help="JSON lines file that keeps every confidence and the clients' feedback.", rich_help_panel=OUTPUT),
+    ] = None
+    abstention: Annotated[str, Option(help="Reply below the threshold.", rich_help_panel=OUTPUT)] = "I do not know."
+    max_k: Annotated[
+        int,
+        Option(
+            min=1, max=MOST_SAMPLES, help="Maximum number of samples per request of a client.", rich_help_panel=ADVANCED
+        ),
+    ] = 16
     concurrency: Annotated[
-        int, Option(min=1, max=10_000, help="Maximum number of requests in progress; more get status 429.")
-    ] = 64,
-    deadline: Annotated[float, Real(min=1, max=1e6, help="Seconds for an answer, including retries.")] = 120.0,
-    abstention: Annotated[str, Option(help="What is answered below the threshold.")] = "I do not know.",
-    log: Annotated[Path | None, Option(help="Keep confidences here, a .jsonl file, for feedback.")] = None,
-    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen at.")] = 8080,
+        int,
+        Option(
+            min=1,
+            max=10_000,
+            help="Maximum number of requests in progress; others get status 429.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = 64
+    deadline: Annotated[
+        float, Real(min=1, max=1e6, help="Seconds per answer, including retries.", rich_help_panel=ADVANCED)
+    ] = 120.0
+
+
+@expand_options
+def serve(
+    upstream: Annotated[
+        str, Option(help="Address of the model's OpenAI-compatible server, ending in /v1.", rich_help_panel=INPUT)
+    ],
+    task: Annotated[
+        str,
+        Option(
+            help="Task whose labels are read, or a YAML file of one.", autocompletion=list_tasks, rich_help_panel=INPUT
+        ),
+    ],
+    answering: AnsweringOptions,
+    options: GatewayOptions,
+    calibrator: Annotated[
+        Path | None, Option(help="Calibrator written by `catto calibrate fit`.", rich_help_panel=INPUT)
+    ] = None,
+    threshold: Annotated[
+        Path | None,
+        Option(
+            help="Threshold written by `catto calibrate threshold`; the gateway abstains below it.",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        Option(help="Name of the model on the server.", show_default="its only one", rich_help_panel=MODEL),
+    ] = None,
 ) -> None:
     """Serve OpenAI's chat completions with a calibrated confidence in every answer, or an abstention.
 
-    A request is sent to the upstream k times, with log-probabilities. The label is read as in `catto eval`, its
-    confidence calibrated, one answer chosen and returned with a `catto` object. Below the threshold the gateway says
-    that it abstains. Keys: OPENAI_API_KEY is sent to the upstream, CATTO_API_KEY is asked of clients where it is set.
+    The gateway sends each request to the upstream server k times with log-probabilities, reads the label as `catto
+    eval` does, calibrates its confidence and picks one answer. The reply carries a `catto` object with the confidence.
+
+    OPENAI_API_KEY is the key for the upstream server. If CATTO_API_KEY is set, clients must send it.
 
     Examples:
     catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json
@@ -56,52 +146,127 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needs(package, "serve", "catto serve")
-    from catto.calibrate import RiskThreshold, open_fitted
-    from catto.engines.server import ServerEngine
-    from catto.metrics.selection import RULES
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
 
+    labels = _find_labels(task)
+    if options.log is not None:
+        writable_file("--log", options.log)
+    fitted, risk_threshold = _read_fitted(calibrator, threshold)
+    key = os.environ.get("CATTO_API_KEY", "").strip() or None
+    if key is None and options.host not in LOCAL_HOSTS:
+        warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
+    protocol = _choose_protocol(answering, fitted, risk_threshold)
+    engine = _connect_upstream(upstream, model, options)
+    if not engine.continues and protocol.fallback is not None:
+        protocol = protocol.model_copy(update={"fallback": "none"})
+    _warn_about_protocol(protocol, engine.model, calibrator=(calibrator, fitted), threshold=(threshold, risk_threshold))
+    limits = Limits(
+        concurrency=options.concurrency,
+        max_k=max(options.max_k, protocol.k),
+        deadline=options.deadline,
+        key=key,
+    )
+    answerer = Answerer(engine, engine.client(), fitted, risk_threshold, options.abstention)
+    port = _find_port(options.host, options.port)
+    shown_host = f"[{options.host}]" if ":" in options.host else options.host
+    say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")
+    run_gateway(Gateway(answerer, labels, protocol, limits, options.log), options.host, port)
+
+
+def _find_labels(task: str) -> tuple[str, ...]:
     with refusing(place="--task: "):
         source = choose_source(task)
     if isinstance(source, str):
         check_name("--task", source, TASKS)
         source = TASKS[source]
-    if log is not None:
-        writable_file("--log", log)
-    fitted = None if calibrator is None else open_fitted(calibrator)
-    limit = None if threshold is None else read_record(threshold, RiskThreshold)
-    if limit is not None and limit.calibrator != (fitted.digest if fitted else None):
-        refuse(f"{threshold}: fitted with {'another calibrator' if fitted else 'a calibrator'}: give that one")
-    key = os.environ.get("CATTO_API_KEY", "").strip() or None
-    if key is None and host not in LOCAL:
-        warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
-    given = {"k": k, "rule": rule, "temperature": temperature, "stop": stop}
-    plain = Protocol(rule=MOST, k=1, temperature=0.0, fallback="answer")
-    base = limit.protocol if limit else (fitted.protocol if fitted else None) or plain
-    protocol = base.model_copy(update={name: value for name, value in given.items() if value is not None})
+    return source.labels
+
+
+def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
+    """Read the calibrator and the threshold. They must belong together."""
+    from catto.calibrate import RiskThreshold, open_fitted
+
+    fitted = None
+    if calibrator is not None:
+        fitted = open_fitted(calibrator)
+    if threshold is None:
+        return fitted, None
+    risk_threshold = read_record(threshold, RiskThreshold)
+    if fitted is None and risk_threshold.calibrator is not None:
+        refuse(f"{threshold}: was fitted with a calibrator; add it with --calibrator")
+    if fitted is not None and risk_threshold.calibrator != fitted.digest:
+        refuse(f"{threshold}: was fitted with another calibrator than {calibrator}")
+    return fitted, risk_threshold
+
+
+def _choose_protocol(
+    answering: AnsweringOptions, fitted: Fitted | None, risk_threshold: RiskThreshold | None
+) -> Protocol:
+    """Combine the options with the protocol of the threshold, else of the calibrator, else the plain one."""
+    from catto.metrics.selection import RULES
+
+    protocol = PLAIN_PROTOCOL
+    if risk_threshold is not None:
+        protocol = risk_threshold.protocol
+    elif fitted is not None and fitted.protocol is not None:
+        protocol = fitted.protocol
+    chosen_options = {name: value for name, value in asdict(answering).items() if value is not None}
+    protocol = protocol.model_copy(update=chosen_options)
     check_name("--rule", protocol.rule, RULES)
     if protocol.k > 1 and protocol.temperature == 0:
         refuse(f"--k {protocol.k} at temperature 0: all samples would be the same, give a --temperature")
+    return protocol
+
+
+def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions) -> ServerEngine:
+    """Find the model on the upstream server, and find out what the server can do."""
+    from catto.engines.server import ServerEngine
+
     with refusing(ServerError, place="--upstream: "):
-        bounds: Any = {"timeout": deadline, "deadline": deadline, "concurrency": concurrency}
-        engine = ServerEngine(upstream, model or "", max_retries=2, top_logprobs=20, **bounds)
+        engine = ServerEngine(
+            upstream,
+            model or "",
+            max_retries=2,
+            top_logprobs=20,
+            timeout=options.deadline,
+            deadline=options.deadline,
+            concurrency=options.concurrency,
+        )
         if model is None:
             engine.find_model()
         engine.probe(warn)
-    if not engine.continues and protocol.fallback is not None:
-        protocol = protocol.model_copy(update={"fallback": "none"})
-    if limit is not None and limit.protocol != protocol:
-        warn(f"{threshold}: its guarantee is for {limit.protocol!r}, this is {protocol!r}: no answer gets it")
+    return engine
+
+
+def _warn_about_protocol(
+    protocol: Protocol,
+    model: str,
+    *,
+    calibrator: tuple[Path | None, Fitted | None],
+    threshold: tuple[Path | None, RiskThreshold | None],
+) -> None:
+    """Warn if the gateway's answers are made in another way than those of the calibrator or the threshold."""
+    calibrator_path, fitted = calibrator
+    threshold_path, risk_threshold = threshold
+    if risk_threshold is not None and risk_threshold.protocol != protocol:
+        warn(
+            f"{threshold_path}: was fitted on answers of {risk_threshold.protocol!r}, but this gateway uses "
+            f"{protocol!r}: no answer has the guarantee"
+        )
     elif fitted is not None and fitted.protocol not in (None, protocol):
-        warn(f"{calibrator}: fitted on answers of {fitted.protocol!r}, this is {protocol!r}: no answer is calibrated")
-    if limit is not None and limit.models and engine.model not in limit.models:
-        warn(f"{threshold}: its guarantee is for {', '.join(limit.models)}: no answer of {engine.model} gets it")
-    limits = Limits(concurrency=concurrency, max_k=max(max_k, protocol.k), deadline=deadline, key=key)
-    answerer = Answerer(engine, engine.client(), fitted, limit, abstention)
+        warn(
+            f"{calibrator_path}: was fitted on answers of {fitted.protocol!r}, but this gateway uses {protocol!r}: "
+            "no answer is calibrated"
+        )
+    if risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models:
+        models = ", ".join(risk_threshold.models)
+        warn(f"{threshold_path}: was fitted on answers of {models}: no answer of {model} has the guarantee")
+
+
+def _find_port(host: str, port: int) -> int:
+    """Refuse an address that cannot be used, before anything is loaded; replace port 0 by a free one."""
     with refusing(OSError, place=f"--host {host} --port {port}: "):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address[:2], family=family) as free:  # it is not, or no such host: said at once
-            port = free.getsockname()[1]
-    say(f"Serving {engine.model} of {engine.base_url} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-    run_gateway(Gateway(answerer, source.labels, protocol, limits, log), host, port)
+        with socket.create_server(address[:2], family=family) as probe:
+            return int(probe.getsockname()[1])
