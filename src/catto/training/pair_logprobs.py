@@ -98,7 +98,8 @@ def pair_logprobs(
 def _plan_batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
     """Yield the numbers of the pairs of each batch.
 
-    Pairs of similar length share a batch, so that little is padding. The longest come first, so that memory fails early.
+    Pairs of similar length share a batch, so that little is padding. The longest come first, where memory may not
+    suffice.
     """
     order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
     first = 0
