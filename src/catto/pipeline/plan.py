@@ -490,7 +490,7 @@ def check_places(source: str, recipe: Recipe) -> None:
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
-                witnesses.generate_questions("train", 0, seed=0, **block.knobs())
+                witnesses.generate_questions("train", 0, seed=0, **block.world_options())
             else:
                 find_rows(task_of(name, block), block.files, block.data_dir)
         where = "model.path"

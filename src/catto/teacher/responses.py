@@ -249,7 +249,7 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
     """Write the manifest of every file; `asked` is that of the generations."""
     settings = writer.settings
     parsed_hash = content_hash([asked.recipe_hash, VERSION])
-    rows_hash = content_hash([parsed_hash, settings.picked()])
+    rows_hash = content_hash([parsed_hash, settings.row_settings()])
     for name, path in writer.paths.items():
         if name == "responses":
             manifest = _make_manifest(
@@ -272,7 +272,7 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
                 counts={"rows": writer.written[name], "questions": questions},
                 settings=settings,
                 recipe=rows_hash,
-                notes=settings.picked(),
+                notes=settings.row_settings(),
             )
         record_files.write_manifest(path, manifest)
 
@@ -429,7 +429,7 @@ def _make_journal(
         model = settings.source
     # Stored responses with labels of their own are checked by the parser as they are read, at no cost.
     parser = VERSION if settings.source == "responses" else None
-    recipe = content_hash([settings.asked(), model, prompts_hash, parser])
+    recipe = content_hash([settings.response_settings(), model, prompts_hash, parser])
     return _journal_in(out, recipe, _request_keys(training, settings.n))
 
 

@@ -91,7 +91,7 @@ def questions_of(settings: QuestionSettings) -> tuple[list[Question], dict[str, 
     block, split, seed = settings.block, settings.split, settings.seed
     limit: int | None = getattr(block, split)
     if settings.task == "witnesses" and not block.own:
-        return list(generate_questions(split, limit, seed=seed, **block.knobs())), {}
+        return list(generate_questions(split, limit, seed=seed, **block.world_options())), {}
     task = task_of(settings.task, block, settings.seeds or ())
     loaded = load_questions(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
     questions = list(loaded)
