@@ -30,7 +30,7 @@ from catto.pipeline.estimate import (
 )
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, TrainSettings, ordered
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 
 __all__ = ["KNOWN_NETWORKS", "Capacity", "Job", "Memory", "Network", "memory", "simulate"]
 
@@ -304,7 +304,7 @@ def _room(free: Sequence[float], size: float) -> list[int] | None:
 
 def show_memory(recipe_name: str) -> None:
     """Print the memory of the training whose step computes most tokens."""
-    recipe = load(recipe_name)
+    recipe = load_recipe(recipe_name)
     capacity = Capacity(recipe)
     trainings = [stage.settings for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"]
     largest = max(trainings, key=lambda settings: capacity.batch(settings) * capacity.count_rows(settings))
@@ -317,7 +317,7 @@ def show_memory(recipe_name: str) -> None:
 
 def show_schedule(recipe_name: str, gpus: Sequence[int], stated: Mapping[str, float]) -> None:
     """Print how long the stages of a recipe take on each number of GPUs."""
-    recipe = load(recipe_name)
+    recipe = load_recipe(recipe_name)
     capacity = Capacity(recipe)
     stages = {stage.key: stage for stage in ordered([Graph(recipe).report()])}
     durations = capacity.durations(stages.values(), [], stated)

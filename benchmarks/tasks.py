@@ -38,15 +38,17 @@ def peak_mb() -> float:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    from catto.prompts import messages
-    from catto.tasks import load
+    from catto.prompts import render_messages
+    from catto.tasks import load_questions
 
     files = {split: folder / f"{split}.jsonl" for split in ("train", "validation", "test")}
-    list(load("mmlu", "train", files=dict.fromkeys(files, files["test"])))  # imports and caches, before the baseline
+    list(
+        load_questions("mmlu", "train", files=dict.fromkeys(files, files["test"]))
+    )  # imports and caches, before the baseline
     baseline, start, characters = peak_mb(), time.perf_counter(), 0
-    questions = load("mmlu", "train", files=files)
+    questions = load_questions("mmlu", "train", files=files)
     for question in questions:
-        characters += sum(len(message.content) for message in messages(question))
+        characters += sum(len(message.content) for message in render_messages(question))
     seconds = time.perf_counter() - start
     return {"rows": questions.report.kept, "seconds": seconds, "peak_mb": peak_mb() - baseline, "baseline_mb": baseline}
 

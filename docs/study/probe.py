@@ -37,7 +37,7 @@ from catto.io.text_files import read_json
 from catto.methods import METHODS
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import CellPlan, Stage, chosen, place
-from catto.prompts import messages, prompt_ids
+from catto.prompts import prompt_ids, render_messages
 from catto.recipe.settings import Recipe
 from catto.records import Prediction, Question, SftRow
 from catto.training.examples import make_examples
@@ -168,7 +168,7 @@ def fit_classifier(states: NDArray[np.float32], gold: NDArray[np.int64]) -> Any:
 
 def label_context(tokenizer: Any, inputs: Inputs, row: Prediction, *, reasoning: bool) -> list[int]:
     """Return the tokens before the label of a test answer, those of the prompt included."""
-    prompt = prompt_ids(tokenizer, messages(inputs.questions[row.question], reasoning=reasoning))
+    prompt = prompt_ids(tokenizer, render_messages(inputs.questions[row.question], reasoning=reasoning))
     return [*prompt, *find_place(tokenizer, inputs, row).ids]
 
 

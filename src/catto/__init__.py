@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from catto.metrics.errors import ece
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
     from catto.predict import evaluate_model as evaluate
-    from catto.tasks import TASKS
-    from catto.tasks import load as load_questions
+    from catto.tasks import TASKS, load_questions
     from catto.training.config import CATTOConfig
     from catto.training.trainer import CATTOTrainer
 
@@ -54,7 +53,7 @@ _HOME = {
     "catto_loss": ("objectives", "catto_loss"),
     "ece": ("metrics.errors", "ece"),
     "evaluate": ("predict", "evaluate_model"),
-    "load_questions": ("tasks", "load"),
+    "load_questions": ("tasks", "load_questions"),
     "outcome_loss": ("objectives", "outcome_loss"),
     "rcft_loss": ("objectives", "rcft_loss"),
     "token_stats": ("objectives", "token_stats"),

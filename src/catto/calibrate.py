@@ -36,7 +36,7 @@ from catto.metrics.calibrators import (
     Temperature,
     VectorScaling,
     label_table,
-    load,
+    load_calibrator,
     pad_label_logprobs,
 )
 from catto.metrics.ranking import threshold_for_risk
@@ -182,7 +182,7 @@ def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames) -> Calibrator:
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
     """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
-    calibrator = load(path)
+    calibrator = load_calibrator(path)
     place = manifest_path(path)
     if not place.exists():
         if on is None:

@@ -1,4 +1,4 @@
-"""What is wrong with an input, in one short line: the place, what was expected, what was there instead."""
+"""Error messages about bad input: one short line with the place, the expectation and the actual value."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-# A message is read in a terminal: what a file holds must not fill it.
+# A message is read in a terminal, which the content of a file must not fill.
 MOST_CHARACTERS = 500
-# Lists and objects inside each other; a record has four levels.
+# Maximum nesting of lists and objects; a record has four levels.
 MOST_DEPTH = 64
 TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
 UNKNOWN = object()  # an input that is not available
-# What moves the cursor, changes colours or reverses the order of letters in a terminal; line breaks and tabs stay.
+# Characters that move the cursor, change colours or reverse letters in a terminal; line breaks and tabs stay.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 _SHORT = reprlib.Repr()
@@ -37,7 +37,9 @@ class DataError(ValueError):
     """
 
     def __init__(self, source: str | Path, row: int | None, message: str) -> None:
-        place = shorten_text(str(source)) + (f" row {row}" if row is not None else "")
+        place = shorten_text(str(source))
+        if row is not None:
+            place = f"{place} row {row}"
         super().__init__(f"{place}: {shorten_text(message)}")
 
 
@@ -45,7 +47,13 @@ class DataError(ValueError):
 def data_errors_at(
     source: str | Path, row: int | None = None, value: object = UNKNOWN, field: str = ""
 ) -> Iterator[None]:
-    """Turn a ValueError, also one of pydantic about `value`, into the DataError of this place; a DataError passes.
+    """Turn a ValueError into a DataError with a place; a DataError passes unchanged.
+
+    Args:
+        source: The file, or another name of the input.
+        row: The row in the file.
+        value: The value that pydantic validates inside the block.
+        field: Text to put before the message.
 
     >>> with data_errors_at("answers.csv", 17):
     ...     raise ValueError("confidence: expected a number")
@@ -57,35 +65,55 @@ def data_errors_at(
     except DataError:
         raise
     except ValueError as error:
-        problem = first_problem(error, value) if isinstance(error, ValidationError) else str(error)
+        if isinstance(error, ValidationError):
+            problem = describe_first_problem(error, value)
+        else:
+            problem = str(error)
         raise DataError(source, row, field + problem) from None
 
 
 def shorten_text(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text on one line and without control characters, a long one without its middle.
+    """Return the text on one line, with control characters escaped; the middle of a long text is cut out.
+
+    Args:
+        text: The text.
+        most: Maximum number of characters of the result.
+
+    Returns:
+        The shortened text.
 
     >>> shorten_text("a\\nb" + 20 * "c", most=12)
     'a bcc ...ccc'
     """
-    if len(text) > 4 * most:  # joining and escaping 25 MB to keep 500 characters would take its time
+    if len(text) > 4 * most:  # escaping 25 MB to keep 500 characters is slow
         text = text[: 2 * most] + text[-2 * most :]
     line = " ".join(text.split())
-    line = "".join(sign if sign.isprintable() else f"\\x{ord(sign):02x}" for sign in line)
+    if not line.isprintable():
+        line = "".join(map(_escape_unprintable, line))
     if len(line) <= most:
         return line
-    tail = most // 4
-    return f"{line[: most - tail - 4].rstrip()} ...{line[-tail:]}"
+    tail_length = most // 4
+    head_length = most - tail_length - 4
+    head = line[:head_length].rstrip()
+    tail = line[-tail_length:]
+    return f"{head} ...{tail}"
+
+
+def _escape_unprintable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return f"\\x{ord(character):02x}"
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with control characters as escapes: what a file or a server holds cannot drive a terminal.
+    """Escape control characters, so that text from a file or a server cannot drive the terminal.
 
-    Line breaks and tabs stay. The escapes are those of JSON: a JSON text remains one.
+    Line breaks and tabs stay. The escapes are those of JSON, so JSON text stays valid.
 
     >>> escape_controls("\\x1b[2J\\n")
     '\\\\u001b[2J\\n'
     """
-    return _CONTROLS.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def join_names(names: Sequence[object], most: int = 12) -> str:
@@ -95,11 +123,13 @@ def join_names(names: Sequence[object], most: int = 12) -> str:
     'a, b and 1 more'
     """
     shown = ", ".join(shorten_text(str(name), 60) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    if len(names) <= most:
+        return shown
+    return f"{shown} and {len(names) - most} more"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` for the end of a message, or nothing where no known word is close.
+    """Return `; did you mean ...?` for the end of a message; empty if no known word is similar.
 
     >>> did_you_mean("bin", ["bins", "resamples"])
     '; did you mean bins?'
@@ -115,37 +145,49 @@ def parse_json(text: str) -> Any:
     Traceback (most recent call last):
     ValueError: key 'a' occurs twice in one object
     """
-    # pydantic's parser is several times as fast as Python's and keeps the last of two equal keys. Every key ends in a
-    # quote and a colon: a value with as many keys as there are such pairs of signs has lost none.
+    # pydantic's parser is several times as fast as Python's, but keeps the last of two equal keys. If the parsed
+    # object has as many keys as the text has `":`, no duplicate was dropped.
     try:
         value = from_json(text)
     except ValueError:
-        return _strict(text)
-    keys, spaced = text.count('":'), " :" in text or "\t:" in text or "\n:" in text or "\r:" in text
-    # An object in a flat one that is not empty brings keys of its own; this halves the time of most lines.
-    whole = type(value) is dict and "[" not in text and len(value) == keys
-    return value if not spaced and (whole or _count_keys(value) == keys) else _strict(text)
+        return _parse_strictly(text)
+    has_space_before_colon = " :" in text or "\t:" in text or "\n:" in text or "\r:" in text
+    if has_space_before_colon:
+        return _parse_strictly(text)
+    written_keys = text.count('":')
+    # An object inside this one would add keys of its own. The shortcut halves the time of most lines.
+    is_flat = type(value) is dict and "[" not in text and len(value) == written_keys
+    if is_flat or _count_keys(value) == written_keys:
+        return value
+    return _parse_strictly(text)
 
 
-def _count_keys(value: Any, left: int = MOST_DEPTH) -> int:
-    """Count the keys of all objects; refuse more levels than `left`, which a later walk over the value may not take."""
+def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
+    """Count the keys of all objects; refuse nesting that later recursion over the value may not survive."""
     if type(value) not in (dict, list):
         return 0
-    if left == 0:
+    if depth_left == 0:
         raise ValueError(TOO_DEEP)
-    count, items = (len(value), value.values()) if type(value) is dict else (0, value)
+    if type(value) is dict:
+        count = len(value)
+        items = value.values()
+    else:
+        count = 0
+        items = value
     for item in items:
         if type(item) in (dict, list):  # `isinstance` of a union costs ten times as much
-            count += _count_keys(item, left - 1)
+            count += _count_keys(item, depth_left - 1)
     return count
 
 
-def _strict(text: str) -> Any:
-    """Parse JSON with Python's parser, look at every object's pairs, and put what is wrong into words."""
+def _parse_strictly(text: str) -> Any:
+    """Parse JSON with Python's parser, which reports duplicate keys and says what is wrong."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        place = f"column {error.colno}"
+        if error.lineno > 1:
+            place = f"line {error.lineno} {place}"
         reason = error.msg.removesuffix(" at")  # some of Python's messages end in it
         raise ValueError(f"not JSON: {reason} at {place}") from None
     except RecursionError:
@@ -157,112 +199,167 @@ def _strict(text: str) -> Any:
     _count_keys(value)
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # it could not be written, hashed or printed
+    except UnicodeEncodeError:  # such text cannot be written, hashed or printed
         raise ValueError("text is not valid Unicode (half of a surrogate pair)") from None
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"key {_SHORT.repr(twice)} occurs twice in one object")
+        counts = Counter(name for name, _ in pairs)
+        [(duplicate, _)] = counts.most_common(1)
+        raise ValueError(f"key {_SHORT.repr(duplicate)} occurs twice in one object")
     return value
 
 
-# Made once: `json.loads` with options would make one a call, which doubles the time of a line.
-_DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
+# Made once: `json.loads` with options makes a decoder per call, which doubles the time of a line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_build_unique_dict)
 
 
-def first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
-    """Describe the first problem of a pydantic error in one line: field, what was expected, what is there."""
-    place, message = validation_problem(error, value)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{'.'.join(place)}: {message}{more}" if place else f"{message}{more}"
+def describe_first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
+    """Describe the first problem of a pydantic error in one line.
 
+    Args:
+        error: The error.
+        value: The value that was validated.
 
-def validation_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
-    """Return the place of the first problem of `value`, and what was expected and is there instead.
-
-    pydantic names the members of a union in its places (`files.train.str`); only parts that exist in `value` are kept,
-    and what the members expect is joined by `or`.
+    Returns:
+        The field, what was expected, and the actual value.
     """
-    problems = [(problem, *_located(problem, value)) for problem in error.errors(include_url=False)]
-    # A misspelled key is unknown, and the one that was meant is missing: the first says more.
-    unknown = [problem for problem in problems if problem[0]["type"] == "extra_forbidden"]
-    if unknown and problems[0][0]["type"] == "missing":
-        problems = unknown
-    first, place, actual = problems[0]
-    messages = list(dict.fromkeys(_expected(problem) for problem, other, _ in problems if other == place))
-    expected = [message.removeprefix("expected ") for message in messages if message.startswith("expected ")]
-    message = f"expected {' or '.join(expected)}" if len(expected) == len(messages) else messages[0]
-    if first["loc"][-1:] == ("[key]",) and first["type"] != "value_error":
+    field_path, message = find_first_problem(error, value)
+    further = error.error_count() - 1
+    if further > 0:
+        message = f"{message} (and {further} more)"
+    if not field_path:
+        return message
+    return f"{'.'.join(field_path)}: {message}"
+
+
+def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
+    """Return the field of the first problem of `value`, and what is wrong with it.
+
+    pydantic puts the members of a union into its paths (`files.train.str`). Only the parts that exist in `value` are
+    kept, and the expectations of the members are joined by `or`.
+
+    Args:
+        error: The error.
+        value: The value that was validated.
+
+    Returns:
+        The path of the field, empty for the whole value, and a message.
+    """
+    problems = [_locate_problem(details, value) for details in error.errors(include_url=False)]
+    # A misspelled key is unknown, and the intended key is missing: the unknown key says more.
+    unknown_keys = [problem for problem in problems if problem.kind == "extra_forbidden"]
+    if unknown_keys and problems[0].kind == "missing":
+        problems = unknown_keys
+    first = problems[0]
+    same_field = [problem for problem in problems if problem.field_path == first.field_path]
+    message = _join_expectations([_describe_expectation(problem.details) for problem in same_field])
+    is_about_key = first.details["loc"][-1:] == ("[key]",)
+    if is_about_key and first.kind != "value_error":
         message = f"{message} as the key"
-    elif first["type"] not in _SELF_EXPLAINING:
-        message = f"{message}, got {_SHORT.repr(actual)}"
-    return [shorten_text(part, 60) for part in place], message
+    elif first.kind not in _SELF_EXPLAINING:
+        message = f"{message}, got {_SHORT.repr(first.actual)}"
+    return [shorten_text(part, 60) for part in first.field_path], message
 
 
-# Their message says all: what is there would add nothing, or is the whole of the input.
+class _LocatedProblem(NamedTuple):
+    """A problem of pydantic, the path of its field in the validated value, and the value there."""
+
+    details: Any
+    field_path: tuple[str, ...]
+    actual: object
+
+    @property
+    def kind(self) -> str:
+        return str(self.details["type"])
+
+
+def _join_expectations(messages: Iterable[str]) -> str:
+    """Join "expected a" and "expected b" to "expected a or b"; any other message replaces the rest."""
+    distinct = list(dict.fromkeys(messages))
+    if not all(message.startswith("expected ") for message in distinct):
+        return distinct[0]
+    expectations = [message.removeprefix("expected ") for message in distinct]
+    return f"expected {' or '.join(expectations)}"
+
+
+# The actual value would add nothing to these messages, or would be the whole input.
 _SELF_EXPLAINING = ("missing", "union_tag_not_found", "value_error", "extra_forbidden", "json_invalid")
+# pydantic's type of error -> message.
 _EXPECTED = {
-    kind: message
-    for kinds, message in {
-        "missing union_tag_not_found": "missing",
-        "extra_forbidden": "unknown key",
-        "int_type int_parsing int_from_float int_parsing_size": "expected a whole number",
-        "float_type float_parsing": "expected a number",
-        "finite_number": "expected a finite number",
-        "bool_type bool_parsing": "expected true or false",
-        "string_type": "expected a text",
-        "string_unicode": "expected a text in valid Unicode",
-        "list_type tuple_type": "expected a list",
-        "dict_type model_type model_attributes_type": "expected a block of names and values",
-        "none_required": "expected nothing",
-        "greater_than_equal": "expected a number of at least {ge:.15g}",
-        "greater_than": "expected a number above {gt:.15g}",
-        "less_than_equal": "expected a number of at most {le:.15g}",
-        "less_than": "expected a number below {lt:.15g}",
-    }.items()
-    for kind in kinds.split()
+    "missing": "missing",
+    "union_tag_not_found": "missing",
+    "extra_forbidden": "unknown key",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "int_parsing_size": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "finite_number": "expected a finite number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "string_type": "expected a text",
+    "string_unicode": "expected a text in valid Unicode",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a block of names and values",
+    "model_type": "expected a block of names and values",
+    "model_attributes_type": "expected a block of names and values",
+    "none_required": "expected nothing",
+    "greater_than_equal": "expected a number of at least {ge:.15g}",
+    "greater_than": "expected a number above {gt:.15g}",
+    "less_than_equal": "expected a number of at most {le:.15g}",
+    "less_than": "expected a number below {lt:.15g}",
 }
 
 
-def _expected(problem: Any) -> str:
-    """What was expected, in the words of a message."""
-    kind, context = problem["type"], problem.get("ctx", {})
+def _describe_expectation(details: Any) -> str:
+    kind = details["type"]
+    context = details.get("ctx", {})
     if kind in _EXPECTED:
         return _EXPECTED[kind].format(**context)
-    if kind in ("too_short", "too_long"):
-        word, count = ("least", context["min_length"]) if kind == "too_short" else ("most", context["max_length"])
-        return f"expected at {word} {count} {'entry' if count == 1 else 'entries'}"
+    if kind == "too_short":
+        return f"expected at least {_count_entries(context['min_length'])}"
+    if kind == "too_long":
+        return f"expected at most {_count_entries(context['max_length'])}"
     if kind in ("literal_error", "union_tag_invalid"):
-        return f"expected {context.get('expected') or context['expected_tags']}".replace("'", "")
-    return shorten_text(str(problem["msg"]).removeprefix("Value error, "))
+        choices = context.get("expected") or context["expected_tags"]
+        return f"expected {choices}".replace("'", "")
+    message = str(details["msg"])
+    return shorten_text(message.removeprefix("Value error, "))
 
 
-def _located(problem: Any, value: Any) -> tuple[tuple[str, ...], object]:
-    """The parts of the problem's place that exist in the value, with the name of what is missing; and what is there."""
+def _count_entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
+    """Find the parts of the problem's path that exist in the value, with the name of a missing field."""
     location: tuple[str | int, ...] = problem["loc"]
     if value is UNKNOWN:
-        return tuple(map(str, location)), problem["input"]
+        return _LocatedProblem(problem, tuple(map(str, location)), problem["input"])
     if problem["type"].startswith("union_tag"):
         location = (*location, problem["ctx"]["discriminator"].strip("'"))
     parts: list[str] = []
     for part in location:
         try:
             value = value[part]
-        except (KeyError, IndexError, TypeError):  # the member of a union, or the name of what is missing
-            if part != location[-1] or _EXPECTED.get(problem["type"]) != "missing":
+        except (KeyError, IndexError, TypeError):  # the member of a union, or the name of a missing field
+            is_missing_field = part == location[-1] and _EXPECTED.get(problem["type"]) == "missing"
+            if not is_missing_field:
                 continue
         parts.append(str(part))
-    return tuple(parts), value
+    return _LocatedProblem(problem, tuple(parts), value)
 
 
 def find_field(fields: Mapping[str, Any], name: str) -> Any:
-    """Return a field of a row; ValueError where it is missing.
+    """Return a field of a row; raise ValueError if it is missing.
 
-    `a.b` is b inside a, `a.0` the first entry of a list a, and `a.b` of a list a is the list of b of every entry.
+    `a.b` is b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry.
 
     >>> find_field({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
     ['red', 'blue']
@@ -273,10 +370,15 @@ def find_field(fields: Mapping[str, Any], name: str) -> Any:
     try:
         for part in name.split("."):
             if isinstance(value, list):
-                value = value[int(part)] if part.isdecimal() else [entry[part] for entry in value]
+                if part.isdecimal():
+                    value = value[int(part)]
+                else:
+                    value = [entry[part] for entry in value]
             else:
                 value = value[part]
     except (KeyError, IndexError, TypeError):
-        there = f"{did_you_mean(name, fields)} (fields: {join_names(list(fields))})" if fields else ""
-        raise ValueError(f"{name}: missing{there}") from None
+        hint = ""
+        if fields:
+            hint = f"{did_you_mean(name, fields)} (fields: {join_names(list(fields))})"
+        raise ValueError(f"{name}: missing{hint}") from None
     return value

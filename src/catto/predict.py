@@ -36,7 +36,7 @@ from catto.errors import DataError
 from catto.io.journal import Journal, read_refusals
 from catto.io.record_files import library_versions, manifest_path, read_manifest, read_records
 from catto.metrics.selection import token_certainty
-from catto.prompts import asked_hash, check_ids, messages
+from catto.prompts import asked_hash, check_ids, render_messages
 from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ OTHER_RUN = "belongs to other settings, questions or another model: give those, 
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments that say how questions are asked; see `EvaluationSettings`."""
+    """Keyword arguments that say how questions are asked; see `PredictionSettings`."""
 
     k: int
     temperature: float | Sequence[float]
@@ -63,7 +63,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class EvaluationOptions(SamplingOptions, total=False):
-    """All keyword arguments of an evaluation; see `EvaluationSettings`."""
+    """All keyword arguments of an evaluation; see `PredictionSettings`."""
 
     out: Path | None
     progress: EvaluationProgress | None
@@ -72,7 +72,7 @@ class EvaluationOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
+class PredictionSettings:
     """How questions are asked, and how the evaluation runs. No prediction depends on the fields from `out` on.
 
     Attributes:
@@ -110,13 +110,13 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Ev
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        **options: The fields of `EvaluationSettings`; by default one greedy response of at most 512 tokens with
+        **options: The fields of `PredictionSettings`; by default one greedy response of at most 512 tokens with
             reasoning.
 
     Returns:
         The predictions in the order of the questions, then of the samples.
     """
-    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    run = EvaluationRun(engine, questions, PredictionSettings(**options))
     return run.collect(Prediction, run.answer_keys)
 
 
@@ -131,12 +131,12 @@ def generate(
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        **options: The fields of `EvaluationSettings`.
+        **options: The fields of `PredictionSettings`.
 
     Returns:
         The generations in the order of the questions, then of the samples.
     """
-    run = EvaluationRun(engine, questions, EvaluationSettings(**options))
+    run = EvaluationRun(engine, questions, PredictionSettings(**options))
     return run.collect(ScoredGeneration, run.score_keys)
 
 
@@ -160,13 +160,13 @@ def read(
         questions: The questions that were asked.
         generations: The stored generations.
         out: The file of predictions; None writes no file.
-        progress: See `EvaluationSettings`.
-        **sampling: How the questions were asked; see `EvaluationSettings`.
+        progress: See `PredictionSettings`.
+        **sampling: How the questions were asked; see `PredictionSettings`.
 
     Returns:
         The predictions. A sample without a generation was refused and has no prediction.
     """
-    settings = EvaluationSettings(out=out, progress=progress, max_refused=1.0, **sampling)
+    settings = PredictionSettings(out=out, progress=progress, max_refused=1.0, **sampling)
     run = EvaluationRun(engine, questions, settings)
     generation_of = {generation.key: generation for generation in generations}
     not_asked = generation_of.keys() - run.keys.keys()
@@ -329,7 +329,7 @@ class RunOutcomes(Generic[R]):
 class EvaluationRun:
     """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
 
-    def __init__(self, engine: Engine, questions: Iterable[Question], settings: EvaluationSettings) -> None:
+    def __init__(self, engine: Engine, questions: Iterable[Question], settings: PredictionSettings) -> None:
         listed = list(questions)
         self.engine = engine
         self.settings = settings
@@ -337,7 +337,7 @@ class EvaluationRun:
         self.chunk = chunk_size(engine.batch_size, settings.k)
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
-            chat = messages(question, reasoning=settings.reasoning)
+            chat = render_messages(question, reasoning=settings.reasoning)
             self.asked[question.id] = AskedQuestion(question, chat)
         self.keys: dict[Key, int] = {}  # every (question, sample) -> its place in the file
         for question in listed:

@@ -65,7 +65,7 @@ WORDING: dict[str, Wording] = {
 }
 
 
-def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ...]:
+def render_messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ...]:
     """Render a question as a system and a user message.
 
     Args:
@@ -78,7 +78,7 @@ def messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ..
     >>> options = (Option(label="yes", text="yes"), Option(label="no", text="no"))
     >>> fields = {"question": "Do cats purr?"}
     >>> question = Question(id="1", task="mine", split="test", fields=fields, options=options, gold="yes")
-    >>> print(messages(question)[1].content)
+    >>> print(render_messages(question)[1].content)
     Do cats purr?
     <BLANKLINE>
     Labels: yes, no
@@ -97,10 +97,10 @@ def _render_system(question: Question, *, reasoning: bool) -> str:
     any_label = f"{', '.join(labels[:-1])} or {labels[-1]}"
     if reasoning:
         weigh = "Weigh each choice in turn before you decide."
-        form = completion("your reasoning", any_label)
+        form = render_completion("your reasoning", any_label)
     else:
         weigh = "Give the answer alone, without reasoning."
-        form = completion(None, any_label)
+        form = render_completion(None, any_label)
     return f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
 
 
@@ -147,7 +147,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
-def completion(reasoning: str | None, label: str | None) -> str:
+def render_completion(reasoning: str | None, label: str | None) -> str:
     r"""Render a response.
 
     Tags inside the reasoning are removed, so a rendered text has each tag once.
@@ -156,7 +156,7 @@ def completion(reasoning: str | None, label: str | None) -> str:
         reasoning: Text of the think block; None for no think block.
         label: The answer; None ends the text after `<answer>\n`.
 
-    >>> completion("so", "B")
+    >>> render_completion("so", "B")
     '<think>\nso\n</think>\n<answer>\nB\n</answer>'
     """
     think = ""
@@ -228,11 +228,11 @@ def fingerprint() -> str:
     rendered: list[object] = []
     for reasoning_text in ("r", None):
         for label in ("A", None):
-            rendered.append(completion(reasoning_text, label))
+            rendered.append(render_completion(reasoning_text, label))
     for task in (*WORDING, "none of these"):
         for question in _probe_questions(task):
             for reasoning in (True, False):
-                chat = messages(question, reasoning=reasoning)
+                chat = render_messages(question, reasoning=reasoning)
                 rendered.append(task)
                 rendered.append([message.model_dump() for message in chat])
                 rendered.append(prompt_text(chat, _Template(has_system_role=True)))

@@ -27,7 +27,7 @@ from catto.metrics.selection import (
     samples_still_needed,
 )
 from catto.records import Prediction, Protocol
-from catto.tasks import load
+from catto.tasks import load_questions
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = Protocol(rule="most confident", k=1, temperature=1.0, fallback="answer")
@@ -429,7 +429,7 @@ def test_the_guarantee_on_witnesses_whose_posterior_is_known() -> None:
     """
     rng = np.random.default_rng(0)
     rows = []
-    for question in load("witnesses", "train", limit=2000):
+    for question in load_questions("witnesses", "train", limit=2000):
         assert question.posterior is not None
         posterior = question.posterior
         for sample, label in enumerate(rng.choice(list(posterior), 4, p=list(posterior.values()))):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from catto.answer.response import parse_response
 from catto.answer.tokens import TAIL, check_labels, encode_opening, find_label_token, find_token, locate_label
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.token_ids import decode_ids
 
 LETTERS = tuple("ABCD")
@@ -36,7 +36,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("form", FORMS)
 def test_exchanging_the_token_exchanges_the_label(name: str, form: str) -> None:
     tokenizer = kinds()[name]
-    ids = encode(tokenizer, completion("the cat sat", None).removesuffix("<answer>\n") + form.format("C"))
+    ids = encode(tokenizer, render_completion("the cat sat", None).removesuffix("<answer>\n") + form.format("C"))
     place = locate_label(tokenizer, ids, LETTERS)
     assert place is not None
     assert place.label == "C"
@@ -51,7 +51,7 @@ def test_exchanging_the_token_exchanges_the_label(name: str, form: str) -> None:
 def test_words_are_found_at_their_first_token(name: str) -> None:
     tokenizer = kinds()[name]
     for word in WORDS:
-        ids = encode(tokenizer, completion("it is so", word))
+        ids = encode(tokenizer, render_completion("it is so", word))
         index, candidates = find_label_token(tokenizer, ids, WORDS)
         before = decode_ids(tokenizer, ids[:index])
         assert decode_ids(tokenizer, ids)[len(before) :].startswith(word)
@@ -177,9 +177,9 @@ def test_no_answer_is_no_place(name: str, text: str) -> None:
 def test_the_opening_and_a_rendered_row_agree(name: str, labels: tuple[str, ...]) -> None:
     """Constrained answering and training meet the same tokens after the same context."""
     tokenizer = kinds()[name]
-    start = encode_opening(tokenizer, completion("the cat sat", None), labels)
+    start = encode_opening(tokenizer, render_completion("the cat sat", None), labels)
     for label in labels:
-        ids = encode(tokenizer, "a" + completion("the cat sat", label))
+        ids = encode(tokenizer, "a" + render_completion("the cat sat", label))
         index, candidates = find_label_token(tokenizer, ids, labels)
         assert tuple(ids[index - len(start.ids) : index]) == start.ids
         assert candidates == tuple(firsts(start).values())

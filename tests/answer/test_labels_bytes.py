@@ -20,7 +20,7 @@ from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_manifest
 from catto.measure import GradedAnswers, read_graded
 from catto.predict import evaluate
-from catto.prompts import completion, messages, prompt_ids
+from catto.prompts import prompt_ids, render_completion, render_messages
 from catto.records import Option, Prediction, Question
 from catto.token_ids import decode_ids
 
@@ -76,7 +76,7 @@ def predictions(
 
 def dense_logprob(tokenizer: Any, labels: tuple[str, ...], before: Sequence[int], path: Sequence[int]) -> float:
     """Log-probability of the path after prompt and response so far, by one plain forward a token, in float64."""
-    ids = [*prompt_ids(tokenizer, messages(question(labels))), *before]
+    ids = [*prompt_ids(tokenizer, render_messages(question(labels))), *before]
     total = 0.0
     for token in path:
         with torch.inference_mode():
@@ -118,16 +118,18 @@ def test_labels_of_several_bytes_are_read_where_they_differ(name: str, labels: t
 
 def test_training_reads_one_token_and_says_so() -> None:
     tokenizer = kinds()["byte-level"]
-    index, candidates = find_label_token(tokenizer, ids := encode(tokenizer, completion("the cat", "是")), YES_NO)
+    index, candidates = find_label_token(
+        tokenizer, ids := encode(tokenizer, render_completion("the cat", "是")), YES_NO
+    )
     assert ids[index] == candidates[0] != candidates[1]
     assert decode_ids(tokenizer, ids[:index]).endswith("<answer>\n")
     pair = THUMBS[:2]  # three bytes in common, then one that differs
-    index, candidates = find_label_token(tokenizer, ids := encode(tokenizer, completion("the cat", "👎")), pair)
+    index, candidates = find_label_token(tokenizer, ids := encode(tokenizer, render_completion("the cat", "👎")), pair)
     assert ids[index] == candidates[1] != candidates[0]
     assert decode_ids(tokenizer, ids[: index + 1]).endswith("<answer>\n👎")
     assert decode_ids(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
     with pytest.raises(ValueError, match=r"labels '👍' and '👎' begin with the same token .* training reads one token"):
-        find_label_token(tokenizer, encode(tokenizer, completion("the cat", "👎")), THUMBS)
+        find_label_token(tokenizer, encode(tokenizer, render_completion("the cat", "👎")), THUMBS)
 
 
 def test_labels_that_begin_with_the_same_character_are_refused() -> None:
@@ -146,8 +148,8 @@ def toxic() -> Any:
 def test_labels_that_collide_in_another_case_are_no_answer() -> None:
     labels, tokenizer = ("toxic", "tolerable"), toxic()
     check_labels(tokenizer, labels)
-    written = [encode(tokenizer, completion("the cat", label)) for label in ("toxic", "Toxic", "Tolerable")]
-    starts = [len(encode(tokenizer, completion("the cat", None)))] * 3
+    written = [encode(tokenizer, render_completion("the cat", label)) for label in ("toxic", "Toxic", "Tolerable")]
+    starts = [len(encode(tokenizer, render_completion("the cat", None)))] * 3
     assert written[1][starts[1]] == written[2][starts[2]]
     lower, *capitalised = predictions(tokenizer, labels, written)
     assert (lower.label, lower.source) == ("toxic", "free")
@@ -212,7 +214,7 @@ def test_a_closed_response_leaves_room_for_all_tokens_that_tell_a_label() -> Non
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted_not_raised() -> None:
     tokenizer = kinds()["byte-level"]
     ids = encode(tokenizer, "the")
-    needed = len(prompt_ids(tokenizer, messages(question(("A", "B"), "0"))))
+    needed = len(prompt_ids(tokenizer, render_messages(question(("A", "B"), "0"))))
     small = tiny_model(0, vocab_size=600, max_position_embeddings=needed + 1)
     engine = Scripted(tokenizer, [ids])
     engine.network, engine.positions = small, needed + 1

@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from catto.engines.transformers import TransformersEngine
 from catto.predict import evaluate
-from catto.prompts import completion, messages, prompt_ids
+from catto.prompts import prompt_ids, render_completion, render_messages
 from catto.records import Option, Prediction, Question
 
 LETTERS = tuple("ABCD")
@@ -41,7 +41,7 @@ def questions(count: int, labels: tuple[str, ...] = LETTERS) -> list[Question]:
 @cache
 def tokenizer() -> Any:
     asked = [question for labels in (LETTERS, NLI) for question in questions(20, labels)]
-    return tiny_tokenizer([message.content for question in asked for message in messages(question)])
+    return tiny_tokenizer([message.content for question in asked for message in render_messages(question)])
 
 
 def _text(draws: random.Random, labels: tuple[str, ...]) -> str:
@@ -49,7 +49,7 @@ def _text(draws: random.Random, labels: tuple[str, ...]) -> str:
     if draws.random() < 0.1:
         return f"<think>\n{reasoning}"
     form = draws.choice(FORMS).format(*draws.sample(labels, 2))
-    return completion(reasoning, None).removesuffix("\n") + form + "</answer>"
+    return render_completion(reasoning, None).removesuffix("\n") + form + "</answer>"
 
 
 @cache
@@ -68,7 +68,9 @@ def model() -> Any:
 
 
 def _step(made: Any, optimizer: Any, rows: list[Any], draws: random.Random) -> None:
-    pairs = [(prompt_ids(tokenizer(), messages(q)), encode(_text(draws, labels) + "<eos>")) for q, labels in rows]
+    pairs = [
+        (prompt_ids(tokenizer(), render_messages(q)), encode(_text(draws, labels) + "<eos>")) for q, labels in rows
+    ]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
     padded = [[*prompt, *ids] + [0] * (width - len(prompt) - len(ids)) for prompt, ids in pairs]
     targets = [[-100] * len(prompt) + list(ids) + [-100] * (width - len(prompt) - len(ids)) for prompt, ids in pairs]
@@ -109,7 +111,7 @@ def before(ids: list[int], characters: int) -> list[int]:
 
 def dense_logits(question: Question, prefix: list[int]) -> torch.Tensor:
     """Logits after prompt and prefix by one plain forward over the whole text, as float64: (V,)."""
-    ids = [*prompt_ids(tokenizer(), messages(question)), *prefix]
+    ids = [*prompt_ids(tokenizer(), render_messages(question)), *prefix]
     with torch.inference_mode():
         return model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
 

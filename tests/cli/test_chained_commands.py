@@ -19,10 +19,10 @@ from tiny import tiny_model, tiny_tokenizer
 from catto import measure as summary
 from catto.cli import main
 from catto.io.record_files import read_records
-from catto.metrics.calibrators import CALIBRATORS, load
-from catto.prompts import messages
+from catto.metrics.calibrators import CALIBRATORS, load_calibrator
+from catto.prompts import render_messages
 from catto.records import Prediction
-from catto.tasks import load as load_task
+from catto.tasks import load_questions
 
 COUNT = 40
 
@@ -58,8 +58,8 @@ def few_resamples() -> Iterator[None]:
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and three evals of it: validation, test, and four samples a test question."""
     folder = tmp_path_factory.mktemp("chain")
-    asked = [q for split in ("validation", "test") for q in load_task("witnesses", split, limit=COUNT)]  # type: ignore[arg-type]
-    words = tiny_tokenizer([message.content for question in asked for message in messages(question)])
+    asked = [q for split in ("validation", "test") for q in load_questions("witnesses", split, limit=COUNT)]  # type: ignore[arg-type]
+    words = tiny_tokenizer([message.content for question in asked for message in render_messages(question)])
     tiny_model(1, vocab_size=len(words)).save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
     task = ("--task", "witnesses", "--n", str(COUNT), "--max-tokens", "4")
@@ -90,7 +90,7 @@ def test_eval_fit_apply_measure(evaluated: Path, tmp_path: Path, method: str) ->
     succeeded("calibrate", "fit", predictions(evaluated, "validation"), "--method", method, "--out", fitted)
     succeeded("calibrate", "apply", fitted, predictions(evaluated, "test"), "--out", calibrated)
     before, after = lines(predictions(evaluated, "test")), lines(calibrated)
-    expected = load(fitted).apply([row["confidence"] for row in before])
+    expected = load_calibrator(fitted).apply([row["confidence"] for row in before])
     assert [row["confidence"] for row in after] == expected.tolist()
     assert [row["confidence_raw"] for row in after] == [row["confidence"] for row in before]
     assert len(list(read_records(calibrated, Prediction))) == COUNT

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from command import run, write_lines
 
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import Question
-from catto.tasks import load
+from catto.tasks import load_questions
 
 Capture = pytest.CaptureFixture[str]
 FIELDS = "question=stem,options=choices,answer=key"
@@ -35,10 +35,12 @@ def test_it_shows_questions_as_they_are_put(capsys: Capture) -> None:
     shown = run(capsys, "data", "witnesses", "--n", "2", "--split", "validation", "--seed", "3")
     assert shown.code == 0
     assert "questions: train 6,000, validation 500, test 1,000" in shown.out
-    first, second, third = (next(it) for it in [iter(load("witnesses", "validation", seed=3))] for _ in range(3))
+    first, second, third = (
+        next(it) for it in [iter(load_questions("witnesses", "validation", seed=3))] for _ in range(3)
+    )
     for question in (first, second):
         assert f"--- {question.id} (validation), gold {question.gold}" in shown.out
-        for message in messages(question):
+        for message in render_messages(question):
             assert f"[{message.role}]\n{message.content}\n" in shown.out
     assert third.id not in shown.out
 
@@ -47,7 +49,7 @@ def test_json_holds_questions_that_read_back(capsys: Capture) -> None:
     told = run(capsys, "data", "witnesses", "--n", "1", "--json").json
     (question,) = told["questions"]
     put = question.pop("messages")
-    assert [message.model_dump() for message in messages(Question.model_validate(question))] == put
+    assert [message.model_dump() for message in render_messages(Question.model_validate(question))] == put
     assert told["splits"]["test"]["questions"] == sum(told["splits"]["test"]["gold"].values()) == 1000
     assert told["licence"].startswith("Apache-2.0")
 

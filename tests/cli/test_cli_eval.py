@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from catto.cli.evaluate import evaluate as command
 from catto.io.record_files import read_records
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import Prediction
-from catto.tasks import load
+from catto.tasks import load_questions
 
 
 def test_the_command_writes_predictions_and_prints_the_table(tmp_path: Path) -> None:
-    asked = list(load("witnesses", "test", limit=12))
-    words = tiny_tokenizer([message.content for question in asked for message in messages(question)])
+    asked = list(load_questions("witnesses", "test", limit=12))
+    words = tiny_tokenizer([message.content for question in asked for message in render_messages(question)])
     network = tiny_model(1, vocab_size=len(words))
     network.save_pretrained(tmp_path / "model")
     words.save_pretrained(tmp_path / "model")

@@ -21,7 +21,7 @@ from catto.methods import METHODS
 from catto.pipeline.attempts import Attempt
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, StageSettings, content, ordered
-from catto.recipe.load import load, shipped
+from catto.recipe.load import load_recipe, shipped
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = ["", "data", "teach", "train", "plan", "run", "stage", "recipe", "recipe list", "recipe show", "recipe copy"]
@@ -100,7 +100,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: Capture) ->
     copied = run(capsys, "recipe", "copy", "quickstart", tmp_path / "mine.yaml")
     assert copied.code == 0
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
-    assert load(str(tmp_path / "mine.yaml")) == load("quickstart")
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe("quickstart")
 
 
 def test_a_command_to_go_on_with_can_be_pasted(tmp_path: Path, capsys: Capture) -> None:
@@ -207,7 +207,7 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
 
 def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
-    goal = Graph(load(str(recipe))).questions("witnesses")
+    goal = Graph(load_recipe(str(recipe))).questions("witnesses")
     with Attempt(out, goal, content(out, goal)):
         pass
     stages = run(capsys, "plan", recipe, "--out", out, "--json").json
@@ -314,7 +314,7 @@ def test_lengths_of_time_are_short(seconds: float, text: str) -> None:
 
 
 def stages(tmp_path: Path) -> tuple[Stage, ...]:
-    return tuple(ordered([Graph(load(str(write_recipe(tmp_path)))).responses("witnesses")]))
+    return tuple(ordered([Graph(load_recipe(str(write_recipe(tmp_path)))).responses("witnesses")]))
 
 
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_short_commands_print_nothing_without_a_terminal(capsys: Capture) -> Non
 
 def trainings(method: str, count: int) -> list[Stage]:
     """Trainings of one method without what they need, so that nothing else is missing."""
-    graph = Graph(load("quickstart"))
+    graph = Graph(load_recipe("quickstart"))
     return [replace(graph.trained("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
 
 

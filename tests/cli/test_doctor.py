@@ -142,7 +142,7 @@ CHECKS += [f"{step} {what}" for step in ("step", "shared prompts") for what in (
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "CPU", (2, 12, 6, 200, 64, 1))
+    monkeypatch.setattr(selftest, "CPU_SIZE", selftest.ModelSize(2, 12, 6, 200, 64, 1))
 
 
 def test_selftest_passes_on_this_machine_and_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,7 @@ def test_selftest_in_json_has_every_check_and_times(capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("small")
 def test_selftest_passes_in_bf16() -> None:
-    result = selftest.selftest(bf16=True)
+    result = selftest.run_selftest(bf16=True)
     assert (result["ok"], result["precision"]) == (True, "bf16")
     assert result["checks"][4]["error"] > 1e-4  # the step is really computed in bf16
 

@@ -16,7 +16,7 @@ from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
 from catto.pipeline.plan import Graph, freeze
 from catto.pipeline.stage import Stage, ordered
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe, TeacherSettings
 from catto.redaction import redact
 
@@ -56,7 +56,7 @@ def keys(recipe: Recipe) -> list[str]:
 
 
 def responses_of(recipe: Path) -> Stage:
-    return Graph(load(str(recipe))).responses("witnesses")
+    return Graph(load_recipe(str(recipe))).responses("witnesses")
 
 
 def test_a_secret_is_sent_and_in_no_file_of_the_run(
@@ -117,7 +117,7 @@ def test_a_single_stage_takes_the_secret_from_the_environment(
         folder = tmp_path / str(number)
         folder.mkdir()
         recipe, out = recipe_with(folder, server.url, {"auth": {"value": value}}), folder / "out"
-        freeze(out, load(str(recipe)))
+        freeze(out, load_recipe(str(recipe)))
         wanted = responses_of(recipe)
         for stage in wanted.needs.values():
             assert command(capsys, "stage", out, stage.key).code == 0
@@ -177,10 +177,10 @@ def test_a_key_in_place_of_the_name_of_its_variable_is_refused_and_not_shown(tmp
     for key in ("sk-abc", f"hf_{SECRET}"):
         recipe = write_recipe(tmp_path, teacher={"source": "witnesses", "api_key_env": key})
         with pytest.raises(ValueError, match="expected the name of an environment variable") as caught:
-            load(str(recipe))
+            load_recipe(str(recipe))
         assert key not in str(caught.value)
 
 
 def test_the_hubs_token_is_no_setting_of_a_training() -> None:
     with pytest.raises(ValueError, match=r"sft.trl.hub_token: is not set here"):
-        load("quickstart", ["sft.trl.hub_token=hf_x"])
+        load_recipe("quickstart", ["sft.trl.hub_token=hf_x"])

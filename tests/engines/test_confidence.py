@@ -22,7 +22,7 @@ from catto.errors import DataError
 from catto.io.record_files import manifest_path, read_manifest, read_records
 from catto.metrics.temperature import confidence_at
 from catto.predict import evaluate, evaluate_model, generate
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.records import Prediction, Question
 from catto.token_ids import decode_ids
 
@@ -147,7 +147,7 @@ def test_closing_a_response_by_hand(text: str, closed: tuple[int, str]) -> None:
 
 
 def test_closing_gives_the_canonical_form() -> None:
-    text = completion("the right", None)
+    text = render_completion("the right", None)
     cuts = [text[:end] for end in range(len("<think>\nthe right"), len(text) + 1)]
     assert {cut[: close_response(cut)[0]] + close_response(cut)[1] for cut in cuts} == {text}
 

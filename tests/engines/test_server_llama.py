@@ -17,7 +17,7 @@ from catto.engines.server import ServerEngine
 from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_manifest
 from catto.predict import evaluate
-from catto.prompts import completion, messages
+from catto.prompts import render_completion, render_messages
 from catto.records import Message, Option, Prediction, Question
 from needs import needs
 
@@ -102,10 +102,10 @@ def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> N
     place = {"pretrained_model_name_or_path": gguf().parent, "gguf_file": gguf().name}
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     local = TransformersEngine(model, AutoTokenizer.from_pretrained(**place))
-    begun = completion(None, None)
+    begun = render_completion(None, None)
     path = encode_opening(local.tokenizer, begun, LABELS)
     tokens = tuple(tokens[0] for tokens in path.paths.values())
-    chats = [messages(question, reasoning=False) for question in QUESTIONS]
+    chats = [render_messages(question, reasoning=False) for question in QUESTIONS]
     here = local.score([Context(messages=chat, prefix=path.ids, candidates=tokens) for chat in chats])
     remote = engine(url)
     remote.probe()

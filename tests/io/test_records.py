@@ -71,9 +71,9 @@ def test_a_record_is_closed_and_immutable() -> None:
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ValueError) as caught:
         Message.model_validate({})
-    from catto.errors import first_problem
+    from catto.errors import describe_first_problem
 
-    assert first_problem(caught.value) == "role: missing (and 1 more)"  # type: ignore[arg-type]
+    assert describe_first_problem(caught.value) == "role: missing (and 1 more)"  # type: ignore[arg-type]
 
 
 @laws

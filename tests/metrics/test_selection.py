@@ -33,7 +33,7 @@ from catto.metrics.selection import (
 )
 from catto.metrics.temperature import fit_tau
 from catto.records import Prediction, Protocol
-from catto.tasks import load
+from catto.tasks import load_questions
 
 
 def one_question(*answers: tuple[str | None, float], logprobs: tuple[float, ...] | None = None) -> Candidates:
@@ -179,7 +179,7 @@ def test_with_the_true_posterior_the_most_confident_is_the_bayes_choice() -> Non
     """Samples are drawn from the posterior; among any k the most confident is the most probable label there is."""
     rng = np.random.default_rng(0)
     rows, best = [], []
-    for question in load("witnesses", "test", limit=80):
+    for question in load_questions("witnesses", "test", limit=80):
         assert question.posterior is not None
         posterior = question.posterior
         drawn = [str(label) for label in rng.choice(list(posterior), 6, p=list(posterior.values()))]

@@ -13,7 +13,7 @@ from catto.cli.run import QUIET
 from catto.pipeline.plan import Graph
 from catto.pipeline.run import run as run_stages
 from catto.pipeline.stage import Stage
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 
 
 class Events:
@@ -57,6 +57,6 @@ def run(recipe_file: Path, root: Path, full_from: int | None = None) -> None:
     os.environ.update(QUIET)
     if full_from is not None:
         fill_disk(full_from)
-    recipe = load(str(recipe_file))
+    recipe = load_recipe(str(recipe_file))
     if run_stages(root, [Graph(recipe).report()], Events()).failed:
         sys.exit(1)

@@ -14,7 +14,7 @@ from catto.pipeline import plan as module
 from catto.pipeline.kinds.steps import questions_of
 from catto.pipeline.plan import Graph, contents
 from catto.pipeline.stage import ordered
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 
 METHODS = ["sft", "dpo", "dpo+catto"]
 
@@ -50,7 +50,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def folders() -> dict[str, str]:
     """Stage -> its folder, as a run started now would have them."""
-    return {stage.name: stage.folder for stage in ordered([Graph(load("recipe.yaml")).report()])}
+    return {stage.name: stage.folder for stage in ordered([Graph(load_recipe("recipe.yaml")).report()])}
 
 
 def rerun(before: dict[str, str]) -> set[str]:
@@ -110,7 +110,7 @@ def test_what_is_not_there_yet_is_no_error_in_a_plan(world: Path) -> None:
 
 
 def test_a_task_that_nobody_knows_is_told_by_the_stage_that_reads_it(world: Path) -> None:
-    recipe = load("recipe.yaml", ["tasks.snly={}"])
+    recipe = load_recipe("recipe.yaml", ["tasks.snly={}"])
     assert ordered([Graph(recipe).report()])
     with pytest.raises(ValueError, match=r"tasks\.snly: neither one of .*witnesses.* nor given a path"):
         questions_of(Graph(recipe).questions("snly").settings)

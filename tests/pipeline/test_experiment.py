@@ -288,7 +288,7 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
     """Run all but the report in this process; stage -> how it ended."""
     from catto.pipeline import run as runner
     from catto.pipeline.plan import Graph
-    from catto.recipe.load import load
+    from catto.recipe.load import load_recipe
 
     ends: dict[str, str] = {}
 
@@ -302,7 +302,7 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
         def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
             ends[stage.name] = outcome
 
-    read = load(str(recipe))
+    read = load_recipe(str(recipe))
     goals = [goal for cell in Graph(read).cells() for goal in (cell.predictions, cell.candidates) if goal is not None]
     assert not runner.run(root, goals, Ends()).failed
     return ends
@@ -363,11 +363,11 @@ def test_generations_without_scores_are_scored_by_the_model(finished: Finished, 
     from catto.pipeline.plan import Graph
     from catto.pipeline.results import run_predicted
     from catto.pipeline.stage import Work, ordered, place
-    from catto.recipe.load import load
+    from catto.recipe.load import load_recipe
 
     root = tmp_path / "run"
     shutil.copytree(finished.root, root)
-    stages = ordered([Graph(load(str(finished.recipe))).report()])
+    stages = ordered([Graph(load_recipe(str(finished.recipe))).report()])
     stage = next(stage for stage in stages if stage.name.startswith("test dpo "))
     expected = list(read_records(place(root, stage) / "predictions.jsonl", Prediction))
     path = place(root, stage.needs["generated"]) / "generations.jsonl"
@@ -397,9 +397,9 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
     """As a scheduler would: by the keys of the plan, from the recipe that is stored in the folder."""
     from catto.pipeline.plan import Graph, freeze
     from catto.pipeline.stage import ordered, place
-    from catto.recipe.load import load
+    from catto.recipe.load import load_recipe
 
-    recipe, root = load(str(write_recipe(tmp_path))), tmp_path / "out"
+    recipe, root = load_recipe(str(write_recipe(tmp_path))), tmp_path / "out"
     stages = ordered([Graph(recipe).teacher("witnesses")])
     told = run(capsys, "stage", root, stages[0].key)
     assert (told.code, told.err.count("no recipe is stored here")) == (2, 1)
@@ -423,9 +423,9 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
 
 def test_a_stage_that_fails_names_its_log(tmp_path: Path, capsys: Capture) -> None:
     from catto.pipeline.plan import Graph, freeze
-    from catto.recipe.load import load
+    from catto.recipe.load import load_recipe
 
-    recipe = load(str(two_tasks(tmp_path)))
+    recipe = load_recipe(str(two_tasks(tmp_path)))
     freeze(tmp_path / "out", recipe)
     told = run(capsys, "stage", tmp_path / "out", Graph(recipe).questions("mine").key)
     assert told.code == 1

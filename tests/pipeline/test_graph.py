@@ -15,7 +15,7 @@ from catto.methods import SCALINGS, WEIGHTS
 from catto.pipeline.plan import Graph
 from catto.pipeline.results import run_chosen
 from catto.pipeline.stage import Stage, Work, ordered, place
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe
 from catto.records import Prediction
 from catto.report import VERSION
@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 def recipe_of(folder: Path, *overrides: str, **blocks: Any) -> Recipe:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**BASE, **blocks}))
-    return load(str(path), overrides)
+    return load_recipe(str(path), overrides)
 
 
 def stages(recipe: Recipe) -> list[Stage]:

@@ -30,7 +30,7 @@ from catto.pipeline.stage import (
     place,
     write,
 )
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.records import content_hash
 
 METHODS = ["sft", "sft+ts", "dpo", "dpo+outcome"]
@@ -52,7 +52,7 @@ def catto(*arguments: str) -> int:
 
 
 def stages(made: Path) -> list[Stage]:
-    return ordered([Graph(load(str(made / "tiny.yaml"))).report()])
+    return ordered([Graph(load_recipe(str(made / "tiny.yaml"))).report()])
 
 
 def stage(made: Path, kind: str, name: str = "") -> Stage:

@@ -19,7 +19,7 @@ from catto.methods import METHODS
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, StageSettings, ordered
 from catto.prompts import WORDING, fingerprint
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.recipe.settings import (
     EvaluationSettings,
     ModelSettings,
@@ -112,7 +112,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 def recipe_of(folder: Path) -> Recipe:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(BASE))
-    return load(str(path))
+    return load_recipe(str(path))
 
 
 def leaves(block: BaseModel, place: str = "") -> Iterator[tuple[str, BaseModel, str]]:

@@ -22,7 +22,7 @@ from catto.errors import DataError
 from catto.pipeline.estimate import PlanEstimate, read_network, stage_seconds
 from catto.pipeline.plan import Graph, find_stage, freeze, open_recipe, stored
 from catto.pipeline.stage import Stage, ordered, place, record, write
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.recipe.settings import ModelSettings
 
 Capture = pytest.CaptureFixture[str]
@@ -80,7 +80,7 @@ def test_the_stream_asks_as_many_questions_as_the_recipe_says() -> None:
 
 
 def test_a_training_that_was_resumed_took_all_of_its_runs(tmp_path: Path) -> None:
-    recipe = load("paper", ["tasks={snli: {train: 100, validation: 50}}", "seeds=[0]"])
+    recipe = load_recipe("paper", ["tasks={snli: {train: 100, validation: 50}}", "seeds=[0]"])
     stages = {stage.name: stage for stage in ordered([Graph(recipe).report()])}
     training = stages["sft snli seed 0 lr 5e-05"]
     assert stage_seconds(tmp_path, training) is None
@@ -118,7 +118,7 @@ def exported(
 ) -> tuple[Path, dict[str, Stage]]:
     """Export the stages that are missing once the questions are there; the run's folder and these stages."""
     recipe = write_recipe(folder, **SMALLEST)
-    root, plan = folder / NAME / "out", ordered([Graph(load(str(recipe))).report()])
+    root, plan = folder / NAME / "out", ordered([Graph(load_recipe(str(recipe))).report()])
     (folder / NAME).mkdir()
     monkeypatch.chdir(folder / NAME)
     assert run(capsys, "plan", recipe, "--out", root, "--export", kind).code == 0
@@ -136,7 +136,7 @@ def exported(
 
 def test_a_stage_exported_from_one_of_several_recipes_is_that_recipes(tmp_path: Path, capsys: Capture) -> None:
     """Recipes that differ in how stages are run share the keys; the one that was used last counts if none is named."""
-    one, two = (load("quickstart", [f"launch.processes={count}"]) for count in (1, 2))
+    one, two = (load_recipe("quickstart", [f"launch.processes={count}"]) for count in (1, 2))
     key = next(stage.key for stage in ordered([Graph(one).report()]) if stage.kind == "train")
     for past, recipe in ((300, one), (200, two)):
         os.utime(freeze(tmp_path, recipe), (time.time() - past,) * 2)
@@ -242,7 +242,7 @@ def test_a_large_array_is_cut_and_arrays_hold_one_kind(
     monkeypatch.setattr("catto.pipeline.export.MOST", 40)
     assert run(capsys, "plan", "paper", "--out", tmp_path, "--export", "slurm").code == 0
     kinds, total = defaultdict(set), 0
-    names = {stage.key: stage.kind for stage in ordered([Graph(load("paper")).report()])}
+    names = {stage.key: stage.kind for stage in ordered([Graph(load_recipe("paper")).report()])}
     for script in (tmp_path / "slurm").glob("[0-9]*.sh"):
         keys = [line.split()[0] for line in script.read_text().splitlines() if line.startswith("  ")]
         kinds[script.name].update(names[key] for key in keys)

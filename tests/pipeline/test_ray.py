@@ -21,7 +21,7 @@ from test_experiment_kill import files
 from catto.errors import DataError
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, finished, ordered
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe
 from needs import needs
 
@@ -204,7 +204,7 @@ def test_an_error_is_not_tried_again_and_stops_only_what_depends_on_it(cluster: 
     (tmp_path / "mine.jsonl").write_text(json.dumps({"q": "q", "o": ["x", "y"], "a": "Z"}) + "\n")
     fields = {"question": "q", "options": "o", "answer": "a"}
     tasks = {"witnesses": {"train": 20}, "mine": {"path": str(tmp_path / "mine.jsonl"), "fields": fields}}
-    recipe, root, shown = load(str(write_recipe(tmp_path, tasks=tasks))), tmp_path / "out", Ends()
+    recipe, root, shown = load_recipe(str(write_recipe(tmp_path, tasks=tasks))), tmp_path / "out", Ends()
     goals = [Graph(recipe).teacher(name) for name in tasks]
     outcome = run(root, recipe, goals, shown, cluster.address)
     ((problem, log),) = outcome.failed.items()

@@ -17,7 +17,7 @@ from catto.cli import app
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import ordered
 from catto.recipe import settings as recipe_module
-from catto.recipe.load import load, shipped
+from catto.recipe.load import load_recipe, shipped
 from catto.recipe.settings import ModelSettings, Recipe, Settings
 from catto.records import Manifest, Prediction, PreferenceRow, Question, Refusal, Response, SftRow
 
@@ -78,12 +78,16 @@ def test_named_recipes_load_and_plan_with_their_overrides() -> None:
     assert ("paper", []) in lines
     assert any("train_on=mmlu" in sets for _, sets in lines)
     for name, sets in lines:
-        assert ordered([Graph(load(name, sets)).report()])
+        assert ordered([Graph(load_recipe(name, sets)).report()])
 
 
 def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
-    whole = {stage.folder for stage in ordered([Graph(load("paper")).report()])}
-    one = [stage.folder for stage in ordered([Graph(load("paper", ["seeds=[1]"])).report()]) if stage.kind != "report"]
+    whole = {stage.folder for stage in ordered([Graph(load_recipe("paper")).report()])}
+    one = [
+        stage.folder
+        for stage in ordered([Graph(load_recipe("paper", ["seeds=[1]"])).report()])
+        if stage.kind != "report"
+    ]
     assert one
     assert set(one) < whole
 
@@ -91,7 +95,7 @@ def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
 def test_shipped_recipes_load_and_plan() -> None:
     assert {"quickstart", "smollm2", "paper"} <= set(shipped())
     for name in shipped():
-        recipe = load(name)
+        recipe = load_recipe(name)
         assert recipe.name == name
         assert Graph(recipe).cells()
 

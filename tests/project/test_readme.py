@@ -19,7 +19,7 @@ from pages import ROOT, Block, blocks
 
 from catto.recipe.settings import ScratchModel
 from catto.records import Question
-from catto.tasks.witnesses import generate
+from catto.tasks.witnesses import generate_questions
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the README takes for granted: a chat model, pairs, questions, and graded answers."""
     from catto.cli.data import choose_source
     from catto.cli.options import QuestionFileOptions
-    from catto.tasks import load
+    from catto.tasks import load_questions
     from catto.training.models import scratch_model, word_tokenizer
 
     made = tmp_path_factory.mktemp("readme")
-    questions = list(generate("train", 60, seed=0)) + list(generate("test", 60, seed=0))
+    questions = list(generate_questions("train", 60, seed=0)) + list(generate_questions("test", 60, seed=0))
     (made / "questions.jsonl").write_text("".join(question_line(one) for one in questions), encoding="utf-8")
     (made / "answers.jsonl").write_text("".join(answer_lines(300)), encoding="utf-8")
     own = choose_source(
@@ -51,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     )
     asked = [
-        text for split in ("train", "validation", "test") for one in load(own, split) for text in prompt_texts(one)
+        text
+        for split in ("train", "validation", "test")
+        for one in load_questions(own, split)
+        for text in prompt_texts(one)
     ]
     pairs = [pair(question) for question in questions[:8]]
     texts = [message["content"] for one in pairs for part in one.values() for message in part]
@@ -82,19 +85,19 @@ def answer_lines(count: int) -> list[str]:
 
 
 def prompt_texts(question: Question) -> list[str]:
-    from catto.prompts import messages
+    from catto.prompts import render_messages
 
-    return [message.content for message in messages(question)]
+    return [message.content for message in render_messages(question)]
 
 
 def pair(question: Question) -> dict[str, list[dict[str, str]]]:
     """One row in TRL's conversational preference format."""
-    from catto.prompts import completion, messages
+    from catto.prompts import render_completion, render_messages
 
     wrong = next(label for label in question.labels if label != question.gold)
-    chosen, rejected = (completion("so it is", label) for label in (question.gold, wrong))
+    chosen, rejected = (render_completion("so it is", label) for label in (question.gold, wrong))
     return {
-        "prompt": [message.model_dump() for message in messages(question)],
+        "prompt": [message.model_dump() for message in render_messages(question)],
         "chosen": [{"role": "assistant", "content": chosen}],
         "rejected": [{"role": "assistant", "content": rejected}],
     }

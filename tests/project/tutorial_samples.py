@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from catto.prompts import completion, messages
+from catto.prompts import render_completion, render_messages
 from catto.recipe.settings import ScratchModel
 from catto.records import Option, Prediction, Question, Split
 
@@ -103,8 +103,8 @@ def write_model(path: Path) -> None:
 
 def chat_of(question: Question) -> list[dict[str, str]]:
     """Return the prompt of `catto eval` and the right response."""
-    chat = [message.model_dump() for message in messages(question)]
-    return [*chat, {"role": "assistant", "content": completion(REASONING, question.gold)}]
+    chat = [message.model_dump() for message in render_messages(question)]
+    return [*chat, {"role": "assistant", "content": render_completion(REASONING, question.gold)}]
 
 
 def write_harness_log(path: Path, *, sharpness: float) -> None:

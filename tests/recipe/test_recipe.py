@@ -13,7 +13,7 @@ from catto.methods import METHODS
 from catto.pipeline import launch
 from catto.pipeline.plan import Graph, open_recipe
 from catto.pipeline.stage import ordered
-from catto.recipe.load import load, shipped
+from catto.recipe.load import load_recipe, shipped
 from catto.recipe.settings import ModelSettings, Recipe, TaskSettings, TeacherSettings
 
 BASE: dict[str, Any] = {
@@ -32,7 +32,7 @@ def write(folder: Path, **changes: Any) -> str:
 
 def problem(source: str, *overrides: str) -> str:
     with pytest.raises(DataError) as caught:
-        load(source, overrides)
+        load_recipe(source, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -47,9 +47,9 @@ def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
 def test_a_folder_of_its_name_hides_no_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "paper").mkdir()
-    assert load("paper").name == "paper"
+    assert load_recipe("paper").name == "paper"
     (tmp_path / "quickstart").write_text(yaml.safe_dump(BASE))
-    assert load("quickstart").name == "one"
+    assert load_recipe("quickstart").name == "one"
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -184,7 +184,9 @@ def test_a_bad_override_is_one_line(tmp_path: Path, override: str, expected: str
 
 
 def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path), ["evaluation.k=[2, 8]", "evaluation.k=[3]", "seeds = [4]", "tasks.witnesses.test=7"])
+    recipe = load_recipe(
+        write(tmp_path), ["evaluation.k=[2, 8]", "evaluation.k=[3]", "seeds = [4]", "tasks.witnesses.test=7"]
+    )
     assert recipe.evaluation.k == (3,)
     assert recipe.seeds == (4,)
     assert recipe.tasks["witnesses"].test == 7
@@ -193,13 +195,13 @@ def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
 def test_a_block_can_be_merged_into_another_and_changed_there(tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     path.write_text(path.read_text() + "\nrcft: &block {rows: 5, batch_size: 3}\nsft: {<<: *block, rows: 7}\n")
-    recipe = load(str(path))
+    recipe = load_recipe(str(path))
     assert [(block.rows, block.batch_size) for block in (recipe.rcft, recipe.sft)] == [(5, 3), (7, 3)]
 
 
 def test_a_whole_number_for_a_float_keyword_is_that_float(tmp_path: Path) -> None:
     given = ["preference.trl.beta=1", "preference.trl.max_steps=1", "sft.trl.bf16=true"]
-    recipe = load(write(tmp_path), given)
+    recipe = load_recipe(write(tmp_path), given)
     found = [*recipe.preference.trl.values(), *recipe.sft.trl.values()]
     assert [(value, type(value)) for value in found] == [(1.0, float), (1, int), (True, bool)]
 
@@ -230,7 +232,7 @@ def test_a_setting_that_nothing_reads_is_refused(override: str, expected: str) -
 
 
 def test_a_rate_without_a_point_is_a_number(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path), ["sft.learning_rates=[1e-4]", "sft.trl.weight_decay=1e-5"])
+    recipe = load_recipe(write(tmp_path), ["sft.learning_rates=[1e-4]", "sft.trl.weight_decay=1e-5"])
     assert recipe.sft.learning_rates == (1e-4,)
     assert recipe.sft.trl == {"weight_decay": 1e-5}
 
@@ -240,7 +242,7 @@ def test_an_unknown_recipe_is_told_with_a_suggestion() -> None:
 
 
 def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path))
+    recipe = load_recipe(write(tmp_path))
     assert recipe.methods == tuple(name for name in METHODS if METHODS[name].only_from != "base")
     assert {"base", "base+outcome"} == {*METHODS} - {*recipe.methods}
     assert isinstance(recipe, Recipe)
@@ -249,7 +251,7 @@ def test_a_recipe_without_methods_compares_all(tmp_path: Path) -> None:
 def test_a_preference_on_the_reasoning_needs_reasoning(tmp_path: Path) -> None:
     """Answer first, nothing comes before the label: such methods are refused, and not among all that are compared."""
     answer_first = ["teacher.source=labels", "teacher.reasoning=false"]
-    compared = load(write(tmp_path), answer_first).methods
+    compared = load_recipe(write(tmp_path), answer_first).methods
     assert {"dpo", "dpo+outcome", "ipo"} <= set(compared)
     assert not {"dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"} & set(compared)
     told = problem(write(tmp_path), *answer_first, "methods=[sft, dpo+decoupled]")
@@ -261,7 +263,7 @@ OWN = {"start": "base", "model": {"path": "models/own"}, "teacher": {"source": "
 
 def test_a_recipe_that_starts_from_the_given_model_has_no_sft(tmp_path: Path) -> None:
     """Without `methods` it compares all that need none; the teacher without a name is the model itself."""
-    recipe = load(write(tmp_path, **OWN))
+    recipe = load_recipe(write(tmp_path, **OWN))
     assert recipe.methods[0] == "base"
     assert not {"sft", "sft+ls", "sft+outcome"} & {*recipe.methods}
     assert recipe.own_teacher.model == "models/own"
@@ -303,7 +305,7 @@ def test_what_does_not_go_with_the_start_is_refused(tmp_path: Path, changes: dic
 
 
 def test_a_model_that_is_not_trained_has_no_batch_for_processes_to_share(tmp_path: Path) -> None:
-    recipe = load(write(tmp_path, **OWN, methods=["base", "base+ts", "dpo"], launch={"processes": 2}))
+    recipe = load_recipe(write(tmp_path, **OWN, methods=["base", "base+ts", "dpo"], launch={"processes": 2}))
     launch.check(recipe)
 
 
@@ -323,5 +325,5 @@ def test_only_paths_are_expanded_so_that_no_secret_enters_a_run(monkeypatch: pyt
 
 
 def test_checkpoints_are_as_often_by_default_whatever_else_a_block_says() -> None:
-    recipe = load("quickstart", ["preference={rows: 5}", "sft={rows: 5}", "rcft={rows: 5}"])
+    recipe = load_recipe("quickstart", ["preference={rows: 5}", "sft={rows: 5}", "rcft={rows: 5}"])
     assert [block.checkpoint_steps for block in (recipe.preference, recipe.sft, recipe.rcft)] == [100, 500, 500]

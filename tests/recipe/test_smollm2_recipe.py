@@ -11,7 +11,7 @@ import pytest
 
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import ordered
-from catto.recipe.load import load
+from catto.recipe.load import load_recipe
 from needs import DATA, needs
 
 TASKS = ("snli", "commonsense_qa")
@@ -21,7 +21,7 @@ TASKS = ("snli", "commonsense_qa")
 def test_the_recipes_teacher_gives_it_enough_rows_and_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CATTO_DATA", str(DATA))
     subprocess.run([sys.executable, "-m", "catto", "teach", "smollm2"], cwd=tmp_path, check=True, capture_output=True)
-    recipe = load("smollm2")
+    recipe = load_recipe("smollm2")
     for task in TASKS:
         (folder,) = (tmp_path / "runs" / "smollm2" / "stages").glob(f"teacher-{task.replace('_', '-')}-*")
         counts = {
@@ -33,7 +33,7 @@ def test_the_recipes_teacher_gives_it_enough_rows_and_pairs(tmp_path: Path, monk
 
 
 def test_a_row_of_temperature_scaling_costs_no_training() -> None:
-    recipe = load("smollm2")
+    recipe = load_recipe("smollm2")
     trained = {stage.method for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
     assert trained == {"sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+replay"}
     assert len(recipe.methods) == 3 * len(trained)

@@ -13,13 +13,13 @@ from tempfile import TemporaryDirectory
 from catto import methods
 from catto.io.record_files import write_records
 from catto.methods import METHODS, Budget
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.records import Option, Prediction, Question
 from catto.report.browser import Browser
 from catto.report.build import build, read_experiment
 from catto.report.measuring import CellAnswers, measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
-from catto.tasks.witnesses import generate
+from catto.tasks.witnesses import generate_questions
 
 HOSTILE = "<script>alert(1)</script> and </script> & <b>bold</b> \u2028 {{ 7 * 7 }} | $x_1$ 50% \\end{tabular}"
 # How far a method's stated confidence is above the truth, in logits, and how often it follows the truth.
@@ -167,7 +167,7 @@ def _cell(folder: Path, world: World, asked: Sequence[Question], place: Place) -
 
 def _questions(task: str, rows: int) -> list[Question]:
     if task == "witnesses":
-        return list(generate("test", rows, seed=0))
+        return list(generate_questions("test", rows, seed=0))
     return [_nli(task, index) for index in range(rows)]
 
 
@@ -203,7 +203,7 @@ def _prediction(question: Question, place: Place, draws: random.Random, sample: 
         split="test",
         gold=question.gold,
         sample=sample,
-        text=reasoning if fallback else completion(reasoning, label),
+        text=reasoning if fallback else render_completion(reasoning, label),
         label=label,
         source="fallback" if fallback else "free",
         confidence=round(confidence, 6),

@@ -22,7 +22,7 @@ from catto.engines.decoding import evaluation_mode, last_logits
 from catto.metrics.calibrators import Temperature
 from catto.metrics.selection import RULES, VOTES
 from catto.predict import evaluate, read
-from catto.prompts import messages, prompt_ids
+from catto.prompts import prompt_ids, render_messages
 from catto.records import Message, Prediction, Question
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def wishes(question: Question, **more: Any) -> dict[str, Any]:
 
 
 def turns(question: Question) -> list[dict[str, str]]:
-    return [message.model_dump() for message in messages(question)]
+    return [message.model_dump() for message in render_messages(question)]
 
 
 @pytest.mark.parametrize("labels", [LETTERS, NLI])
@@ -87,7 +87,7 @@ def test_greedy_confidences_are_those_of_evaluation(labels: tuple[str, ...], max
 
 def dense(question: Question, texts: list[str]) -> list[Prediction]:
     """Predictions of these texts by the local engine, which scores them by a pass over the whole."""
-    prompt = len(prompt_ids(tokenizer(), messages(question)))
+    prompt = len(prompt_ids(tokenizer(), render_messages(question)))
     generations = [
         Generation(
             question=question.id,

@@ -21,9 +21,9 @@ from catto.calibrate import RiskThreshold, open_fitted
 from catto.engines.server import ServerEngine
 from catto.io.record_files import read_record
 from catto.predict import evaluate
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import Question
-from catto.tasks import load
+from catto.tasks import load_questions
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ EACH = 250
 
 def upstream(questions: list[Question]) -> Any:
     """Answer by the true posterior, drawn by the seed, and state probabilities that are too sharp."""
-    known = {messages(question)[1].content: question.posterior or {} for question in questions}
+    known = {render_messages(question)[1].content: question.posterior or {} for question in questions}
 
     def respond(seen: Seen) -> Reply:
         posterior = known.get(seen.body["messages"][-1]["content"], {"A": 0.5, "B": 0.5})
@@ -53,7 +53,7 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
     """The true error rate of an answer is 1 - its posterior, so no luck of the draw is in the number."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    every = list(load("witnesses", "train", limit=3 * EACH))
+    every = list(load_questions("witnesses", "train", limit=3 * EACH))
     fit, held, served = every[:EACH], every[EACH : 2 * EACH], every[2 * EACH :]
     with OpenAIServer(upstream(every)) as server:
         for name, part in (("fit", fit), ("held", held)):
@@ -74,7 +74,7 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
         with gateway(server, protocol=limit.protocol, fitted=fitted, limit=limit) as url:
             answers = []
             for number, question in enumerate(served):
-                turns = [message.model_dump() for message in messages(question)]
+                turns = [message.model_dump() for message in render_messages(question)]
                 options = {option.label: option.text for option in question.options}
                 found_here = ask(url, messages=turns, wishes={"options": options}, seed=number).catto
                 assert found_here["guarantee"] is not None

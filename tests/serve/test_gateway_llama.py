@@ -11,7 +11,7 @@ import openai
 import pytest
 from llama_server import free_port, llama, process
 
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import Option, Question
 from needs import needs
 
@@ -44,7 +44,7 @@ def serving(upstream: str, *options: str) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, wishes: dict[str, Any], **more: Any) -> Any:
-    turns: Any = [message.model_dump() for message in messages(QUESTION, reasoning=False)]
+    turns: Any = [message.model_dump() for message in render_messages(QUESTION, reasoning=False)]
     extra = {"catto": {"options": OPTIONS, **wishes}}
     model = next(iter(client.models.list())).id
     return client.chat.completions.create(model=model, messages=turns, max_tokens=24, extra_body=extra, **more)

@@ -24,9 +24,9 @@ from catto.engines import open_engine
 from catto.errors import DataError
 from catto.io.record_files import read_records
 from catto.predict import evaluate
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import SPLITS, Prediction, Question, SftRow
-from catto.tasks import from_file, load
+from catto.tasks import from_file, load_questions
 from catto.tasks.fields import LETTERS
 from catto.tasks.own_file import propose
 
@@ -107,8 +107,8 @@ def test_without_fields_a_map_is_proposed_with_the_first_prompt(name: str, tmp_p
     assert shown.code == 0, shown.err
     quoted = f"'{schema.fields}'" if any(sign in schema.fields for sign in "{|\\") else schema.fields
     assert f"--fields {quoted}\n" in shown.out
-    first = next(load(from_options(tmp_path, schema), "test"))
-    assert messages(first)[1].content in shown.out
+    first = next(load_questions(from_options(tmp_path, schema), "test"))
+    assert render_messages(first)[1].content in shown.out
     assert shown.out.count("[user]") == 1
 
 
@@ -127,8 +127,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     texts: list[str] = []
     for schema in SCHEMAS.values():
-        questions = load(from_options(folder, schema), "test")
-        texts += [message.content for question in questions for message in messages(question)]
+        questions = load_questions(from_options(folder, schema), "test")
+        texts += [message.content for question in questions for message in render_messages(question)]
     words = tiny_tokenizer(texts)
     tiny_model(1, vocab_size=len(words)).save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
@@ -138,7 +138,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_shape_is_answered_and_read(model: Path, tmp_path: Path) -> None:
     engine = open_engine("transformers", str(model), batch_size=4)
     for schema in SCHEMAS.values():
-        asked = list(load(from_options(tmp_path, schema), "test"))
+        asked = list(load_questions(from_options(tmp_path, schema), "test"))
         predictions = evaluate(engine, asked, max_tokens=2)
         assert [(one.question, one.gold) for one in predictions] == [(each.id, each.gold) for each in asked]
         logprobs = [one.label_logprobs or {} for one in predictions]
@@ -152,7 +152,7 @@ def test_catto_eval_asks_own_questions(name: str, model: Path, tmp_path: Path, c
     done = run(capsys, "eval", model, *arguments)
     assert done.code == 0, done.err
     predictions = list(read_records(tmp_path / "eval" / "predictions.jsonl", Prediction))
-    asked = {question.id: question for question in load(from_options(tmp_path, schema), "test")}
+    asked = {question.id: question for question in load_questions(from_options(tmp_path, schema), "test")}
     assert {one.question: one.gold for one in predictions} == {key: each.gold for key, each in asked.items()}
 
 
@@ -279,29 +279,29 @@ def test_every_format_gives_the_same_questions(form: str, tmp_path: Path) -> Non
                 file.write(json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows)))
         path.write_bytes(gzip.compress(text.read_bytes()) if form.endswith(".gz") else text.read_bytes())
     task = from_file({"test": path}, fields={"question": "q", "options": ["a", "b"], "answer": "gold"})
-    found = {one.fields["question"]: gold_text(one) for one in load(task, "test")}
+    found = {one.fields["question"]: gold_text(one) for one in load_questions(task, "test")}
     assert found == {row["q"]: row["ab"[int(row["gold"])]] for row in rows}
 
 
 def test_a_list_in_a_cell_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text('stem,choices,key\nWhich?,"[""red"", ""blue""]",B\n')
-    assert [gold_text(one) for one in load(from_file({"test": path}, fields=MAP), "test")] == ["blue"]
+    assert [gold_text(one) for one in load_questions(from_file({"test": path}, fields=MAP), "test")] == ["blue"]
 
 
 def test_words_that_all_rows_share_are_the_labels_and_phrases_are_not(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "mine.jsonl", [{"stem": f"Claim {n}", "key": n % 3} for n in range(6)])
     words = from_file({"test": path}, fields={**MAP, "options": "true|false|unknown"})
-    assert {frozenset(one.labels) for one in load(words, "test")} == {frozenset({"true", "false", "unknown"})}
+    assert {frozenset(one.labels) for one in load_questions(words, "test")} == {frozenset({"true", "false", "unknown"})}
     spaced = from_file({"test": path}, fields={**MAP, "options": " true | false| unknown"})
-    assert list(load(spaced, "test")) == list(load(words, "test"))
+    assert list(load_questions(spaced, "test")) == list(load_questions(words, "test"))
     phrases = from_file({"test": path}, fields={**MAP, "options": "it holds|it does not|nobody knows"})
-    assert {one.labels for one in load(phrases, "test")} == {("A", "B", "C")}
+    assert {one.labels for one in load_questions(phrases, "test")} == {("A", "B", "C")}
 
 
 def test_options_that_are_the_numbers_0_and_1_keep_their_labels(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "mine.jsonl", [{"stem": "How many?", "choices": {"A": 0, "B": 1}, "key": "B"}])
-    assert [gold_text(one) for one in load(from_file({"test": path}, fields=MAP), "test")] == ["1"]
+    assert [gold_text(one) for one in load_questions(from_file({"test": path}, fields=MAP), "test")] == ["1"]
 
 
 def test_an_answer_that_is_always_one_column_shows_at_no_place(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_an_answer_that_is_always_one_column_shows_at_no_place(tmp_path: Path) -
         {"test": write_lines(tmp_path / "mine.jsonl", rows)},
         fields={"question": "q", "options": ["wrong", "right"], "answer": "right"},
     )
-    questions = list(load(task, "test"))
+    questions = list(load_questions(task, "test"))
     assert {gold_text(one) for one in questions} == {"Both A and B"}
     assert {one.gold for one in questions} == {"A", "B"}
 
@@ -330,7 +330,7 @@ def test_an_answer_that_is_always_one_column_shows_at_no_place(tmp_path: Path) -
 def test_all_rows_decide_what_an_answer_is(answers: list[Any], golds: list[str], tmp_path: Path) -> None:
     rows = [{"stem": f"Row {n}", "choices": ["p", "q", "r"], "key": key} for n, key in enumerate(answers)]
     task = from_file({"test": write_lines(tmp_path / "mine.jsonl", rows)}, fields=MAP)
-    found = {one.fields["question"]: gold_text(one) for one in load(task, "test")}
+    found = {one.fields["question"]: gold_text(one) for one in load_questions(task, "test")}
     assert [found[f"Row {n}"] for n in range(len(rows))] == golds
 
 
@@ -338,32 +338,32 @@ def test_labels_of_the_rows_come_before_indices_and_letters_do_not_come_before_t
     choices = {"label": ["1", "2", "3"], "text": ["p", "q", "r"]}
     rows = [{"stem": f"Row {n}", "choices": choices, "key": "1"} for n in range(3)]
     files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
-    assert {gold_text(one) for one in load(from_file(files, fields=MAP), "test")} == {"p"}  # type: ignore[arg-type]
+    assert {gold_text(one) for one in load_questions(from_file(files, fields=MAP), "test")} == {"p"}  # type: ignore[arg-type]
     write_lines(files["test"], [{"stem": "Which letter?", "choices": ["B", "A"], "key": "A"}])
     with pytest.raises(DataError, match="key 'A' may be an option's label or an option's text, and no row decides"):
-        load(from_file(files, fields=MAP), "test")  # type: ignore[arg-type]
+        load_questions(from_file(files, fields=MAP), "test")  # type: ignore[arg-type]
 
 
 def test_what_no_row_decides_is_refused_and_can_be_stated(tmp_path: Path) -> None:
     rows = [{"stem": "Row", "choices": ["p", "q", "r"], "key": 1}] * 3
     files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
     with pytest.raises(DataError) as caught:
-        load(from_file(files, fields=MAP), "test")  # type: ignore[arg-type]
+        load_questions(from_file(files, fields=MAP), "test")  # type: ignore[arg-type]
     said = "key 1 may be an index from 0 or an index from 1, and no row decides which"
     assert str(caught.value) == f"{files['test']} row 1: {said}: state answer index or answer index1"
     for answer, gold in (("index", "q"), ("index1", "p")):
         task = from_file(files, fields=MAP, answer=answer)  # type: ignore[arg-type]
-        assert {gold_text(one) for one in load(task, "test")} == {gold}
+        assert {gold_text(one) for one in load_questions(task, "test")} == {gold}
 
 
 def test_0_and_1_beside_yes_and_no_may_be_booleans(tmp_path: Path) -> None:
     rows = [{"stem": f"Row {n}", "key": n % 2} for n in range(4)]
     files = {"test": write_lines(tmp_path / "mine.jsonl", rows)}
     with pytest.raises(DataError, match="key 0 may be an index from 0 or true or false, and no row decides which"):
-        load(from_file(files, fields={**MAP, "options": "yes|no"}), "test")  # type: ignore[arg-type]
+        load_questions(from_file(files, fields={**MAP, "options": "yes|no"}), "test")  # type: ignore[arg-type]
     for options, answer in (("yes|no", "boolean"), ("no|yes", None)):
         task = from_file(files, fields={**MAP, "options": options}, answer=answer)  # type: ignore[arg-type]
-        found = {one.fields["question"]: gold_text(one) for one in load(task, "test")}
+        found = {one.fields["question"]: gold_text(one) for one in load_questions(task, "test")}
         assert [found[f"Row {n}"] for n in range(4)] == ["no", "yes", "no", "yes"]
 
 
@@ -478,7 +478,7 @@ def test_any_row_is_a_question_or_refused(rows: list[dict[str, Any]]) -> None:
         file = write_lines(Path(folder) / "mine.jsonl", rows)
         for tried in (
             lambda: propose({"test": file}),
-            lambda: list(load(from_file({"test": file}, fields=MAP), "test")),
+            lambda: list(load_questions(from_file({"test": file}, fields=MAP), "test")),
         ):
             with suppress(DataError):
                 tried()

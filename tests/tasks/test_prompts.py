@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from catto.answer.response import parse_response
-from catto.prompts import WORDING, completion, fold_system, messages, prompt_text
+from catto.prompts import WORDING, fold_system, prompt_text, render_completion, render_messages
 from catto.records import Message
 
 # The prompt
@@ -16,7 +16,7 @@ from catto.records import Message
 
 @pytest.mark.parametrize("task", [*WORDING, "a file of mine"])
 def test_the_system_message_gives_the_number_of_choices_and_the_user_message_every_option(task: str) -> None:
-    system, user = messages(question(task=task))
+    system, user = render_messages(question(task=task))
     assert "4" in system.content
     assert user.content == "Why?\n\nA) text A\nB) text B\nC) text C\nD) text D"
 
@@ -24,27 +24,27 @@ def test_the_system_message_gives_the_number_of_choices_and_the_user_message_eve
 @pytest.mark.parametrize("task", [task for task in [*WORDING, "mine"] if task != "witnesses"])
 def test_the_form_that_is_asked_for_is_the_form_that_is_rendered(task: str) -> None:
     """The end of the system message is a completion whose reasoning and label are placeholders."""
-    asked = messages(question(task=task))[0].content
-    assert asked.endswith(completion("your reasoning", "A, B, C or D"))
-    first = messages(question(task=task), reasoning=False)[0].content
-    assert first.endswith("\n" + completion(None, "A, B, C or D"))
+    asked = render_messages(question(task=task))[0].content
+    assert asked.endswith(render_completion("your reasoning", "A, B, C or D"))
+    first = render_messages(question(task=task), reasoning=False)[0].content
+    assert first.endswith("\n" + render_completion(None, "A, B, C or D"))
     assert "<think>" not in first
 
 
 def test_the_embedded_world_has_a_very_short_prompt() -> None:
-    system, _ = messages(question(task="witnesses"))
+    system, _ = render_messages(question(task="witnesses"))
     assert len(system.content) < 40
-    assert system != messages(question(task="witnesses"), reasoning=False)[0]
+    assert system != render_messages(question(task="witnesses"), reasoning=False)[0]
 
 
 def test_nli_has_no_letters() -> None:
-    system, user = messages(question(NLI, NLI, task="snli", fields={"premise": "P.", "hypothesis": "H."}))
+    system, user = render_messages(question(NLI, NLI, task="snli", fields={"premise": "P.", "hypothesis": "H."}))
     assert user.content == "Premise: P.\nHypothesis: H.\n\nLabels: entailment, neutral, contradiction"
     assert "<answer>\nentailment, neutral or contradiction\n</answer>" in system.content
 
 
 def test_options_of_several_lines_are_set_apart() -> None:
-    _, user = messages(question(("A", "B"), ("one\ntwo", "three")))
+    _, user = render_messages(question(("A", "B"), ("one\ntwo", "three")))
     assert user.content.endswith("A) one\ntwo\n\nB) three")
 
 
@@ -52,25 +52,25 @@ def test_options_of_several_lines_are_set_apart() -> None:
 
 
 def test_the_ending_is_the_canonical_one() -> None:
-    assert completion("because", "B") == "<think>\nbecause\n</think>\n<answer>\nB\n</answer>"
-    assert completion(None, "B") == "<answer>\nB\n</answer>"
-    assert completion("because", None) == "<think>\nbecause\n</think>\n<answer>\n"
+    assert render_completion("because", "B") == "<think>\nbecause\n</think>\n<answer>\nB\n</answer>"
+    assert render_completion(None, "B") == "<answer>\nB\n</answer>"
+    assert render_completion("because", None) == "<think>\nbecause\n</think>\n<answer>\n"
 
 
 @laws
 @given(st.text(max_size=80), st.sampled_from([*LETTERS]))
 def test_a_rendered_response_reads_back(reasoning: str, label: str) -> None:
-    text = completion(reasoning, label)
+    text = render_completion(reasoning, label)
     found = parse_response(text, LETTERS)
     assert found.label == label
-    assert completion(found.reasoning or "", label) == text
+    assert render_completion(found.reasoning or "", label) == text
     assert found.span == (len(text) - len("\n</answer>") - 1, len(text) - len("\n</answer>"))
 
 
 @laws
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<ANSWER>", "</answer>", "x", "\n", "B"]), max_size=12))
 def test_tags_inside_the_reasoning_are_taken_out(parts: list[str]) -> None:
-    text = completion("".join(parts), "A")
+    text = render_completion("".join(parts), "A")
     assert [text.lower().count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")] == [1, 1, 1, 1]
 
 

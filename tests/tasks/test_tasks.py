@@ -13,16 +13,16 @@ import pytest
 
 from catto.errors import DataError
 from catto.io.tables import read_rows
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.records import SPLITS, Question
-from catto.tasks import TASKS, Task, load
+from catto.tasks import TASKS, Task, load_questions
 from catto.tasks.splits import draw_permutation
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def questions(task: str | Task, split: str, folder: str | Path, **options: Any) -> tuple[list[Question], Any]:
-    loaded = load(task, split, data_dir=FIXTURES / folder, **options)  # type: ignore[arg-type]
+    loaded = load_questions(task, split, data_dir=FIXTURES / folder, **options)  # type: ignore[arg-type]
     found = list(loaded)
     report = loaded.report
     assert report.read == report.kept + sum(report.dropped.values())
@@ -45,7 +45,7 @@ def test_the_table_names_every_task_with_its_labels_and_licence() -> None:
         "witnesses": tuple("ABCD"),
     }
     assert all(task.licence for task in TASKS.values())
-    assert "non-commercial" in load("anli", "test", data_dir=FIXTURES / "anli_hub").report.licence
+    assert "non-commercial" in load_questions("anli", "test", data_dir=FIXTURES / "anli_hub").report.licence
     assert {task.seeds for task in TASKS.values()} == {(0, 1, 2, 3, 4)}
 
 
@@ -103,14 +103,14 @@ def test_nli_words_are_listed_in_an_order_of_the_questions_id_and_the_gold_is_th
     ]
     for split, part in (("train", rows[:240]), ("validation", rows[240:241]), ("test", rows[241:])):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
-    found = list(load(task, "train", files={split: tmp_path / f"{split}.jsonl" for split in SPLITS}))
+    found = list(load_questions(task, "train", files={split: tmp_path / f"{split}.jsonl" for split in SPLITS}))
     assert len(found) == 240
     for one in found:
         assert one.labels == tuple(WORDS[index] for index in draw_permutation(one.id, 3))
         assert one.gold == WORDS[int(one.fields["premise"][1:]) % 3]
         assert [option.text for option in one.options] == list(one.labels)
         listed = ", ".join(one.labels)
-        assert messages(one)[1].content.endswith(f"Labels: {listed}")
+        assert render_messages(one)[1].content.endswith(f"Labels: {listed}")
     assert len({one.labels for one in found}) == 6
     # Each word stands in each place about a third of the time, and the gold too.
     for place in range(3):
@@ -139,7 +139,7 @@ def test_commonsense_qa_tracks_the_gold_through_equal_option_texts(tmp_path: Pat
     choices = {"label": list("ABCDE"), "text": ["hammer", "key", "spoon", "key", "rope"]}
     rows = [{"id": f"k{n}", "question": f"Lock {n}?", "choices": choices, "answerKey": "D"} for n in range(30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    found = list(load("commonsense_qa", "train", files={"train": tmp_path / "train.jsonl"}))
+    found = list(load_questions("commonsense_qa", "train", files={"train": tmp_path / "train.jsonl"}))
     orders = {one.id: draw_permutation(one.id, 5) for one in found}
     assert {order.index(3) < order.index(1) for order in orders.values()} == {True, False}
     assert all(one.gold == "ABCDE"[orders[one.id].index(3)] for one in found)
@@ -147,7 +147,7 @@ def test_commonsense_qa_tracks_the_gold_through_equal_option_texts(tmp_path: Pat
 
 
 def test_commonsense_qa_ignores_the_release_file_without_answers() -> None:
-    loaded = load("commonsense_qa", "test", data_dir=FIXTURES / "commonsense_qa_release")
+    loaded = load_questions("commonsense_qa", "test", data_dir=FIXTURES / "commonsense_qa_release")
     assert [Path(name).name for name in loaded.report.files] == ["dev_rand_split.jsonl"]
 
 
@@ -184,12 +184,15 @@ def test_reward_bench_2_of_the_release_size_gives_187_and_187_and_about_a_third_
     row = {"chosen": ["yes"], "rejected": ["no", "never", "not"]}
     lines = [json.dumps({"id": str(n), "prompt": f"Question {n}", **row}) for n in range(1865)]
     (tmp_path / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    sizes = {split: len(list(load("reward_bench_2", split, seed=3, data_dir=tmp_path))) for split in SPLITS}
+    sizes = {split: len(list(load_questions("reward_bench_2", split, seed=3, data_dir=tmp_path))) for split in SPLITS}
     assert (sizes["validation"], sizes["test"]) == (187, 187)
     assert 570 < sizes["train"] < 650
-    train = {one.id for one in load("reward_bench_2", "train", seed=3, data_dir=tmp_path)}
+    train = {one.id for one in load_questions("reward_bench_2", "train", seed=3, data_dir=tmp_path)}
     for seed in range(5):
-        held = [{one.id for one in load("reward_bench_2", split, seed=seed, data_dir=tmp_path)} for split in SPLITS[1:]]
+        held = [
+            {one.id for one in load_questions("reward_bench_2", split, seed=seed, data_dir=tmp_path)}
+            for split in SPLITS[1:]
+        ]
         assert not held[0] & held[1]
         assert not train & (held[0] | held[1])
 
@@ -200,7 +203,7 @@ def test_a_part_cut_from_snli_train_keeps_captions_whole(tmp_path: Path) -> None
         return {**caption, "pairID": f"p{number}", "sentence2": f"Hypothesis {number}"}
 
     (tmp_path / "snli_1.0_train.jsonl").write_text("\n".join(json.dumps(pair(n)) for n in range(300)), encoding="utf-8")
-    parts = {split: load("snli", split, seed=1, data_dir=tmp_path) for split in SPLITS}
+    parts = {split: load_questions("snli", split, seed=1, data_dir=tmp_path) for split in SPLITS}
     captions = {split: {one.fields["premise"] for one in part} for split, part in parts.items()}
     assert len(captions["validation"]) == len(captions["test"]) == 10
     assert not captions["validation"] & captions["test"]
@@ -243,7 +246,7 @@ def test_limit_draws_a_subset_and_counts_the_rest() -> None:
 def test_a_limit_comes_in_place_of_the_tasks_own_number() -> None:
     few = replace(TASKS["mmlu"], sample=1)
     folder = FIXTURES / "mmlu_hub"
-    sizes = [len(list(load(few, "validation", data_dir=folder, **more))) for more in ({}, {"limit": 2})]
+    sizes = [len(list(load_questions(few, "validation", data_dir=folder, **more))) for more in ({}, {"limit": 2})]
     assert sizes == [1, 2]
 
 
@@ -260,20 +263,20 @@ def test_option_order_depends_on_the_id_only() -> None:
 @pytest.mark.parametrize("value", ["{p}/mmlu_hub/test.jsonl", "{p}/mmlu_hub/te*.jsonl", ["{p}/mmlu_hub/test.jsonl"]])
 def test_files_are_a_path_a_glob_or_a_list(value: Any) -> None:
     places = value.format(p=FIXTURES) if isinstance(value, str) else [item.format(p=FIXTURES) for item in value]
-    assert len(list(load("mmlu", "test", files={"test": places}))) == 3
+    assert len(list(load_questions("mmlu", "test", files={"test": places}))) == 3
 
 
 def test_the_hub_is_asked_for_where_there_is_no_file_and_its_failure_is_one_line() -> None:
     with pytest.raises(DataError) as caught:
-        list(load("snli", "test"))
+        list(load_questions("snli", "test"))
     assert str(caught.value).startswith("stanfordnlp/snli@cdb5c3d5eed6ead6e5a341c8e56e669bb666725b:test: ")
     assert "\n" not in str(caught.value)
 
 
 def test_loaded_questions_have_a_length_and_are_still_all_there() -> None:
-    loaded = load("witnesses", "test", limit=5)
+    loaded = load_questions("witnesses", "test", limit=5)
     first = next(loaded)
     assert len(loaded) == 5
     rest = list(loaded)
-    assert [first, *rest] == list(load("witnesses", "test", limit=5))
+    assert [first, *rest] == list(load_questions("witnesses", "test", limit=5))
     assert len(loaded) == 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from catto.errors import DataError
-from catto.tasks import from_file, load
+from catto.tasks import from_file, load_questions
 
 CSQA = {
     "id": "q1",
@@ -28,7 +28,7 @@ def message(task: str, rows: list[dict[str, Any]] | bytes, folder: Path, name: s
     path = folder / name
     path.write_bytes(rows if isinstance(rows, bytes) else "\n".join(map(json.dumps, rows)).encode())
     with pytest.raises(DataError) as caught:
-        list(load(task, "test", files={"train": path, "validation": path, "test": path}))
+        list(load_questions(task, "test", files={"train": path, "validation": path, "test": path}))
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith(str(path))
@@ -111,19 +111,19 @@ def test_a_broken_file_is_one_line(name: str, content: bytes, said: str, tmp_pat
 )
 def test_a_bad_argument_is_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as caught:
-        load(**{"task": "mmlu", "split": "test", **options})
+        load_questions(**{"task": "mmlu", "split": "test", **options})
     assert str(caught.value).startswith(said)
 
 
 def test_a_missing_split_says_which_there_are(tmp_path: Path) -> None:
     (tmp_path / "dev_r1.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(DataError, match=r"^anli: no file for train, only for validation$"):
-        load("anli", "train", data_dir=tmp_path)
+        load_questions("anli", "train", data_dir=tmp_path)
 
 
 def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file of mmlu here"):
-        load("mmlu", "test", data_dir=tmp_path)
+        load_questions("mmlu", "test", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_importing_the_tasks_loads_neither_torch_nor_datasets_nor_pyarrow() -> N
 
 def test_a_missing_extra_is_named() -> None:
     code = (
-        "import sys; sys.modules['datasets'] = None\nfrom catto.tasks import load\n"
-        "try: list(load('mmlu', 'test'))\nexcept ValueError as error: print(error)"
+        "import sys; sys.modules['datasets'] = None\nfrom catto.tasks import load_questions\n"
+        "try: list(load_questions('mmlu', 'test'))\nexcept ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "reading the hub needs datasets: pip install 'catto[train]'" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 
 from catto.errors import DataError
 from catto.records import SPLITS, Question
-from catto.tasks import Task, from_file, load
+from catto.tasks import Task, from_file, load_questions
 
 FIELDS = {"question": "q", "options": "o", "answer": "a"}
 
@@ -22,7 +22,7 @@ def written(folder: Path, rows: list[dict[str, Any]], name: str = "own.jsonl") -
 
 
 def only(task: Task) -> Question:
-    (question,) = load(task, "train")
+    (question,) = load_questions(task, "train")
     return question
 
 
@@ -50,7 +50,7 @@ def test_the_answer_is_a_label_an_index_or_a_text(answer: Any, value: Any, label
 def test_options_in_columns_may_be_fewer_in_some_rows(tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("q,w,x,y,a\nOne?,p,q,r,B\nTwo?,p,q,,A\n", encoding="utf-8")
     fields = {"question": "q", "options": ["w", "x", "y"], "answer": "a"}
-    found = list(load(from_file(tmp_path / "own.csv", fields=fields), "train"))
+    found = list(load_questions(from_file(tmp_path / "own.csv", fields=fields), "train"))
     assert [len(one.options) for one in found] == [3, 2]
     assert [chosen(one) for one in found] == ["q", "p"]
 
@@ -75,7 +75,7 @@ def test_several_question_fields_keep_their_names_and_nested_ones_are_reached(tm
 def test_a_bad_row_names_file_row_and_field(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = written(tmp_path, [{"q": "Fine?", "o": ["1", "2"], "a": "A"}, row])
     with pytest.raises(DataError) as caught:
-        list(load(from_file(path, fields=FIELDS), "train"))
+        list(load_questions(from_file(path, fields=FIELDS), "train"))
     assert str(caught.value) == f"{path} row 2: {said}"
 
 
@@ -91,7 +91,7 @@ def rows(count: int, tag: str = "") -> list[dict[str, Any]]:
 
 def test_one_seed_splits_the_file(tmp_path: Path) -> None:
     task = from_file(written(tmp_path, rows(100)), fields=FIELDS, seeds=(0,))
-    parts = {split: {one.id for one in load(task, split)} for split in SPLITS}
+    parts = {split: {one.id for one in load_questions(task, split)} for split in SPLITS}
     assert [len(parts[split]) for split in SPLITS] == [80, 10, 10]
     assert len(set.union(*parts.values())) == 100
 
@@ -100,7 +100,7 @@ def test_groups_stay_together_when_a_file_is_cut(tmp_path: Path) -> None:
     path = written(tmp_path, rows(80))
     task = from_file(path, fields={**FIELDS, "group": "g"}, seeds=(0, 1))
     groups = {raw["q"]: raw["g"] for raw in rows(80)}
-    parts = [{groups[one.fields["question"]] for one in load(task, split)} for split in SPLITS]
+    parts = [{groups[one.fields["question"]] for one in load_questions(task, split)} for split in SPLITS]
     assert not parts[0] & parts[1]
     assert not parts[0] & parts[2]
     assert not parts[1] & parts[2]
@@ -114,7 +114,7 @@ def test_a_file_a_split_is_used_as_it_is_but_for_leaks(tmp_path: Path) -> None:
         "test": written(tmp_path, rows(4, "test") + shared, "test.jsonl"),
     }
     task = from_file(files, fields=FIELDS)  # type: ignore[arg-type]
-    assert [len(list(load(task, split))) for split in SPLITS] == [10, 5, 7]
-    loaded = load(task, "train")
+    assert [len(list(load_questions(task, split))) for split in SPLITS] == [10, 5, 7]
+    loaded = load_questions(task, "train")
     assert Counter(one.gold for one in loaded) == loaded.report.gold
     assert sum(count for reason, count in loaded.report.dropped.items() if reason.startswith("content_in")) == 3

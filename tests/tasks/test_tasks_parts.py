@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catto.io.tables import read_rows
-from catto.tasks import from_file, load
+from catto.tasks import from_file, load_questions
 from catto.tasks.splits import (
     Cut,
     Draft,
-    Entry,
+    SplitEntry,
     assign_groups,
     content_key,
     draw_entries,
@@ -109,7 +109,7 @@ def test_content_ignores_option_order_and_gold_but_not_where_a_text_stands() -> 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=80), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_a_cut_keeps_groups_whole_and_meets_its_share(groups: list[int], seed: int, chance: random.Random) -> None:
-    entries = [Entry(n, f"id{n}", bytes([group]), bytes([n])) for n, group in enumerate(groups)]
+    entries = [SplitEntry(n, f"id{n}", bytes([group]), bytes([n])) for n, group in enumerate(groups)]
     cut = Cut("train", {"validation": 0.25, "test": 0.25}, rest="train")
     parts = assign_groups(entries, cut, "t", seed)
     again = list(entries)
@@ -123,7 +123,7 @@ def test_a_cut_keeps_groups_whole_and_meets_its_share(groups: list[int], seed: i
 
 def test_a_draw_is_uniform_without_replacement() -> None:
     """20 ids, 5 drawn, 4,000 seeds: each id about 1,000 times, standard deviation sqrt(4000 * 3/16) = 27."""
-    entries = [Entry(n, f"id{n}", b"", b"") for n in range(20)]
+    entries = [SplitEntry(n, f"id{n}", b"", b"") for n in range(20)]
     seen: Counter[str] = Counter()
     for seed in range(4000):
         drawn = [entry.id for entry in draw_entries(entries, task="t", split="test", seed=seed, count=5)]
@@ -137,7 +137,7 @@ def test_repeated_rows_without_ids_are_numbered_by_occurrence(tmp_path: Path) ->
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = {"question": "q", "options": "o", "answer": "a"}
-    questions = list(load(from_file({"test": path}, fields=fields), "test"))
+    questions = list(load_questions(from_file({"test": path}, fields=fields), "test"))
     found = sorted((question.fields["question"], int(question.id.rpartition("-")[2])) for question in questions)
     assert found == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("c", 0)]
     assert len({question.id.rpartition("-")[0] for question in questions}) == 3

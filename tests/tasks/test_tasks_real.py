@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from catto.records import SPLITS, Question
-from catto.tasks import TASKS, from_file, load
+from catto.tasks import TASKS, from_file, load_questions
 from catto.tasks.loading import LoadReport
 from needs import folder
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def loaded(name: str, split: str, seed: int = 0) -> tuple[list[Question], LoadReport]:
-    found = load(name, split, seed=seed, data_dir=folder(name))  # type: ignore[arg-type]
+    found = load_questions(name, split, seed=seed, data_dir=folder(name))  # type: ignore[arg-type]
     return list(found), found.report
 
 
@@ -100,7 +100,7 @@ def test_no_question_of_the_whole_pools_stands_in_two_splits(name: str) -> None:
     """Where validation and test are whole files, every seed draws from the same pools: these hold all five draws."""
     whole = replace(TASKS[name], sample=None)
     train = loaded(name, "train")[0]  # training questions are not drawn
-    validation, test = (list(load(whole, split, data_dir=folder(name))) for split in SPLITS[1:])
+    validation, test = (list(load_questions(whole, split, data_dir=folder(name))) for split in SPLITS[1:])
     assert {one.id for one in loaded(name, "validation", 4)[0]} < {one.id for one in validation}
     contents = [{plain(one) for one in part} for part in (train, validation, test)]
     assert not contents[0] & contents[1]
@@ -138,7 +138,7 @@ def test_planted_leaks_are_removed_whatever_their_dress(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     files = {"train": tmp_path / "train.jsonl", "validation": source / "dev_rand_split.jsonl"}
     for seed in (0, 3):
-        train = load("commonsense_qa", "train", seed=seed, files=files)  # type: ignore[arg-type]
+        train = load_questions("commonsense_qa", "train", seed=seed, files=files)  # type: ignore[arg-type]
         assert len(list(train)) == 500
         assert sum(train.report.dropped.values()) == len(held[::3])
 
@@ -147,13 +147,13 @@ def test_row_order_of_a_real_file_changes_nothing(tmp_path: Path) -> None:
     lines = (folder("tldr") / "validation_random1940.jsonl").read_text(encoding="utf-8").splitlines()
     random.Random(7).shuffle(lines)
     (tmp_path / "validation.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert list(load("tldr", "test", seed=2, data_dir=tmp_path)) == loaded("tldr", "test", 2)[0]
+    assert list(load_questions("tldr", "test", seed=2, data_dir=tmp_path)) == loaded("tldr", "test", 2)[0]
 
 
 def test_llmbar_is_a_task_by_its_field_map() -> None:
     fields = {"question": "input", "options": ["output_1", "output_2"], "answer": "label"}
     task = from_file(folder("llmbar") / "*.json", fields=fields, labels=("1", "2"), name="llmbar", seeds=(0,))
-    parts = {split: list(load(task, split)) for split in SPLITS}
+    parts = {split: list(load_questions(task, split)) for split in SPLITS}
     assert [len(part) for part in parts.values()] == [335, 42, 42]
     raws = [
         raw for path in sorted(folder("llmbar").glob("*.json")) for raw in json.loads(path.read_text(encoding="utf-8"))

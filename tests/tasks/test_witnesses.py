@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from catto.records import SPLITS, Question
-from catto.tasks import load
+from catto.tasks import load_questions
 from catto.tasks.splits import digest
 from catto.tasks.witnesses import (
     _SHARES,
     RELIABILITIES,
     Statement,
     bayes_answer,
-    generate,
+    generate_questions,
     posterior,
     respond,
     statements_of,
@@ -29,7 +29,7 @@ from catto.tasks.witnesses import (
 
 @pytest.fixture(scope="module")
 def many() -> list[Question]:
-    return list(generate("train", 20_000, seed=0))
+    return list(generate_questions("train", 20_000, seed=0))
 
 
 def test_two_witnesses_by_hand() -> None:
@@ -94,7 +94,7 @@ def test_golds_and_classes_are_uniform(many: list[Question]) -> None:
 
 
 def test_splits_share_neither_ids_nor_statements() -> None:
-    parts = [[one for seed in (0, 1) for one in generate(split, 500, seed=seed)] for split in SPLITS]
+    parts = [[one for seed in (0, 1) for one in generate_questions(split, 500, seed=seed)] for split in SPLITS]
     ids = [one.id for part in parts for one in part]
     assert len(set(ids)) == len(ids)
     texts = [{one.fields["question"] for one in part} for part in parts]
@@ -104,8 +104,8 @@ def test_splits_share_neither_ids_nor_statements() -> None:
 
 
 def test_a_longer_run_starts_with_the_shorter_one_and_seeds_differ() -> None:
-    assert list(generate("test", 50, seed=1))[:20] == list(generate("test", 20, seed=1))
-    assert list(generate("test", 20, seed=1)) != list(generate("test", 20, seed=2))
+    assert list(generate_questions("test", 50, seed=1))[:20] == list(generate_questions("test", 20, seed=1))
+    assert list(generate_questions("test", 20, seed=1)) != list(generate_questions("test", 20, seed=2))
 
 
 def test_the_text_carries_all_that_the_posterior_needs(many: list[Question]) -> None:
@@ -148,7 +148,9 @@ def test_every_world_sums_to_one_and_answers_its_own_labels(
     reliabilities = [percent / 100 for percent in percents]
     refused = ""
     try:
-        (question,) = generate(split, 1, seed=0, options=options, witnesses=witnesses, reliabilities=reliabilities)
+        (question,) = generate_questions(
+            split, 1, seed=0, options=options, witnesses=witnesses, reliabilities=reliabilities
+        )
     except ValueError as error:
         refused = str(error)
     if refused:
@@ -175,14 +177,14 @@ def test_every_world_sums_to_one_and_answers_its_own_labels(
 )
 def test_a_bad_knob_is_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as caught:
-        [list(generate(split, **{"n": 1, "seed": 0, **options})) for split in SPLITS]
+        [list(generate_questions(split, **{"n": 1, "seed": 0, **options})) for split in SPLITS]
     assert str(caught.value).startswith(said)
 
 
 def two_witnesses() -> Question:
     return next(
         one
-        for one in generate("train", 10_000, seed=0, witnesses=2)
+        for one in generate_questions("train", 10_000, seed=0, witnesses=2)
         if sorted(statements_of(one)) == [Statement(0.5, 1), Statement(0.75, 0)]
     )
 
@@ -235,7 +237,7 @@ def test_keeping_only_right_traces_sharpens_the_labels(many: list[Question]) -> 
 
 
 def test_the_table_entry_generates(many: list[Question]) -> None:
-    loaded = load("witnesses", "train", seed=0, limit=30)
+    loaded = load_questions("witnesses", "train", seed=0, limit=30)
     assert list(loaded) == many[:30]
     assert (loaded.report.read, loaded.report.kept) == (30, 30)
-    assert len(list(load("witnesses", "test", seed=4))) == 1000
+    assert len(list(load_questions("witnesses", "test", seed=4))) == 1000

@@ -14,7 +14,7 @@ from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
 from catto.engines import Engine, Generation, Key, Request
 from catto.engines.server import ServerError
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.recipe.settings import TeacherSettings
 from catto.records import Option, Question
 from catto.teacher import Yield, ask, write_rows
@@ -116,7 +116,7 @@ class Scripted:
                     raise ServerError("gone")
                 self.asked += 1
                 label = self.labels[request.question][request.sample]
-                text = completion("r", label) if label else "I cannot say."
+                text = render_completion("r", label) if label else "I cannot say."
                 yield Generation(
                     question=request.question, sample=request.sample, text=text, model="scripted", tokens=3
                 )

@@ -31,7 +31,7 @@ from catto.errors import DataError
 from catto.io import text_files
 from catto.io.atomic import hold_lock
 from catto.io.record_files import read_manifest, read_records
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run
@@ -98,7 +98,7 @@ def test_what_is_asked_is_the_prompt_and_what_is_kept_is_the_answer(tmp_path: Pa
             given_settings, response.question, response.sample
         )
         assert body["temperature"] == response.temperature
-        assert body["messages"] == [message.model_dump() for message in messages(question)]
+        assert body["messages"] == [message.model_dump() for message in render_messages(question)]
         assert response.text == answer(body)
         assert response.label == parse_response(response.text, LABELS).label
         assert response.correct == (response.label == question.gold)

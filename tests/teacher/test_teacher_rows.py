@@ -12,7 +12,7 @@ from teacher_world import LABELS, questions, run, scripted
 from catto.answer.response import parse_response
 from catto.engines import Generation
 from catto.io.record_files import read_manifest
-from catto.prompts import completion, messages
+from catto.prompts import render_completion, render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import Response
 from catto.teacher import dry_run
@@ -25,7 +25,7 @@ from catto.teacher.responses import answered_questions
 def test_a_dry_run_counts_requests_and_tokens_and_writes_nothing(tmp_path: Path) -> None:
     """Tokens: characters of both messages, for each of 4 samples, divided by 4; at most 4 x 2 x 1024 generated."""
     found = dry_run(questions(2), scripted("AAAA", "BBBB"), TeacherSettings(n=4), tmp_path / "none")
-    characters = sum(len(m.content) for q in questions(2) for m in messages(q))
+    characters = sum(len(m.content) for q in questions(2) for m in render_messages(q))
     assert (found.requests, found.prompt_tokens, found.most_tokens) == (8, characters, 8192)
     assert any("characters / 4" in line for line in found.lines())
     assert not (tmp_path / "none").exists()
@@ -85,27 +85,27 @@ def answered(labels: str, gold: str = "A", reasoning: bool = True) -> AnsweredQu
         )
         for i, label in enumerate(labels)
     )
-    return AnsweredQuestion(question, messages(question, reasoning=reasoning), responses)
+    return AnsweredQuestion(question, render_messages(question, reasoning=reasoning), responses)
 
 
 def test_sft_rows_are_the_correct_responses_in_the_one_form() -> None:
     rows = list(sft_rows(answered("ABA-"), TeacherSettings()))
-    assert [row.completion[0].content for row in rows] == [completion("r0", "A"), completion("r2", "A")]
+    assert [row.completion[0].content for row in rows] == [render_completion("r0", "A"), render_completion("r2", "A")]
     assert {(row.label, row.correctness_rate) for row in rows} == {("A", 0.5)}
-    assert rows[0].prompt == messages(answered("A").question)
+    assert rows[0].prompt == render_messages(answered("A").question)
 
 
 def test_outcome_rows_are_all_responses_and_an_unparsed_one_stays_open() -> None:
     rows = list(outcome_rows(answered("AB-"), TeacherSettings()))
     assert [row.label for row in rows] == ["A", "B", None]
-    assert rows[2].completion[0].content == completion("r2", None)
+    assert rows[2].completion[0].content == render_completion("r2", None)
     assert rows[2].completion[0].content.endswith("<answer>\n")
 
 
 def test_answer_first_rows_have_no_reasoning_and_none_stands_twice() -> None:
     (row,) = sft_rows(answered("BAAB", reasoning=False), TeacherSettings(reasoning=False))
-    assert row.completion[0].content == completion(None, "A")
-    assert row.prompt == messages(answered("A").question, reasoning=False)
+    assert row.completion[0].content == render_completion(None, "A")
+    assert row.prompt == render_messages(answered("A").question, reasoning=False)
 
 
 @pytest.mark.parametrize(

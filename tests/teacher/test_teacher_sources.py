@@ -10,7 +10,7 @@ from teacher_world import LABELS, questions, teach
 
 from catto.errors import DataError
 from catto.io.record_files import read_manifest, read_records
-from catto.prompts import completion, messages
+from catto.prompts import render_completion, render_messages
 from catto.recipe.settings import ResponseFields, TeacherSettings
 from catto.records import Option, Question, Response, SftRow
 from catto.tasks import witnesses
@@ -25,10 +25,10 @@ def stored(tmp_path: Path, rows: list[dict[str, object]], **fields: str | None) 
 
 def test_stored_responses_are_numbered_as_they_stand_and_others_are_left_out(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
-        {"question": "q0", "text": completion("x", "A")},
+        {"question": "q0", "text": render_completion("x", "A")},
         {"question": "q9", "text": "another question's"},
         {"question": "q0", "text": "no label"},
-        *({"question": "q1", "text": completion(f"y{i}", "B")} for i in range(5)),
+        *({"question": "q1", "text": render_completion(f"y{i}", "B")} for i in range(5)),
     ]
     found = teach(questions(3), None, stored(tmp_path, rows), tmp_path / "out")
     responses = list(read_records(tmp_path / "out" / "responses.jsonl", Response))
@@ -47,7 +47,7 @@ def test_stored_responses_are_read_from_every_format(tmp_path: Path, ending: str
     given_settings = TeacherSettings(source="responses", responses=str(place), n=3, fields=fields)
     teach(questions(1), None, given_settings, tmp_path / "out")
     (sft,) = read_records(tmp_path / "out" / "sft.jsonl", SftRow)
-    assert sft.completion[0].content == completion("line one\nline 0", "A")
+    assert sft.completion[0].content == render_completion("line one\nline 0", "A")
     assert len(list(read_records(tmp_path / "out" / "outcome.jsonl", SftRow))) == 3
 
 
@@ -78,8 +78,8 @@ def test_a_question_is_found_by_its_text_where_letters_keep_their_meaning(tmp_pa
     """By the whole user's message for letters; a question's text alone could stand for another order of options."""
     first, second = questions(2)
     rows: list[dict[str, object]] = [
-        {"p": "  " + messages(first)[-1].content.upper(), "text": completion("x", "A")},
-        {"p": second.fields["question"], "text": completion("x", "A")},
+        {"p": "  " + render_messages(first)[-1].content.upper(), "text": render_completion("x", "A")},
+        {"p": second.fields["question"], "text": render_completion("x", "A")},
     ]
     teach([first, second], None, stored(tmp_path, rows, question=None, prompt="p"), tmp_path / "out")
     assert [r.question for r in read_records(tmp_path / "out" / "responses.jsonl", Response)] == ["q0"]
@@ -90,7 +90,7 @@ def test_word_labels_are_found_by_the_questions_own_fields(tmp_path: Path) -> No
     asked = Question(
         id="w", task="t", split="train", fields={"premise": "P", "hypothesis": "H"}, options=words, gold="no"
     )
-    given_settings = stored(tmp_path, [{"p": "p\nh", "text": completion(None, "no")}], question=None, prompt="p")
+    given_settings = stored(tmp_path, [{"p": "p\nh", "text": render_completion(None, "no")}], question=None, prompt="p")
     assert teach([asked], None, given_settings, tmp_path / "out").correct == 1
 
 
@@ -99,7 +99,7 @@ BAD_INPUT: dict[str, tuple[list[dict[str, object]], dict[str, str]]] = {
     "row 1: question: missing": ([{"text": "x"}], {}),
     "row 1: label 'F' is not one of A, B, C, D": ([{"question": "q0", "text": "x", "label": "F"}], {"label": "label"}),
     "row 1: label is A, the text answers B": (
-        [{"question": "q0", "text": completion("x", "B"), "label": "A"}],
+        [{"question": "q0", "text": render_completion("x", "B"), "label": "A"}],
         {"label": "label"},
     ),
     "row 2: question q0 sample 1 occurs twice": ([{"question": "q0", "text": "x", "k": 1}] * 2, {"sample": "k"}),
@@ -139,7 +139,7 @@ def test_a_place_that_is_neither_file_nor_hub_dataset_is_one_clear_line(tmp_path
 
 
 def test_the_embedded_worlds_teacher_is_asked_at_the_drawn_temperature(tmp_path: Path) -> None:
-    asked = list(witnesses.generate("train", 5, seed=0))
+    asked = list(witnesses.generate_questions("train", 5, seed=0))
     given_settings = TeacherSettings(source="witnesses", n=4)
     teach(asked, None, given_settings, tmp_path)
     for response in read_records(tmp_path / "responses.jsonl", Response):
@@ -191,7 +191,7 @@ def test_labels_are_drawn_evenly_and_by_the_seed_of_each_request_alone(tmp_path:
     # 2,000 draws of 4: each count has mean 500 and deviation 19.4, and the seeds are fixed.
     assert sum(counts) == 2000
     assert all(abs(count - 500) < 3 * 19.4 for count in counts)
-    assert {r.text for r in responses} == {completion(None, label) for label in LABELS}
+    assert {r.text for r in responses} == {render_completion(None, label) for label in LABELS}
     reordered = [q.model_copy(update={"options": q.options[::-1]}) for q in reversed(questions(50))]
     teach(reordered, None, settings, tmp_path / "again")
     again = {(r.question, r.sample): r.label for r in read_records(tmp_path / "again" / "responses.jsonl", Response)}

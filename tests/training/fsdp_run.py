@@ -27,7 +27,7 @@ from catto.pipeline.kinds.train import gathered
 from catto.training import forward
 from catto.training.batches import Batch, Query, lay_out_rows
 from catto.training.examples import Example, make_examples
-from catto.training.monitor import label_logprobs
+from catto.training.monitor import compute_label_logprobs
 
 UNITS: dict[str, Any] = {
     "root holds the head": lambda model: [],
@@ -132,7 +132,7 @@ def compare(layout: dict[str, Any]) -> dict[str, float]:
     for _ in range(2):
         with torch.no_grad():
             before = _loss(sharded, rank, shared).item()
-        validated = [label_logprobs(model, _examples(0), 0) for model in (sharded, whole)]
+        validated = [compute_label_logprobs(model, _examples(0), 0) for model in (sharded, whole)]
         ours = _loss(sharded, rank, shared)
         ours.backward()
         parts = [_loss(whole, other, shared) for other in (0, 1)]

@@ -185,7 +185,7 @@ def test_validation_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(forward, "label_logprobs", watched)
     held_out = make_examples(tiny_tokenizer(), pairs.sft_rows())
-    assert np.isfinite(monitor.label_logprobs(tiny_model(), held_out, 0)).all()
+    assert np.isfinite(monitor.compute_label_logprobs(tiny_model(), held_out, 0)).all()
     assert seen == ["fp32"]
 
 

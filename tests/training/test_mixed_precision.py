@@ -218,7 +218,7 @@ def test_statistics_of_rcft_are_fp32_in_autocast(
     seen = _Seen(monkeypatch)
     trainer.train()
     assert len(seen.labels) == 1
-    monitor.label_logprobs(trainer.model, held_out, tokenizer.pad_token_id)
+    monitor.compute_label_logprobs(trainer.model, held_out, tokenizer.pad_token_id)
     assert len(seen.labels) == 2
     seen.check()
     ((dense, scored),) = logits

@@ -20,7 +20,7 @@ from catto.io.record_files import read_records, write_records
 from catto.metrics.preference import margins_of, preference_accuracy, preference_interval, reward_margins
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import ordered
-from catto.prompts import completion, prompt_ids
+from catto.prompts import prompt_ids, render_completion
 from catto.recipe.settings import Recipe
 from catto.records import Message, PairLogprobs, PairMargin, PreferenceRow, Question, Response
 from catto.report.numbers import Numbers
@@ -97,8 +97,8 @@ def test_swapping_chosen_and_rejected_gives_the_complement() -> None:
 
 
 def answer_first(row: PreferenceRow) -> PreferenceRow:
-    chosen = (Message(role="assistant", content=completion(None, row.chosen_label)),)
-    rejected = (Message(role="assistant", content=completion(None, row.rejected_label)),)
+    chosen = (Message(role="assistant", content=render_completion(None, row.chosen_label)),)
+    rejected = (Message(role="assistant", content=render_completion(None, row.rejected_label)),)
     return row.model_copy(update={"chosen": chosen, "rejected": rejected})
 
 

@@ -145,14 +145,15 @@ def test_an_adapter_that_goes_by_the_tokens_of_a_row_falls_back(caplog: pytest.L
 
     with caplog.at_level(logging.WARNING, "catto"):
         shared = _step(True, peft_config=adapter)
-    assert "prefix_sharing is off: its adapter goes by the tokens" in caplog.text
+    assert "prefix_sharing is off: its adapter depends on the tokens" in caplog.text
     torch.testing.assert_close(shared.loss, _step(False, peft_config=adapter).loss, rtol=1e-6, atol=1e-6)
 
 
 def test_noise_that_goes_by_the_length_of_a_row_is_an_obstacle() -> None:
     model = tiny_model()
     assert (
-        sharing_obstacle(model, CATTOConfig(neftune_noise_alpha=5.0)) == "NEFTune's noise goes by the length of a row"
+        sharing_obstacle(model, CATTOConfig(neftune_noise_alpha=5.0))
+        == "NEFTune's noise depends on the length of a row"
     )
     assert sharing_obstacle(model, CATTOConfig()) is None
 

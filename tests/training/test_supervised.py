@@ -18,11 +18,11 @@ from transformers import TrainerState
 from catto.engines import Context
 from catto.engines.transformers import TransformersEngine
 from catto.metrics import errors
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.records import Message
 from catto.training.checkpoints import checkpoint_arguments
 from catto.training.examples import Example, Label, make_examples, row_ids
-from catto.training.monitor import label_logprobs, label_metrics
+from catto.training.monitor import compute_label_logprobs, label_metrics
 from catto.training.supervised import RcftBins, SupervisedConfig, SupervisedTrainer
 
 TOKENIZER = tiny_tokenizer()
@@ -172,7 +172,7 @@ def test_monitor_equals_the_engine_and_the_metrics() -> None:
     """Label log-probabilities equal the engine's scores at the same place; ECE is over the whole set."""
     rows = make_examples(TOKENIZER, sft_rows(13))
     model = tiny_model()
-    ours = label_logprobs(model, rows, TOKENIZER.pad_token_id, batch_size=4)
+    ours = compute_label_logprobs(model, rows, TOKENIZER.pad_token_id, batch_size=4)
     engine = TransformersEngine(model, TOKENIZER)
     contexts = [
         Context(messages=row.prompt, prefix=tuple(e.before_label().completion), candidates=tuple(e.label.candidates))
@@ -208,7 +208,7 @@ def test_best_checkpoint_is_kept_by_the_metric_asked_for(tmp_path: Path) -> None
     logged = [entry["eval_val_nll"] for entry in trainer.state.log_history if "eval_val_nll" in entry]
     assert len(logged) == 3
     final = label_metrics(
-        label_logprobs(trainer.model, trainer.validation, 0), [e.label.gold for e in trainer.validation]
+        compute_label_logprobs(trainer.model, trainer.validation, 0), [e.label.gold for e in trainer.validation]
     )
     assert final["val_nll"] == pytest.approx(min(logged), abs=1e-6)
 
@@ -231,7 +231,7 @@ def confident(label_bias: float) -> tuple[Any, list[Example]]:
 
 
 def normalized_top(model: Any, rows: list[Example]) -> np.ndarray:
-    values = label_logprobs(model, rows, TOKENIZER.pad_token_id)
+    values = compute_label_logprobs(model, rows, TOKENIZER.pad_token_id)
     q = np.exp(values - values.max(1, keepdims=True))
     return (q / q.sum(1, keepdims=True)).max(1)
 
@@ -334,7 +334,7 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
 def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str, ...]) -> None:
     tokenizer = kinds()[name]
     for label in labels:
-        turn = (Message(role="assistant", content=completion("the cat sat", label)),)
+        turn = (Message(role="assistant", content=render_completion("the cat sat", label)),)
         update = {"labels": labels, "gold": label, "label": label, "completion": turn}
         (example,) = make_examples(tokenizer, [sft_rows(1)[0].model_copy(update=update)])
         ids = example.row.completion

@@ -33,14 +33,14 @@ from catto.pipeline.kinds.train import (
 )
 from catto.pipeline.plan import Graph, open_recipe
 from catto.pipeline.stage import Work
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.recipe.settings import Recipe
 from catto.records import Message, Prediction
 from catto.report.numbers import Training
 from catto.training import monitor
 from catto.training.checkpoints import checkpoint_arguments
 from catto.training.config import CATTOConfig
-from catto.training.examples import make_examples, pair_tokens, preference_columns
+from catto.training.examples import count_pair_tokens, make_examples, preference_columns
 from catto.training.supervised import RcftBins, SupervisedTrainer
 from catto.training.trainer import CATTOTrainer
 
@@ -72,7 +72,7 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
 ) -> None:
     """Eight of twelve pairs fit: six of them are drawn, not the fitting ones among six that were drawn."""
     columns = {row.question: preference_columns(tiny_tokenizer(), row) for row in pair_rows()}
-    fit = {question for question, one in columns.items() if pair_tokens(one) <= LIMIT}
+    fit = {question for question, one in columns.items() if count_pair_tokens(one) <= LIMIT}
     assert len(fit) == 8
     trained = {}
     for method in ("dpo", "dpo+catto", "dpo+bce", "dpo+outcome"):
@@ -271,11 +271,11 @@ def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Pat
     unknown = unknown.model_copy(update={"question": "nobody's"})
     wrong = next(label for label in pairs.LABELS if label != unknown.gold)
     first = unknown.model_copy(
-        update={"label": wrong, "completion": (Message(role="assistant", content=completion(None, wrong)),)}
+        update={"label": wrong, "completion": (Message(role="assistant", content=render_completion(None, wrong)),)}
     )
     found = right_responses(job_of(work), [answered, unknown, first])
     assert found[0] == traces["s1"]
-    assert [row.completion[0].content for row in found[1:]] == [completion(None, unknown.gold)]
+    assert [row.completion[0].content for row in found[1:]] == [render_completion(None, unknown.gold)]
     assert [row.label for row in found[1:]] == [unknown.gold]
 
 
@@ -361,7 +361,7 @@ REHEARSED += ["dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"]
 def test_a_rehearsal_passes_what_trains_and_leaves_nothing(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever goes by the model's own parts, by its tokens or by the number of rows is not for a toy to refuse."""
+    """Whatever depends on the model's own parts, on its tokens or on the number of rows is not for a toy to refuse."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     trl: dict[str, Any] = {"per_device_train_batch_size": 32, "dataloader_drop_last": True, "fsdp": "full_shard"}
     pairs_alone = {"pad_token": "<|endoftext|>", "router_aux_loss_coef": 0.1, "calibration_weight": 2.0}

@@ -30,7 +30,7 @@ from catto.answer.tokens import (
     restyle_labels,
 )
 from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
-from catto.prompts import TAGS, completion
+from catto.prompts import TAGS, render_completion
 from catto.records import Message, Question, Refusal
 from catto.token_ids import count_common, decode_ids
 
@@ -128,7 +128,7 @@ def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
     kept = turn[:end].rstrip()
     think_tags = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
     is_reasoning_open = bool(think_tags) and think_tags[-1] == "think"
-    ending = completion(None, None)
+    ending = render_completion(None, None)
     if is_reasoning_open:
         ending = "</think>\n" + ending
     if kept:

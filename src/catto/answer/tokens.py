@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from catto.answer.response import parse_response
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.token_ids import count_common, decode_ids
 
 # Answers are at the end, so this many last tokens are searched first: a third of the time on 220 tokens.
@@ -22,7 +22,7 @@ _ENDING = "\n</answer>"
 # space before it.
 _ANCHOR = "a"
 # How models open an answer; the first is our own form, in which labels are trained and constrained.
-_OPENINGS = (completion(None, None), "<answer>", "<answer> ")
+_OPENINGS = (render_completion(None, None), "<answer>", "<answer> ")
 # What decoding gives for a character of which some bytes are missing.
 _TORN_CHARACTER = "\ufffd"
 

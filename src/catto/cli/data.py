@@ -26,10 +26,10 @@ from catto.cli.options import (
     list_tasks,
 )
 from catto.errors import DataError
-from catto.prompts import messages
+from catto.prompts import render_messages
 from catto.recipe.settings import TaskSettings, is_task_file
 from catto.records import SPLITS, Question, Split
-from catto.tasks import LoadReport, Task, load
+from catto.tasks import LoadReport, Task, load_questions
 from catto.tasks.own_file import own_task, propose, task_name
 
 SplitFiles = dict[Split, str | list[str]]
@@ -120,7 +120,7 @@ def _load_splits(source: str | Task, shown: Split, *, n: int, seed: int, data_di
     splits: dict[Split, dict[str, Any]] = {}
     for name in SPLITS:
         try:
-            loaded = load(source, name, seed=seed, data_dir=data_dir)
+            loaded = load_questions(source, name, seed=seed, data_dir=data_dir)
             first = list(islice(loaded, n))
             deque(loaded, maxlen=0)  # the counts are complete only after every row was read
         except DataError as error:
@@ -163,7 +163,7 @@ def _print_document(loaded: LoadedSplits, proposed: Mapping[str, Any]) -> None:
         document["fields"] = proposed
     questions = []
     for question in loaded.questions:
-        prompt = [dict(message) for message in messages(question)]
+        prompt = [dict(message) for message in render_messages(question)]
         questions.append({**question.model_dump(mode="json"), "messages": prompt})
     print_json({**document, "splits": loaded.splits, "questions": questions})
 
@@ -176,7 +176,7 @@ def _print_questions(loaded: LoadedSplits) -> None:
     say(f"questions: {', '.join(sizes)}")
     for question in loaded.questions:
         say(f"\n--- {question.id} ({question.split}), gold {question.gold}")
-        for message in messages(question):
+        for message in render_messages(question):
             say(f"[{message.role}]\n{message.content}")
 
 
@@ -315,7 +315,7 @@ def override_task(sets: Sequence[str] | None, task: str | None, questions: Quest
 
 
 def choose_source(task: str | None, questions: QuestionFileOptions = NO_FILE, *, name: str = "--task") -> str | Task:
-    """Return what `catto.tasks.load` takes: the name of a task, or the task of the user's own questions.
+    """Return what `catto.tasks.load_questions` takes: the name of a task, or the task of the user's own questions.
 
     Args:
         task: Name or YAML file of a task.

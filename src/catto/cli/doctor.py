@@ -37,9 +37,9 @@ def doctor(
     if selftest:
         needs("torch", "train", "--selftest")
         os.environ.update(QUIET | os.environ)
-        from catto.training.selftest import selftest as test
+        from catto.training.selftest import run_selftest
 
-        state["selftest"] = test()
+        state["selftest"] = run_selftest()
     if as_json:
         print_json(state)
     else:

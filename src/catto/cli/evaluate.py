@@ -31,7 +31,7 @@ from catto.engines.replies import ServerError, count_reasons
 from catto.io.record_files import read_manifest
 from catto.recipe.settings import MOST_SAMPLES
 from catto.records import Split
-from catto.tasks import load
+from catto.tasks import load_questions
 
 __all__ = ["evaluate"]
 
@@ -141,7 +141,7 @@ def evaluate(
     expected = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
     with refusing(ServerError, ImportError):
         source = choose_source(task, questions)
-        loaded = load(source, split, seed=split_seed, data_dir=data_dir, limit=n)
+        loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
         predict.check_questions(asked, k, temperature)
         predict.check_settings(predictions, expected)

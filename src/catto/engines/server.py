@@ -39,7 +39,7 @@ from catto.engines.replies import (
     error_message,
     read_retry_after,
 )
-from catto.errors import first_problem, shorten_text
+from catto.errors import describe_first_problem, shorten_text
 from catto.records import Key, Message, Refusal
 
 # Seconds: before the first and the last retries, and the longest Retry-After that is heeded.
@@ -308,7 +308,7 @@ class ServerEngine(Engine):
         try:
             names = self._list_models()
         except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
-            reason = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = describe_first_problem(error) if isinstance(error, ValidationError) else str(error)
             reason = clean_message(reason, self._secrets)
             if type(error).__name__ in _UNREACHED:
                 raise ServerError(f"{self.base_url}: no connection: {reason}") from None
@@ -411,7 +411,7 @@ class ServerEngine(Engine):
             problem = error_message(content)
             if not problem:
                 is_html = content.lstrip()[:1] == b"<"
-                problem = "HTML" if is_html else first_problem(error)
+                problem = "HTML" if is_html else describe_first_problem(error)
             raise FaultError(f"unusable reply in try {tries}: {problem}", again=True) from None
         choice = reply.choices[0]
         message = choice.message

@@ -24,7 +24,12 @@ from catto.io.tables import read_rows
 
 
 class LogFormat(NamedTuple):
-    """How the first record shows which tool wrote it, and what reads a record: (record, names, labels) -> fields."""
+    """The log of a tool.
+
+    Attributes:
+        is_written_by_tool: Whether a file whose first record is this one is a log of the tool.
+        read_record: (record, names, labels) -> catto's own fields.
+    """
 
     is_written_by_tool: Callable[[Fields], bool]
     read_record: Callable[[Fields, ColumnNames, Sequence[str]], dict[str, Any]]
@@ -40,7 +45,10 @@ LOG_FORMATS = {
 
 
 def find_format(first: Fields, names: ColumnNames) -> str:
-    """Return the tool that wrote a file with this first row; a table with the column `confidence` is catto's own."""
+    """Return the name of the tool that wrote a file with this first row.
+
+    A table with the column `confidence` is catto's own.
+    """
     if names.format != "auto":
         return names.format
     if "confidence" in first:
@@ -52,8 +60,17 @@ def find_format(first: Fields, names: ColumnNames) -> str:
 
 
 def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
-    """Yield (row, fields) of a file of answers, whichever tool wrote it. `auto` looks at the first row."""
-    rows = read_samples(path) if path.suffix.lower() == ".eval" else read_rows(path)
+    """Yield the rows of a file of answers, whichever tool wrote it.
+
+    Args:
+        path: The file.
+        names: The columns the user named. The format `auto` is decided by the first row.
+
+    Yields:
+        (row number, fields).
+    """
+    is_inspect_archive = path.suffix.lower() == ".eval"
+    rows = read_samples(path) if is_inspect_archive else read_rows(path)
     first = next(rows, None)
     if first is None:
         return
@@ -84,6 +101,8 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
 
 def _require_one_filter(path: Path, row: int, record: Fields, first: Fields) -> None:
     """Raise DataError for a second filter of lm-evaluation-harness: its lines repeat the questions."""
-    if record.get("filter") != first.get("filter"):
-        filters = f"got {record.get('filter')!r} after {first.get('filter')!r}"
-        raise DataError(path, row, f"filter: {filters}, expected one filter: keep the lines of one")
+    first_filter = first.get("filter")
+    this_filter = record.get("filter")
+    if this_filter != first_filter:
+        problem = f"filter: got {this_filter!r} after {first_filter!r}, expected one filter: keep the lines of one"
+        raise DataError(path, row, problem)

@@ -47,10 +47,11 @@ def _read_probabilities(column: Any) -> Floats | None:
 def _read_truths(column: Any) -> Bools | None:
     """Return booleans, also from 0, 1 and the words for them. (N,)."""
     encoded = column.combine_chunks().dictionary_encode()
-    words = [WORDS.get(str(value).strip().lower()) for value in encoded.dictionary.to_pylist()]
-    if None in words:
+    words = [str(value).strip().lower() for value in encoded.dictionary.to_pylist()]
+    truths = [WORDS.get(word) for word in words]
+    if None in truths:
         return None
-    values: Bools = np.array(words, dtype=np.bool_)[encoded.indices.to_numpy()]
+    values: Bools = np.array(truths, dtype=np.bool_)[encoded.indices.to_numpy()]
     return values
 
 

@@ -19,10 +19,18 @@ WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no"
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """Where a file holds what; `a.b` is field b inside a. `by` is the column that cuts the file into slices.
+    """The columns of a file of answers; `a.b` is field b inside a.
 
-    prediction, gold None: `label` and `gold`. positive: the confidence is the probability of this label of two.
-    question None: the first of QUESTION_COLUMNS that there is.
+    Attributes:
+        confidence: The probability of the answer.
+        correct: Whether the answer is right.
+        by: The column whose values are the slices of the file.
+        prediction: The answer; None means `label`.
+        gold: The right answer; None means `gold`.
+        positive: The label, of two, whose probability the confidence is.
+        format: The tool that wrote the file.
+        length_normalised: Whether to divide log-likelihoods by the length of their choices.
+        question: The id of the question; None means the first of QUESTION_COLUMNS in the file.
     """
 
     confidence: str = "confidence"
@@ -39,17 +47,27 @@ class ColumnNames:
 def probability_of(name: str, fields: Fields) -> float:
     """Return a number in [0, 1], also from its text."""
     value = find_field(fields, name)
-    try:
-        number = nan if isinstance(value, bool) or (isinstance(value, str) and "_" in value) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = nan
+    number = _convert_number(value)
     if not 0 <= number <= 1:
-        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{_number_hint(value, number)}")
+        hint = _number_hint(value, number)
+        raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
     return number
 
 
+def _convert_number(value: Any) -> float:
+    """Return the number that a cell holds, nan if it holds none. Python alone reads 1_0 as a number."""
+    if isinstance(value, bool):
+        return nan
+    if isinstance(value, str) and "_" in value:
+        return nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return nan
+
+
 def _number_hint(value: object, number: float) -> str:
-    """Return a hint on a value that is no probability. number: what it was read as, nan if it was not."""
+    """Return a hint on a value that is no probability. number: the value as a number, nan if it is none."""
     text = str(value).strip()
     if not text:
         return "; leave such rows out"
@@ -65,22 +83,29 @@ def truth_of(name: str, fields: Fields) -> bool:
     value = find_field(fields, name)
     if isinstance(value, bool):
         return value
-    word = WORDS.get(str(value).strip().lower()) if isinstance(value, str | int | float) else None
-    if word is None:
+    truth = None
+    if isinstance(value, str | int | float):
+        word = str(value).strip().lower()
+        truth = WORDS.get(word)
+    if truth is None:
         raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
-    return word
+    return truth
 
 
 def text_of(name: str, fields: Fields) -> str:
-    """Return the field as text; ids and labels may be written as numbers, 1 also as 1.0. An empty cell is none."""
+    """Return an id or a label as text. It may be written as a number, 1 also as 1.0; an empty cell is an error."""
     value = find_field(fields, name)
-    if value is None or isinstance(value, dict | list | bytes) or value != value or not str(value).strip():
+    is_missing = value is None or value != value  # NaN is not equal to itself
+    is_nested = isinstance(value, dict | list | bytes)
+    if is_missing or is_nested or not str(value).strip():
         raise ValueError(f"{name}: expected a text or a number, got {reprlib.repr(value)}")
-    return _label(str(int(value) if isinstance(value, float) and value.is_integer() else value))
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return _normalise_label(str(value))
 
 
-def _label(text: str) -> str:
-    """A label as it is compared: without the white space around it, a whole number without its zeros."""
+def _normalise_label(text: str) -> str:
+    """Return a label as it is compared: without white space around it, a whole number without decimals."""
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text.strip())
 
 
@@ -88,7 +113,7 @@ def logprob_of(value: object, name: str) -> float:
     """Return a log-probability; rounding noise above 0 counts as 0.
 
     Args:
-        value: What a file holds. Only a number is one; minus infinity is allowed.
+        value: The value in the file; it must be a number, minus infinity included.
         name: The field, for the message.
 
     Returns:
@@ -121,24 +146,28 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
         number = logprob_of(value, f"label_logprobs.{label}")
         if number == -inf:
             raise ValueError(f"label_logprobs.{label}: expected a finite number, got {reprlib.repr(value)}")
-        named[_label(label)] = number
+        named[_normalise_label(label)] = number
     if len(named) < len(logprobs):
         raise ValueError(f"label_logprobs: a label occurs twice among {', '.join(map(repr, logprobs))}")
     return named
 
 
 def answer_of(name: str, fields: Fields) -> str | None:
-    """Return the answer's label; None where nothing could be parsed, which is never right."""
+    """Return the label of the answer; None if nothing could be parsed, which counts as wrong."""
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
     value = find_field(fields, name)
-    return None if value is None or (isinstance(value, str) and not value.strip()) else text_of(name, fields)
+    is_blank = isinstance(value, str) and not value.strip()
+    if value is None or is_blank:
+        return None
+    return text_of(name, fields)
 
 
 def answer_probability(name: str, fields: Fields) -> float:
-    """Return the probability of the answer, the field `name`, in `label_logprobs`."""
-    logprobs, answer = logprobs_of(fields), answer_of(name, fields)
+    """Return the probability of the answer in the field `name`, from `label_logprobs`."""
+    logprobs = logprobs_of(fields)
+    answer = answer_of(name, fields)
     if answer not in logprobs:
         raise ValueError(f"label_logprobs: the answer {answer!r} is not one of {', '.join(logprobs)}")
     return exp(logprobs[answer])

@@ -14,10 +14,23 @@ def is_helm(record: Fields) -> bool:
 
 
 def read_helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
-    """An entry of `per_instance_stats.json`: every statistic by its name; `max_prob` and `exact_match` by default."""
-    answer = {stat["name"]["name"]: stat.get("mean") for stat in record["stats"]}
-    answer |= {"question": str(record["instance_id"]), "correct": answer.get("exact_match")}
-    answer["perturbation"] = (record.get("perturbation") or {}).get("name", "none")
+    """Read an entry of `per_instance_stats.json`.
+
+    Args:
+        record: The entry.
+        names: The columns the user named.
+
+    Returns:
+        Every statistic by its name. `exact_match` is the default grade, `max_prob` the default confidence.
+    """
+    answer: dict[str, Any] = {}
+    for statistic in record["stats"]:
+        name = statistic["name"]["name"]
+        answer[name] = statistic.get("mean")
+    answer["question"] = str(record["instance_id"])
+    answer["correct"] = answer.get("exact_match")
+    perturbation = record.get("perturbation") or {}
+    answer["perturbation"] = perturbation.get("name", "none")
     if names.confidence == "confidence":
         answer["confidence"] = answer["max_prob"]
     return answer

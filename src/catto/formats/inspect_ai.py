@@ -6,7 +6,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,14 @@ def is_inspect(record: Fields) -> bool:
 
 
 def read_samples(path: Path) -> Rows:
-    """Yield the samples of a log of inspect_ai: a zip file of JSON files, packed by deflate or by Zstandard."""
+    """Yield the samples of a log of inspect_ai, a zip file of JSON files packed by deflate or Zstandard.
+
+    Args:
+        path: The `.eval` file.
+
+    Yields:
+        (number from 1, sample).
+    """
     with open_input(path) as file:
         try:
             with zipfile.ZipFile(file) as log:
@@ -47,7 +54,7 @@ def read_samples(path: Path) -> Rows:
 
 
 def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
-    """Refuse the log of a run that failed or did not finish; a header is written at the end of a run."""
+    """Refuse the log of a run that failed or did not finish: inspect_ai writes the header at the end."""
     names = log.namelist()
     if HEADER in names:
         member = log.getinfo(HEADER)
@@ -60,7 +67,7 @@ def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
 def _unpack_member(
     path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> bytes:
-    """Return the content of a file of a log. Its stated sizes may be wrong: what is unpacked is counted."""
+    """Return the content of a file of a log. The stated sizes may be wrong, so the unpacked bytes are counted."""
     if member.compress_type == ZSTANDARD:
         stream = _open_zstandard(file, member)
     elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -79,7 +86,7 @@ def _unpack_member(
 
 
 def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
-    """Return a stream of what a file packed by Zstandard holds."""
+    """Return a stream of the content of a file packed by Zstandard."""
     import pyarrow as arrow
 
     file.seek(member.header_offset)
@@ -93,36 +100,68 @@ def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
 
 
 def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
-    """A sample: the confidence in the score's metadata, else the probability of the answer's token.
+    """Read a sample: the confidence in the metadata of the score, or the probability of the answer's token.
 
-    `--correct NAME` chooses among several scorers.
+    Args:
+        record: The sample.
+        names: The columns the user named. `correct` chooses among several scorers.
+
+    Returns:
+        catto's own fields.
     """
-    scores = record.get("scores") or {}
-    if names.correct not in scores and len(scores) != 1:
-        raise ValueError(
-            f"scores: name one of {join_names(list(scores))} with --correct" if scores else _no_scores(record)
-        )
-    score = scores[names.correct if names.correct in scores else next(iter(scores))]
-    value, target = score["value"], record.get("target")
-    answer: dict[str, Any] = {"question": str(record["id"]), names.correct: INSPECT_VALUES.get(str(value), value)}
+    score = _choose_score(record, names)
+    value = score["value"]
+    answer: dict[str, Any] = {"question": str(record["id"])}
+    answer[names.correct] = INSPECT_VALUES.get(str(value), value)
     if score.get("answer"):
         answer["label"] = score["answer"]
+    target = record.get("target")
     if isinstance(target, str):
         answer["gold"] = target
-    stated = (score.get("metadata") or {}).get("confidence")
-    if stated is not None:
-        return answer | {"confidence": stated}
-    choices = record.get("choices") or ()
-    labels = [chr(ord("A") + place) for place in range(len(choices))] or [str(score.get("answer"))]
-    replies = record["output"]["choices"]
-    tokens = ((replies[0].get("logprobs") or {}).get("content") if replies else None) or ()
-    if names.confidence == "confidence" and not tokens:
+
+    metadata = score.get("metadata") or {}
+    stated_confidence = metadata.get("confidence")
+    if stated_confidence is not None:
+        answer["confidence"] = stated_confidence
+        return answer
+    tokens = _find_reply_tokens(record)
+    if tokens:
+        labels = _list_choice_labels(record) or [str(score.get("answer"))]
+        return answer | read_label_token(tokens, labels, score.get("answer") or None)
+    if names.confidence == "confidence":
         raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
-    return answer | (read_label_token(tokens, labels, score.get("answer") or None) if tokens else {})
+    return answer
 
 
-def _no_scores(sample: Fields) -> str:
-    """Say why a sample of inspect_ai has no scores."""
+def _choose_score(sample: Fields, names: ColumnNames) -> Fields:
+    """Return the score of the scorer `names.correct`, or the only score."""
+    scores: Mapping[str, Fields] = sample.get("scores") or {}
+    if names.correct in scores:
+        return scores[names.correct]
+    if not scores:
+        raise ValueError(_explain_missing_scores(sample))
+    if len(scores) > 1:
+        raise ValueError(f"scores: name one of {join_names(list(scores))} with --correct")
+    [score] = scores.values()
+    return score
+
+
+def _find_reply_tokens(sample: Fields) -> Sequence[Fields]:
+    """Return the logged tokens of the first reply; empty if there are none."""
+    replies = sample["output"]["choices"]
+    if not replies:
+        return ()
+    logprobs = replies[0].get("logprobs") or {}
+    return logprobs.get("content") or ()
+
+
+def _list_choice_labels(sample: Fields) -> list[str]:
+    """Return A, B, ... for the choices of a sample; empty for an open question."""
+    choice_count = len(sample.get("choices") or ())
+    return [chr(ord("A") + number) for number in range(choice_count)]
+
+
+def _explain_missing_scores(sample: Fields) -> str:
     error = sample.get("error")
     if isinstance(error, dict) and error.get("message"):
         return f"the sample failed: {shorten_text(str(error['message']), 200)}"

@@ -5,10 +5,15 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from math import exp, isfinite, log
-from typing import Any
+from typing import Any, NamedTuple
 
 from catto.formats.columns import ColumnNames, Fields
 from catto.records import LOGPROB_NOISE
+
+
+class _ScoredChoice(NamedTuple):
+    text: str
+    loglikelihood: float
 
 
 def is_lm_eval(record: Fields) -> bool:
@@ -17,49 +22,116 @@ def is_lm_eval(record: Fields) -> bool:
 
 
 def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
-    """A line of `samples_*.jsonl`. multiple_choice: the softmax over the choices' log-likelihoods.
+    """Read a line of `samples_*.jsonl`.
 
-    Length-normalised: each is divided by the characters of its choice first, as for the harness's `acc_norm`.
+    The probabilities of a multiple-choice task are the softmax over the log-likelihoods of its choices. With
+    `names.length_normalised`, each is first divided by the characters of its choice, as in the harness's `acc_norm`.
+
+    Args:
+        record: The line.
+        names: The columns the user named.
+
+    Returns:
+        catto's own fields. The label is the number of the choice.
     """
-    answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in ("doc_id", "doc_hash") if key in record)}
-    try:  # pairs of a log-likelihood and whether it is the greedy one
-        pairs = [reply if isinstance(reply, list) else [] for reply in record["filtered_resps"]]
-        likelihoods = [float(score) for score, _ in pairs]
-    except (TypeError, ValueError):
-        if names.confidence == "confidence" and "confidence" not in record:
-            raise ValueError(
-                "filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence"
-            ) from None
-        metric = next(iter(record.get("metrics") or ()), None)
-        return answer | ({} if metric is None else {"correct": record[metric]})
-    arguments = record["arguments"]
-    requests = arguments.values() if isinstance(arguments, dict) else arguments
-    requests = [tuple(request.values()) if isinstance(request, dict) else tuple(request) for request in requests]
-    for likelihood in likelihoods:
-        if not likelihood <= LOGPROB_NOISE:  # NaN is not at most anything
-            raise ValueError(f"filtered_resps: expected a log-likelihood of at most 0, got {likelihood}")
-    # An empty context asks for the choice's likelihood alone, which acc_mutual_info compares with.
-    asked = [place for place, (context, _) in enumerate(requests) if context] or list(range(len(requests)))
-    choices = [requests[place][1].removeprefix(" ") for place in asked]
-    scores = [likelihoods[place] for place in asked]
+    question_keys = [key for key in ("doc_id", "doc_hash") if key in record]
+    answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in question_keys)}
+    loglikelihoods = _read_loglikelihoods(record)
+    if loglikelihoods is None:
+        return answer | _read_generation(record, names)
+
+    choices = _list_choices(record, loglikelihoods)
+    scores = [choice.loglikelihood for choice in choices]
     if names.length_normalised:
-        scores = [score / max(len(choice), 1) for score, choice in zip(scores, choices, strict=True)]
+        scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]
     if len(scores) < 2:
         raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
-    best = max(range(len(scores)), key=scores.__getitem__)
+    best = scores.index(max(scores))
     if not isfinite(scores[best]):
         raise ValueError(f"filtered_resps: expected a finite log-likelihood, got {scores[best]}")
-    total = log(sum(exp(score - scores[best]) for score in scores))
-    logprobs = [min(score - scores[best] - total, 0.0) for score in scores]
-    target, metric = str(record["target"]).strip(), "acc_norm" if names.length_normalised else "acc"
-    golds = [place for place, choice in enumerate(choices) if choice.strip() == target]
-    golds += [int(target)] if target.isdecimal() and int(target) < len(choices) else []
-    graded = record.get(metric)
-    if graded is None and not golds:
+    logprobs = _log_softmax(scores, scores[best])
+
+    metric = "acc_norm" if names.length_normalised else "acc"
+    grade = record.get(metric)
+    gold = _find_gold(record, choices, best=best, grade=grade)
+    answer["label"] = str(best)
+    answer["confidence"] = exp(logprobs[best])
+    if grade is None:
+        answer["correct"] = best == gold
+    else:
+        answer["correct"] = grade
+    answer["label_logprobs"] = {str(number): value for number, value in enumerate(logprobs) if isfinite(value)}
+    if gold is not None:
+        answer["gold"] = str(gold)
+    return answer
+
+
+def _read_loglikelihoods(record: Fields) -> list[float] | None:
+    """Return the log-likelihoods of the requests; None if the task generates text instead."""
+    loglikelihoods = []
+    try:
+        for response in record["filtered_resps"]:
+            if not isinstance(response, list):
+                return None
+            loglikelihood, _is_greedy = response
+            loglikelihoods.append(float(loglikelihood))
+    except (TypeError, ValueError):
+        return None
+    return loglikelihoods
+
+
+def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
+    """Read the grade of a generated text, whose confidence is in a column that the user named."""
+    if names.confidence == "confidence" and "confidence" not in record:
+        raise ValueError("filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence")
+    metrics = list(record.get("metrics") or ())
+    if not metrics:
+        return {}
+    return {"correct": record[metrics[0]]}
+
+
+def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_ScoredChoice]:
+    """Pair the text of each choice with its log-likelihood."""
+    arguments = record["arguments"]
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    requests = []
+    for request in arguments:
+        parts = request.values() if isinstance(request, dict) else request
+        requests.append(tuple(parts))
+    for loglikelihood in loglikelihoods:
+        if not loglikelihood <= LOGPROB_NOISE:  # NaN is not at most anything
+            raise ValueError(f"filtered_resps: expected a log-likelihood of at most 0, got {loglikelihood}")
+
+    choices = []
+    choices_in_context = []
+    for number, (context, continuation) in enumerate(requests):
+        choice = _ScoredChoice(continuation.removeprefix(" "), loglikelihoods[number])
+        choices.append(choice)
+        if context:
+            choices_in_context.append(choice)
+    # An empty context asks for the likelihood of the choice alone, which acc_mutual_info compares with.
+    return choices_in_context or choices
+
+
+def _log_softmax(scores: Sequence[float], highest: float) -> list[float]:
+    """Normalise the scores to log-probabilities; `highest` is the largest of them."""
+    log_total = log(sum(exp(score - highest) for score in scores))
+    return [min(score - highest - log_total, 0.0) for score in scores]
+
+
+def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, grade: object) -> int | None:
+    """Return the number of the gold choice; None if the target matches no choice that agrees with the grade.
+
+    A numeric target may be the text of a choice or its number. The grade tells which.
+    """
+    target = str(record["target"]).strip()
+    candidates = [number for number, choice in enumerate(choices) if choice.text.strip() == target]
+    if target.isdecimal() and int(target) < len(choices):
+        candidates.append(int(target))
+    if grade is None and not candidates:
         raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
-    # A number may be a choice or the place of one: the grade tells which.
-    gold = next((place for place in golds if graded is None or (place == best) == (graded == 1)), None)
-    answer |= {"label": str(best), "confidence": exp(logprobs[best])}
-    answer["correct"] = best == gold if graded is None else graded
-    answer["label_logprobs"] = {str(place): value for place, value in enumerate(logprobs) if isfinite(value)}
-    return answer if gold is None else answer | {"gold": str(gold)}
+    for candidate in candidates:
+        if grade is None or (candidate == best) == (grade == 1):
+            return candidate
+    return None

@@ -19,42 +19,83 @@ def is_completion(record: Fields) -> bool:
 
 
 def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
-    """A chat completion with `logprobs`, alone or as the response of a batch: the probability of the label's token."""
-    answered = record["response"] if isinstance(record.get("response"), dict) else {}
-    if record.get("error") or answered.get("status_code", 200) != 200:
-        raise ValueError(f"the request failed ({reprlib.repr(record.get('error') or answered)}): leave this row out")
+    """Read the probability of the label's token in a chat completion with `logprobs`.
+
+    Args:
+        record: The completion, alone or as the response of a batch.
+        names: The columns the user named. `gold` must be one of them.
+        labels: The labels of the questions.
+
+    Returns:
+        catto's own fields.
+    """
+    _require_success(record)
     reply, *others = _find_completion(record)["choices"]
     if others:
         raise ValueError(f"choices: expected one, got {1 + len(others)}: write a record for each")
-    name = next((name for name in ("custom_id", "question", "id") if name in record), None)
-    answer = {} if name is None else {"question": str(record[name])}
+    answer: dict[str, Any] = {}
+    for name in ("custom_id", "question", "id"):
+        if name in record:
+            answer["question"] = str(record[name])
+            break
     if not labels:
         raise ValueError("the right answer is not in a completion: name its field with --gold")
-    answer[names.gold or "gold"] = text_of(names.gold or "gold", record)
-    tokens = (reply.get("logprobs") or {}).get("content")
+    gold_name = names.gold or "gold"
+    answer[gold_name] = text_of(gold_name, record)
+    logprobs = reply.get("logprobs") or {}
+    tokens = logprobs.get("content")
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    # A reply of one token ends at its limit, and is whole if it is a label.
-    cut = reply.get("finish_reason") == "length" and text.strip(" \n().") not in labels
-    return answer | read_label_token(tokens, labels, parse_response(text, labels, cut=cut).label)
+    # A reply of one token reaches its limit, and is complete if it is a label.
+    is_label = text.strip(" \n().") in labels
+    is_cut = reply.get("finish_reason") == "length" and not is_label
+    graded_label = parse_response(text, labels, cut=is_cut).label
+    return answer | read_label_token(tokens, labels, graded_label)
+
+
+def _require_success(record: Fields) -> None:
+    """Raise ValueError if the request of a batch failed."""
+    response = record.get("response")
+    if not isinstance(response, dict):
+        response = {}
+    error = record.get("error")
+    if error or response.get("status_code", 200) != 200:
+        raise ValueError(f"the request failed ({reprlib.repr(error or response)}): leave this row out")
 
 
 def _find_completion(record: Fields) -> Fields:
-    """Find the completion in a record: itself, or below `response`, of a batch also below its `body`."""
+    """Return the completion of a record; it may be in `response`, or in `body` of a batch's `response`."""
     for name in ("response", "body"):
-        record = record[name] if isinstance(record.get(name), dict) else record
+        if isinstance(record.get(name), dict):
+            record = record[name]
     choices = record.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return record if isinstance(first, dict) and "message" in first else {}
+    if not isinstance(choices, list) or not choices:
+        return {}
+    first = choices[0]
+    if not isinstance(first, dict) or "message" not in first:
+        return {}
+    return record
 
 
 def list_labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> list[str]:
-    """Return the labels that occur as right answers; of letters, those before them too."""
+    """List the labels that occur as right answers; for letters, all from A to the last one.
+
+    Args:
+        path: The file, for error messages.
+        rows: Pairs of row number and record; at least one.
+        gold: The field with the right answer.
+
+    Returns:
+        The labels in alphabetical order.
+    """
     labels = set()
     for row, record in rows:
         with data_errors_at(path, row):
             labels.add(text_of(gold, record))
-    if all(len(label) == 1 and "A" <= label <= "Z" for label in labels):
-        return [chr(code) for code in range(ord("A"), ord(max(labels)) + 1)]
-    return sorted(labels)
+    are_letters = all(len(label) == 1 and "A" <= label <= "Z" for label in labels)
+    if not are_letters:
+        return sorted(labels)
+    last_letter = max(labels)
+    codes = range(ord("A"), ord(last_letter) + 1)
+    return [chr(code) for code in codes]

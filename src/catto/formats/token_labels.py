@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from math import exp, inf
 from typing import Any
 
@@ -12,37 +10,78 @@ from catto.answer.response import parse_response
 from catto.formats.columns import Fields, logprob_of
 
 
-def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], said: str | None) -> dict[str, Any]:
-    """Return the answer `said` and its probability at the token where the reply's label begins.
+def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_label: str | None) -> dict[str, Any]:
+    """Read the probability of the answer at the token where the label begins.
 
-    Some engines log the likeliest token where another was sampled: then `said` is looked up among `top_logprobs`. A
-    reply without a label is a wrong answer of `source` fallback, with the probability of the whole reply.
+    Some engines log the likeliest token even if another one was sampled. The probability of the graded label is then
+    looked up in `top_logprobs`.
+
+    Args:
+        tokens: The tokens of the reply, each with `token`, `logprob` and perhaps `top_logprobs`.
+        labels: The labels of the question; a single one means an open answer.
+        graded_label: The answer that the tool graded; None if the reply gives none.
+
+    Returns:
+        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one. A reply without a label has
+        the source `fallback` and the probability of the whole reply.
     """
-    texts = [token["token"] for token in tokens]
-    text = "".join(texts)
+    text = "".join(token["token"] for token in tokens)
     reading = parse_response(text, labels)
-    if reading.span is None and said is not None:
-        raise ValueError(f"logprobs: the graded answer {said!r} is not found in the reply: name a --confidence")
-    if reading.span is None or reading.label is None or said is None:
+    if reading.span is None and graded_label is not None:
+        raise ValueError(f"logprobs: the graded answer {graded_label!r} is not found in the reply: name a --confidence")
+    if reading.span is None or reading.label is None or graded_label is None:
         total = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
         return {"label": None, "confidence": exp(total), "source": "fallback"}
-    place = bisect_right(ends := list(accumulate(map(len, texts))), reading.span[0])
-    token, own = tokens[place], text[reading.span[0] : min(ends[place], reading.span[1])]
-    if len(labels) == 1 and reading.span[1] > ends[place]:
+
+    label_start, label_end = reading.span
+    token, token_end = _find_token_at(tokens, label_start)
+    if len(labels) == 1 and label_end > token_end:
         raise ValueError("logprobs: an open answer of several tokens has no token of its own: name a --confidence")
-    known: dict[str, float] = {}
-    for top in reversed(token.get("top_logprobs") or ()):
-        if top["logprob"] not in (None, -inf):  # a token that cannot be drawn
-            known[top["token"].strip()] = logprob_of(top["logprob"], "top_logprobs.logprob")
-    own = (own if said == reading.label else said).lower()
-    # A rival that begins alike has a token of its own where a longer candidate begins it: 10 beside 1.
-    longer = tuple(top.lower() for top in known if len(top) > len(own))
-    rivals = (label for label in labels if label != said and label.lower().startswith(own))
-    if alike := next((label for label in rivals if not label.lower().startswith(longer)), None):
-        raise ValueError(f"logprobs: labels {said!r} and {alike!r} begin with the same token {own!r}")
-    known[reading.label] = logprob_of(token["logprob"], "logprob")
-    if said not in known:
-        raise ValueError(f"logprobs: the tokens say {reading.label!r}, the answer is {said!r} and not in top_logprobs")
-    answer = {"label": said, "confidence": exp(known[said]), "source": reading.source}
-    whole = {"label_logprobs": {label: known[label] for label in labels}} if known.keys() >= set(labels) else {}
-    return answer | whole
+
+    logprobs = _read_top_logprobs(token)
+    if graded_label == reading.label:
+        prefix = text[label_start : min(token_end, label_end)]
+    else:
+        prefix = graded_label
+    _require_distinct_prefix(prefix, graded_label, labels=labels, candidates=logprobs)
+    logprobs[reading.label] = logprob_of(token["logprob"], "logprob")
+    if graded_label not in logprobs:
+        answers = f"the tokens say {reading.label!r}, the answer is {graded_label!r}"
+        raise ValueError(f"logprobs: {answers} and not in top_logprobs")
+
+    answer = {"label": graded_label, "confidence": exp(logprobs[graded_label]), "source": reading.source}
+    if logprobs.keys() >= set(labels):
+        answer["label_logprobs"] = {label: logprobs[label] for label in labels}
+    return answer
+
+
+def _find_token_at(tokens: Sequence[Fields], position: int) -> tuple[Fields, int]:
+    """Return the token that contains a character of the reply, and where that token ends."""
+    end = 0
+    for token in tokens:
+        end += len(token["token"])
+        if position < end:
+            return token, end
+    raise IndexError(f"the reply has no character {position}")
+
+
+def _read_top_logprobs(token: Fields) -> dict[str, float]:
+    """Return the log-probabilities of the candidates by their text; the likelier of two equal texts counts."""
+    logprobs: dict[str, float] = {}
+    for candidate in reversed(token.get("top_logprobs") or ()):
+        if candidate["logprob"] not in (None, -inf):  # a token that cannot be drawn
+            logprobs[candidate["token"].strip()] = logprob_of(candidate["logprob"], "top_logprobs.logprob")
+    return logprobs
+
+
+def _require_distinct_prefix(prefix: str, label: str, *, labels: Sequence[str], candidates: Iterable[str]) -> None:
+    """Raise ValueError if the token `prefix` also begins another label.
+
+    Such a label is told apart if a longer candidate begins it: 10 next to 1.
+    """
+    prefix = prefix.lower()
+    longer_candidates = tuple(candidate.lower() for candidate in candidates if len(candidate) > len(prefix))
+    for other in labels:
+        begins_alike = other != label and other.lower().startswith(prefix)
+        if begins_alike and not other.lower().startswith(longer_candidates):
+            raise ValueError(f"logprobs: labels {label!r} and {other!r} begin with the same token {prefix!r}")

@@ -8,12 +8,29 @@ from typing import Any
 from catto.errors import join_names
 from catto.formats.columns import ColumnNames, Fields
 
-# The scores of uqlm's scorers and ensembles that lie in 0 to 1.
+# The scores of uqlm's scorers and ensembles that are in [0, 1].
 UQLM_SCORES = (
-    *("sequence_probability", "normalized_probability", "min_probability", "probability_margin", "p_true"),
-    *("mean_token_negentropy", "min_token_negentropy", "monte_carlo_probability", "consistency_and_confidence"),
-    *("semantic_negentropy", "semantic_density", "semantic_sets_confidence", "noncontradiction", "entailment"),
-    *("exact_match", "cosine_sim", "bert_score", "bleurt", "ensemble_score", "avg", "median"),
+    "sequence_probability",
+    "normalized_probability",
+    "min_probability",
+    "probability_margin",
+    "p_true",
+    "mean_token_negentropy",
+    "min_token_negentropy",
+    "monte_carlo_probability",
+    "consistency_and_confidence",
+    "semantic_negentropy",
+    "semantic_density",
+    "semantic_sets_confidence",
+    "noncontradiction",
+    "entailment",
+    "exact_match",
+    "cosine_sim",
+    "bert_score",
+    "bleurt",
+    "ensemble_score",
+    "avg",
+    "median",
 )
 
 
@@ -23,9 +40,22 @@ def is_uqlm(record: Fields) -> bool:
 
 
 def read_uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
-    """A row of `results.to_df()`, with the column `response_correct` that a grader added."""
-    answer = {"question": record.get("prompt"), "correct": record.get("response_correct")}
-    answer = {**record, **{name: value for name, value in answer.items() if value is not None}}
+    """Read a row of `results.to_df()`, with the column `response_correct` that a grader added.
+
+    Args:
+        record: The row.
+        names: The columns the user named.
+
+    Returns:
+        The row with catto's own fields. The confidence is the only score of the row unless the user named one.
+    """
+    answer = dict(record)
+    prompt = record.get("prompt")
+    if prompt is not None:
+        answer["question"] = prompt
+    grade = record.get("response_correct")
+    if grade is not None:
+        answer["correct"] = grade
     if names.confidence == "confidence":
         scores = [name for name in UQLM_SCORES if name in record]
         if len(scores) != 1:

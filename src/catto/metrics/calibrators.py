@@ -1,8 +1,8 @@
-"""Maps from stated to calibrated confidence, fitted on validation rows and kept as JSON.
+"""Maps from stated to calibrated confidence, fitted on validation rows and stored as JSON.
 
 A calibrator is an immutable value: `Temperature.fit(confidence, correct).apply(confidence)`. Its fields are the whole
-fit, so one that was saved and loaded equals the fitted one to the last bit. SciPy and scikit-learn are imported where
-they are used: loading them takes up to a second.
+fit, so a calibrator that was saved and loaded equals the fitted one to the last bit. SciPy and scikit-learn are
+imported inside functions: loading them takes up to a second.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from catto.records import Record
 TAU_RANGE = (0.01, 100.0)
 # Vector scaling's penalty: this times the sum of squares of its 2 K parameters is added to the mean NLL.
 RIDGE = 1e-3
-# Fills up the rows that have fewer labels than others: at every temperature that a fit may reach its probability is 0.
+# Fills up the rows that have fewer labels than others; its probability is 0 at every temperature of a fit.
 NO_LABEL = -1e6
-# A file may hold other taus, slopes and intercepts than a fit gives; beyond this their products overflow.
+# Largest tau, slope or intercept in a file; products of larger ones overflow.
 LARGEST = 1e9
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -38,13 +38,13 @@ Shares = Annotated[tuple[Share, ...], Field(min_length=1)]
 
 
 class _Stored(Record):
-    """What every calibrator file begins with."""
+    """The first field of every calibrator file."""
 
     schema_version: Literal[1] = 1
 
 
 class Temperature(_Stored):
-    """Divide the logit by tau, the minimiser of the NLL; the ranking, and so the AUROC, stays.
+    """Divide the logit by tau, which minimises the NLL; the ranking, and so the AUROC, stays the same.
 
     >>> Temperature(tau=2.0).apply([0.5, 0.9]).round(3).tolist()
     [0.5, 0.75]
@@ -58,7 +58,12 @@ class Temperature(_Stored):
         """Fit tau to the correctness of the answers: sigmoid(logit(c) / tau). (N,), (N,)."""
         c, z = checked(confidence, correct)
         score = _logits(c)
-        return cls(tau=_best_tau(lambda beta: float(np.mean((_sigmoid(beta * score) - z) * score))))
+
+        def nll_slope(beta: float) -> float:
+            surplus = _sigmoid(beta * score) - z
+            return float(np.mean(surplus * score))
+
+        return cls(tau=_solve_tau(nll_slope))
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return sigmoid(logit(c) / tau). (N,) -> (N,)."""
@@ -69,31 +74,35 @@ class Temperature(_Stored):
         """Fit tau to the gold labels: the softmax over the labels of log p / tau. (N, K), (N,) in [0, K)."""
         from scipy.special import log_softmax
 
-        score = _checked_logprobs(label_logprobs)
-        gold_score = score[np.arange(len(score)), checked_gold(gold, score.shape)]
+        score = _check_logprobs(label_logprobs)
+        gold_index = checked_gold(gold, score.shape)
+        gold_score = score[np.arange(len(score)), gold_index]
 
-        def slope(beta: float) -> float:
+        def nll_slope(beta: float) -> float:
             probability = np.exp(log_softmax(beta * score, axis=1))
-            return float(np.mean((probability * score).sum(axis=1) - gold_score))
+            mean_score = (probability * score).sum(axis=1)
+            return float(np.mean(mean_score - gold_score))
 
-        return cls(tau=_best_tau(slope))
+        return cls(tau=_solve_tau(nll_slope))
 
     def apply_labels(self, label_logprobs: ArrayLike) -> Floats:
         """Return the label log-probabilities at tau, normalised over the labels. (N, K) -> (N, K)."""
         from scipy.special import log_softmax
 
-        return np.asarray(log_softmax(_checked_logprobs(label_logprobs) / self.tau, axis=1), dtype=np.float64)
+        score = _check_logprobs(label_logprobs) / self.tau
+        return np.asarray(log_softmax(score, axis=1), dtype=np.float64)
 
 
-def _checked_logprobs(label_logprobs: ArrayLike) -> Floats:
+def _check_logprobs(label_logprobs: ArrayLike) -> Floats:
     """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
     logprobs = np.asarray(label_logprobs, dtype=np.float64)
     if logprobs.ndim != 2 or 0 in logprobs.shape:
         raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
-    bad = ~(np.isfinite(logprobs) & (logprobs <= 1e-6))
-    if bad.any():
-        row, label = np.argwhere(bad)[0]
-        raise ValueError(f"label_logprobs[{row}, {label}] is {logprobs[row, label]}, expected a finite number <= 0")
+    is_valid = np.isfinite(logprobs) & (logprobs <= 1e-6)
+    if not is_valid.all():
+        row, label = np.argwhere(~is_valid)[0]
+        value = logprobs[row, label]
+        raise ValueError(f"label_logprobs[{row}, {label}] is {value}, expected a finite number <= 0")
     return logprobs
 
 
@@ -101,7 +110,8 @@ def _logits(confidence: Floats) -> Floats:
     """Return log(c / (1 - c)), c clipped as in the NLL so that 0 and 1 stay finite."""
     from scipy.special import logit
 
-    return np.asarray(logit(np.clip(confidence, EPSILON, 1.0 - EPSILON)), dtype=np.float64)
+    clipped = np.clip(confidence, EPSILON, 1.0 - EPSILON)
+    return np.asarray(logit(clipped), dtype=np.float64)
 
 
 def _sigmoid(score: Floats) -> Floats:
@@ -110,17 +120,22 @@ def _sigmoid(score: Floats) -> Floats:
     return np.asarray(expit(score), dtype=np.float64)
 
 
-def _best_tau(slope: Callable[[float], float]) -> float:
-    """Return 1 / beta where the slope of the NLL in beta is 0; the NLL is convex in beta, so the slope only rises."""
+def _solve_tau(nll_slope: Callable[[float], float]) -> float:
+    """Return 1 / beta where the slope of the NLL in beta is 0.
+
+    The NLL is convex in beta, so the slope never falls and has one root, or none in the range.
+    """
     from scipy.optimize import brentq
 
-    low = 1.0 / TAU_RANGE[1]
-    high = 1.0 / TAU_RANGE[0]
-    if slope(low) >= 0.0:
-        return TAU_RANGE[1]
-    if slope(high) <= 0.0:
-        return TAU_RANGE[0]
-    return 1.0 / float(brentq(slope, low, high, xtol=1e-14, rtol=1e-14))
+    smallest_tau, largest_tau = TAU_RANGE
+    smallest_beta = 1.0 / largest_tau
+    largest_beta = 1.0 / smallest_tau
+    if nll_slope(smallest_beta) >= 0.0:
+        return largest_tau
+    if nll_slope(largest_beta) <= 0.0:
+        return smallest_tau
+    beta = float(brentq(nll_slope, smallest_beta, largest_beta, xtol=1e-14, rtol=1e-14))
+    return 1.0 / beta
 
 
 class Platt(_Stored):
@@ -138,12 +153,16 @@ class Platt(_Stored):
             raise ValueError("Platt needs right and wrong rows, got one kind only")
         from sklearn.linear_model import LogisticRegression
 
-        model = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000).fit(_logits(c)[:, None], z)
-        return cls(slope=float(model.coef_[0, 0]), intercept=float(model.intercept_[0]))
+        regression = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000)
+        regression.fit(_logits(c)[:, None], z)
+        slope = float(regression.coef_[0, 0])
+        intercept = float(regression.intercept_[0])
+        return cls(slope=slope, intercept=intercept)
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return sigmoid(slope * logit(c) + intercept). (N,) -> (N,)."""
-        return _sigmoid(self.slope * _logits(checked_confidence(confidence)) + self.intercept)
+        logits = _logits(checked_confidence(confidence))
+        return _sigmoid(self.slope * logits + self.intercept)
 
 
 class Isotonic(_Stored):
@@ -154,11 +173,13 @@ class Isotonic(_Stored):
     values: Shares
 
     @model_validator(mode="after")
-    def _rising(self) -> Self:
+    def _check_order(self) -> Self:
         if len(self.knots) != len(self.values):
             raise ValueError(f"isotonic has {len(self.knots)} knots and {len(self.values)} values")
-        if any(after < before for column in (self.knots, self.values) for before, after in pairwise(column)):
-            raise ValueError("isotonic: knots and values must rise, or stay as they are")
+        for numbers in (self.knots, self.values):
+            for before, after in pairwise(numbers):
+                if after < before:
+                    raise ValueError("isotonic: knots and values must not decrease")
         return self
 
     @classmethod
@@ -167,16 +188,18 @@ class Isotonic(_Stored):
         from sklearn.isotonic import IsotonicRegression
 
         c, z = checked(confidence, correct)
-        model = IsotonicRegression(y_min=0.0, y_max=1.0).fit(c, z.astype(np.float64))
-        return cls(knots=model.X_thresholds_.tolist(), values=model.y_thresholds_.tolist())
+        regression = IsotonicRegression(y_min=0.0, y_max=1.0)
+        regression.fit(c, z.astype(np.float64))
+        return cls(knots=regression.X_thresholds_.tolist(), values=regression.y_thresholds_.tolist())
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return the map at each confidence. (N,) -> (N,)."""
-        return np.asarray(np.interp(checked_confidence(confidence), self.knots, self.values), dtype=np.float64)
+        c = checked_confidence(confidence)
+        return np.asarray(np.interp(c, self.knots, self.values), dtype=np.float64)
 
 
 class HistogramBinning(_Stored):
-    """Accuracy of the confidence's equal-width bin; an empty bin answers with its middle."""
+    """The accuracy of the confidence's equal-width bin; for an empty bin, its middle."""
 
     kind: Literal["histogram"] = "histogram"
     values: Shares
@@ -184,14 +207,17 @@ class HistogramBinning(_Stored):
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> Self:
         """Measure the accuracy of each bin. (N,), (N,)."""
-        rows = reliability(confidence, correct, bins)
-        middle = (rows.edges[1:] + rows.edges[:-1]) / 2.0
-        return cls(values=np.where(rows.count > 0, rows.accuracy, middle).tolist())
+        measured = reliability(confidence, correct, bins)
+        middle = (measured.edges[1:] + measured.edges[:-1]) / 2.0
+        values = np.where(measured.count > 0, measured.accuracy, middle)
+        return cls(values=values.tolist())
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return the value of each confidence's bin. (N,) -> (N,)."""
         c = checked_confidence(confidence)
-        return np.asarray(self.values, dtype=np.float64)[bin_index(c, bin_edges(c, len(self.values)))]
+        edges = bin_edges(c, len(self.values))
+        values = np.asarray(self.values, dtype=np.float64)
+        return values[bin_index(c, edges)]
 
 
 class VectorScaling(_Stored):
@@ -211,11 +237,12 @@ class VectorScaling(_Stored):
     biases: tuple[Bounded, ...]
 
     @model_validator(mode="after")
-    def _one_of_each_per_label(self) -> Self:
-        if len(set(self.labels)) < len(self.labels):
+    def _check_lengths(self) -> Self:
+        label_count = len(self.labels)
+        if len(set(self.labels)) < label_count:
             raise ValueError(f"vector: a label occurs twice in {', '.join(self.labels)}")
-        if not len(self.labels) == len(self.weights) == len(self.biases):
-            counts = f"{len(self.labels)} labels, {len(self.weights)} weights and {len(self.biases)} biases"
+        if len(self.weights) != label_count or len(self.biases) != label_count:
+            counts = f"{label_count} labels, {len(self.weights)} weights and {len(self.biases)} biases"
             raise ValueError(f"vector has {counts}, expected as many of each")
         return self
 
@@ -237,13 +264,13 @@ class VectorScaling(_Stored):
         from scipy.optimize import minimize
         from scipy.special import log_softmax
 
-        logprobs = _checked_logprobs(label_logprobs)
-        places = checked_gold(gold, logprobs.shape)
+        logprobs = _check_logprobs(label_logprobs)
+        gold_index = checked_gold(gold, logprobs.shape)
         rows, count = logprobs.shape
-        tau = Temperature.fit_labels(logprobs, places).tau
+        tau = Temperature.fit_labels(logprobs, gold_index).tau
         score = logprobs / tau
         is_gold = np.zeros(logprobs.shape)
-        is_gold[np.arange(rows), places] = 1.0
+        is_gold[np.arange(rows), gold_index] = 1.0
 
         def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
             relative = parameters[:count]
@@ -251,21 +278,25 @@ class VectorScaling(_Stored):
             log_probability = log_softmax((1.0 + relative) * score + bias, axis=1)
             nll = -float((is_gold * log_probability).sum()) / rows
             surplus = (np.exp(log_probability) - is_gold) / rows
-            slopes = np.concatenate([(surplus * score).sum(axis=0), surplus.sum(axis=0)])
+            relative_slope = (surplus * score).sum(axis=0)
+            bias_slope = surplus.sum(axis=0)
+            nll_gradient = np.concatenate([relative_slope, bias_slope])
             penalty = RIDGE * float(parameters @ parameters)
-            return nll + penalty, slopes + 2.0 * RIDGE * parameters
+            return nll + penalty, nll_gradient + 2.0 * RIDGE * parameters
 
         start = np.zeros(2 * count)
         options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
         best = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).x
         weights = (1.0 + best[:count]) / tau
-        return cls(labels=tuple(labels), weights=weights.tolist(), biases=best[count:].tolist())
+        biases = best[count:]
+        return cls(labels=tuple(labels), weights=weights.tolist(), biases=biases.tolist())
 
     def apply_labels(self, label_logprobs: ArrayLike) -> Floats:
         """Return the scaled log-probabilities, normalised over the labels. (N, K) -> (N, K)."""
         from scipy.special import log_softmax
 
-        score = _checked_logprobs(label_logprobs) * np.array(self.weights) + np.array(self.biases)
+        logprobs = _check_logprobs(label_logprobs)
+        score = logprobs * np.array(self.weights) + np.array(self.biases)
         return np.asarray(log_softmax(score, axis=1), dtype=np.float64)
 
     def probability(self, logprobs: Mapping[str, float], label: str) -> float:
@@ -295,37 +326,39 @@ def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], F
     table = []
     for number, row in enumerate(rows, 1):
         if row.keys() != set(labels):
-            other = f"row 1 has {', '.join(labels)}, row {number} has {', '.join(row)}"
-            raise ValueError(f"vector scaling has a weight for each label, so all rows need the same labels: {other}")
+            difference = f"row 1 has {', '.join(labels)}, row {number} has {', '.join(row)}"
+            reason = "vector scaling has a weight for each label, so all rows need the same labels"
+            raise ValueError(f"{reason}: {difference}")
         table.append([row[label] for label in labels])
     return labels, np.array(table, dtype=np.float64)
 
 
 def pad_label_logprobs(rows: Sequence[Mapping[str, float]], golds: Sequence[str]) -> tuple[Floats, Ints]:
-    """Put rows with labels of their own into one table, for a fit that reads the gold label's place alone.
+    """Put rows with different labels into one table, for a fit that reads only the index of the gold label.
 
     Args:
         rows: label -> log-probability, of each row.
         golds: The gold label of each row, one of its labels.
 
     Returns:
-        (N, K) log-probabilities for the K labels of the longest row, NO_LABEL beyond a row's own, and (N,) the places
+        (N, K) log-probabilities for the K labels of the longest row, NO_LABEL beyond a row's own; and (N,) the indices
         of the gold labels.
 
-    >>> table, places = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
-    >>> table.tolist(), places.tolist()
+    >>> table, gold_index = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
+    >>> table.tolist(), gold_index.tolist()
     ([[-1.0, -2.0], [-3.0, -1000000.0]], [1, 0])
     """
     longest = max(len(row) for row in rows)
     table = np.full((len(rows), longest), NO_LABEL)
-    places = np.empty(len(rows), dtype=np.intp)
+    gold_index = []
     for number, (row, gold) in enumerate(zip(rows, golds, strict=True)):
-        table[number, : len(row)] = list(row.values())
-        places[number] = list(row).index(gold)
-    return table, places
+        labels = list(row)
+        table[number, : len(labels)] = list(row.values())
+        gold_index.append(labels.index(gold))
+    return table, np.array(gold_index, dtype=np.intp)
 
 
-ConfidenceCalibrator = Temperature | Platt | Isotonic | HistogramBinning  # what maps one confidence to another
+ConfidenceCalibrator = Temperature | Platt | Isotonic | HistogramBinning  # maps one confidence to another
 Calibrator = ConfidenceCalibrator | VectorScaling
 CALIBRATORS: dict[str, type[ConfidenceCalibrator]] = {
     "temperature": Temperature,
@@ -336,15 +369,16 @@ CALIBRATORS: dict[str, type[ConfidenceCalibrator]] = {
 _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discriminator="kind")])
 
 
-def load(path: Path) -> Calibrator:
-    """Read a calibrator that `files.write_record` wrote; a bad file is one DataError that names it and the field."""
+def load_calibrator(path: Path) -> Calibrator:
+    """Read a calibrator that `catto calibrate fit` wrote; a bad file raises a DataError that names the field."""
     value = read_json(path)
-    if isinstance(value, dict) and "kind" not in value:
-        found = f"has {join_names(list(value))}" if value else "is an empty object"
-        written = "expected what catto calibrate fit writes"
-        raise DataError(path, None, f"not a calibrator: it {found}, {written} (kind: {', '.join(CALIBRATORS)})")
-    version = value.get("schema_version") if isinstance(value, dict) else 1
-    if version != 1:  # before the kind, which a later version may have added
-        raise DataError(path, None, f"schema_version is {shorten_text(repr(version))}, this catto reads 1")
+    if isinstance(value, dict):
+        if "kind" not in value:
+            content = f"has {join_names(list(value))}" if value else "is an empty object"
+            kinds = f"expected what catto calibrate fit writes (kind: {', '.join(CALIBRATORS)})"
+            raise DataError(path, None, f"not a calibrator: it {content}, {kinds}")
+        version = value.get("schema_version")
+        if version != 1:  # checked before the kind, which a later version may have added
+            raise DataError(path, None, f"schema_version is {shorten_text(repr(version))}, this catto reads 1")
     with data_errors_at(path, value=value):
         return _STORED.validate_python(value)

@@ -38,12 +38,12 @@ from catto.pipeline import launch
 from catto.pipeline import stage as stages
 from catto.pipeline.kinds.steps import task_of
 from catto.pipeline.stage import QuestionSettings, ResponseSettings, Stage
-from catto.recipe.load import load, origin_of
+from catto.recipe.load import load_recipe, origin_of
 from catto.recipe.settings import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
 from catto.records import SPLITS, Split, content_hash
 from catto.report import VERSION
 from catto.tasks import TASKS, witnesses
-from catto.tasks.loading import find
+from catto.tasks.loading import find_rows
 from catto.teacher.pairing import Kind
 
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
@@ -86,7 +86,7 @@ def _hash(files: Iterable[Path]) -> str | None:
 class Graph:
     """All stages of a recipe. Equal stages are one by their key.
 
-    >>> [stage.name for stage in stages.ordered([Graph(load("quickstart")).responses("witnesses")])]
+    >>> [stage.name for stage in stages.ordered([Graph(load_recipe("quickstart")).responses("witnesses")])]
     ['questions witnesses', 'responses witnesses']
     """
 
@@ -97,7 +97,7 @@ class Graph:
         for name, block in recipe.tasks.items():
             files: list[Path] = []
             with suppress(ValueError):  # the stage that reads it names what is missing
-                files = find(task_of(name, block), block.files, block.data_dir).files
+                files = find_rows(task_of(name, block), block.files, block.data_dir).files
             self._tasks[name] = _hash(files)
         self._model = contents(recipe.model.path)
         teacher = recipe.own_teacher
@@ -464,7 +464,7 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Traceback (most recent call last):
     catto.errors.DataError: --set tasks={snl: null}: tasks.snl: neither one of mmlu, snli, ...; did you mean snli?
     """
-    recipe = load(source, overrides)
+    recipe = load_recipe(source, overrides)
     for name, block in recipe.tasks.items():
         if name not in TASKS and not block.own:
             told = f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path{did_you_mean(name, TASKS)}"
@@ -490,9 +490,9 @@ def check_places(source: str, recipe: Recipe) -> None:
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
-                witnesses.generate("train", 0, seed=0, **block.knobs())
+                witnesses.generate_questions("train", 0, seed=0, **block.world_options())
             else:
-                find(task_of(name, block), block.files, block.data_dir)
+                find_rows(task_of(name, block), block.files, block.data_dir)
         where = "model.path"
         if recipe.model.path is not None:
             check_model(recipe.model.path)

@@ -157,7 +157,7 @@ class ResponseSettings(StageSettings):
 
     def counted(self) -> dict[str, Any]:
         """Leave out how the teacher is reached and which rows are picked."""
-        return {**super().counted(), "teacher": self.teacher.asked()}
+        return {**super().counted(), "teacher": self.teacher.response_settings()}
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class RowSettings(StageSettings):
     def counted(self) -> dict[str, Any]:
         """Add how rows are picked."""
         unpicked = self.kinds in (("outcome",), ("stream",))
-        picked = None if unpicked else self.asked.teacher.picked()
+        picked = None if unpicked else self.asked.teacher.row_settings()
         return {**super().counted(), "picked": picked}
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from catto.errors import DataError, data_errors_at, did_you_mean, join_names, validation_problem
+from catto.errors import DataError, data_errors_at, did_you_mean, find_first_problem, join_names
 from catto.io.text_files import read_text
 from catto.recipe.settings import Recipe, TaskSettings, is_task_file
 from catto.recipe.yaml_text import parse_yaml
@@ -78,7 +78,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.yaml"))}
 
 
-def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe.
 
     Args:
@@ -88,7 +88,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         DataError: One line with the place and, for a misspelled name, a suggestion.
 
-    >>> load("quickstart", ["evaluation.bins=15"]).evaluation.bins
+    >>> load_recipe("quickstart", ["evaluation.bins=15"]).evaluation.bins
     15
     """
     path = _find_file(source)
@@ -122,7 +122,7 @@ def _validate_recipe(settings: dict[str, Any], path: Path, overrides: Sequence[s
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        place, message = validation_problem(error, settings)
+        place, message = find_first_problem(error, settings)
     if message == "unknown key":
         message = _explain_unknown(place[-1], _keys_at(place[:-1]))
     if place:

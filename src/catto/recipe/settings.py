@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeGuard
 
@@ -33,70 +34,77 @@ from catto.methods import (
 from catto.records import Split, checked_name
 from catto.redaction import find_redacted, looks_like_secret, redact
 
-# With more bins than this no two answers of any file share one, and a resample takes time for each.
-MOST_BINS, MOST_RESAMPLES, MOST_SAMPLES = 10_000, 100_000, 1_024
-# Below this many questions bootstrap intervals are too narrow, and a fit follows single rows.
+MOST_BINS = 10_000  # with more, no two answers share a bin, and every resample gets slower
+MOST_RESAMPLES = 100_000
+MOST_SAMPLES = 1_024
+# With fewer questions, bootstrap intervals are too narrow and a fit follows single rows.
 FEW_QUESTIONS = 30
 
 
 class Settings(BaseModel):
-    """A closed, immutable block of settings; a number is finite."""
+    """A closed, immutable block of settings; numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true where a number is expected: YAML reads `yes` as true, which would count as 1."""
-        expected = str(cls.model_fields[info.field_name or ""].annotation)
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, bool) and not re.search(r"\b(bool|Any|str|Literal)\b", expected):
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true if a number is expected: YAML reads `yes` as true, which would count as 1."""
+        annotation = str(cls.model_fields[info.field_name or ""].annotation)
+        if re.search(r"\b(bool|Any|str|Literal)\b", annotation):
+            return value
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if isinstance(item, bool):
                 raise ValueError(f"expected a number, got {str(item).lower()}")
         return value
 
 
-def expand(path: str) -> str:
+def expand_variables(path: str) -> str:
     """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
 
     An unset variable without a default is an error: an empty path would silently name another place.
 
-    >>> expand("${CATTO_UNSET_VARIABLE:-models}/smollm2")
+    >>> expand_variables("${CATTO_UNSET_VARIABLE:-models}/smollm2")
     'models/smollm2'
     """
 
-    def value(match: re.Match[str]) -> str:
-        setting = os.environ.get(match["name"]) or match["default"]
-        if setting is None:
+    def read_variable(match: re.Match[str]) -> str:
+        value = os.environ.get(match["name"]) or match["default"]
+        if value is None:
             raise ValueError(f"environment variable {match['name']} is not set, or empty")
-        return str(setting)
+        return str(value)
 
-    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", value, path)
+    return re.sub(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}", read_variable, path)
 
 
-def _fill_in(value: Any) -> Any:
-    """Return a JSON value with the values of environment variables in its texts."""
+def _expand_all(value: Any) -> Any:
+    """Return a JSON value with `expand_variables` applied to all its texts."""
     if isinstance(value, dict):
-        return {name: _fill_in(item) for name, item in value.items()}
+        return {name: _expand_all(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_fill_in(item) for item in value]
-    return expand(value) if isinstance(value, str) else value
+        return [_expand_all(item) for item in value]
+    if isinstance(value, str):
+        return expand_variables(value)
+    return value
 
 
-# Paths alone are expanded when a recipe is read: a variable's value in any other field could carry a secret into the
-# files of a run.
-Place = Annotated[str, AfterValidator(expand)]
+# Only paths are expanded when a recipe is read: a variable in any other field could put a secret into a run's files.
+ExpandedPath = Annotated[str, AfterValidator(expand_variables)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-# How the teacher is reached and how fast it is asked: no response depends on it.
-REACHING = frozenset({"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"})
-# How rows are picked from responses.
-PICKING = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
+# How the teacher is reached; no response depends on it.
+CONNECTION_FIELDS = frozenset(
+    {"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"}
+)
+# How rows are chosen from responses.
+ROW_FIELDS = frozenset({"pairs_per_question", "min_correct", "min_wrong"})
 
 
 class ResponseFields(Settings):
-    """The columns of an existing dataset of responses. None: the dataset has no such column."""
+    """The columns of an existing dataset of responses; None if the dataset has no such column."""
 
     question: str | None = "question"  # the question's id
     prompt: str | None = None  # or its text as in the user's message (for word labels, its fields suffice)
@@ -125,7 +133,7 @@ class TeacherSettings(Settings):
     # Server-specific, e.g. {thinking: {type: disabled}}. What may be a secret is stored as a digest; `${NAME}` is a
     # variable, filled in when a request is sent.
     extra_body: dict[str, Any] = Field(default_factory=dict, repr=False)
-    responses: Place | None = None  # source responses: a file, a folder or a hub id
+    responses: ExpandedPath | None = None  # source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
     n: int = Field(default=10, ge=1)
@@ -149,9 +157,10 @@ class TeacherSettings(Settings):
         low, high = self.temperature
         if not 0 <= low <= high:
             raise ValueError(f"temperature: expected 0 <= low <= high, got {low}, {high}")
-        for name in ("model", "base_url") if self.source == "server" else ():
-            if getattr(self, name) is None:
-                raise ValueError(f"{name}: needed for source {self.source}")
+        if self.source == "server":
+            for name in ("model", "base_url"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name}: needed for source {self.source}")
         if self.source == "responses" and self.responses is None:
             raise ValueError("responses: name a file, a folder or a hub id")
         if self.source == "labels" and self.reasoning:
@@ -160,43 +169,47 @@ class TeacherSettings(Settings):
 
     @field_serializer("base_url")
     def _without_login(self, value: str | None) -> str | None:
-        """Leave out a user and password in the address: they are used and never stored."""
-        return None if value is None else re.sub(r"//[^/?#]*@", "//", value, count=1)
+        """Leave out a user and password in the address, which are never stored."""
+        if value is None:
+            return None
+        return re.sub(r"//[^/?#]*@", "//", value, count=1)
 
     @field_serializer("extra_body")
     def _without_secrets(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Store digests of what may be a secret: keys change with it, and no file holds it."""
+        """Store digests of possible secrets: stage keys change with them, but no file holds them."""
         return dict(redact(value))
 
     @field_validator("api_key_env")
     @classmethod
     def _is_variable_name(cls, value: str) -> str:
-        """Refuse the key itself in place of the variable's name; the message does not repeat it."""
-        if not re.fullmatch(r"[A-Za-z_]\w*", value) or looks_like_secret(value):
+        """Refuse the key itself instead of the variable's name; the message does not repeat it."""
+        is_name = re.fullmatch(r"[A-Za-z_]\w*", value) is not None
+        if not is_name or looks_like_secret(value):
             raise ValueError("expected the name of an environment variable, such as OPENAI_API_KEY, not the key itself")
         return value
 
     def body_to_send(self) -> dict[str, Any]:
-        """Return `extra_body` with the values of environment variables in place of `${NAME}`.
+        """Return `extra_body` with the values of environment variables instead of `${NAME}`.
 
-        Raises ValueError where a variable is not set, and where the settings were read from a run's folder, which
-        holds a digest in place of a secret.
+        Raises:
+            ValueError: A variable is not set, or the settings are from a run's folder, which stores only digests of
+                secrets.
         """
         for place in find_redacted(self.extra_body, "teacher.extra_body"):
-            told = "only a digest of this value is stored in the run's folder"
-            raise ValueError(f"{place}: {told}: write ${{NAME}} in the recipe, a variable, or use `catto run`")
-        return dict(_fill_in(self.extra_body))
+            reason = "only a digest of this value is stored in the run's folder"
+            raise ValueError(f"{place}: {reason}: write ${{NAME}} in the recipe, a variable, or use `catto run`")
+        return dict(_expand_all(self.extra_body))
 
-    def asked(self) -> dict[str, Any]:
-        """Return what determines a response: all settings but those of `REACHING` and `PICKING`."""
-        excluded = set(REACHING | PICKING)
-        if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
+    def response_settings(self) -> dict[str, Any]:
+        """Return the settings that determine a response: all but `CONNECTION_FIELDS` and `ROW_FIELDS`."""
+        excluded = set(CONNECTION_FIELDS | ROW_FIELDS)
+        if self.source == "transformers":  # the batch size: float noise between batch shapes can flip a token
             excluded.remove("concurrency")
         return self.model_dump(mode="json", exclude=excluded)
 
-    def picked(self) -> dict[str, Any]:
-        """Return what determines the rows, beside the parser: all settings but those of `REACHING`."""
-        return self.model_dump(mode="json", exclude=set(REACHING))
+    def row_settings(self) -> dict[str, Any]:
+        """Return the settings that determine the rows: all but `CONNECTION_FIELDS`."""
+        return self.model_dump(mode="json", exclude=set(CONNECTION_FIELDS))
 
 
 class ScratchModel(Settings):
@@ -212,7 +225,7 @@ class ScratchModel(Settings):
 class ModelSettings(Settings):
     """The base model: a folder or hub id, or a new one with random weights."""
 
-    path: Place | None = None
+    path: ExpandedPath | None = None
     scratch: ScratchModel | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; None is float32
     attention: str | None = None  # None: Transformers' choice
@@ -237,17 +250,19 @@ def is_task_file(place: str | None) -> TypeGuard[str]:
 
 
 class TaskSettings(Settings):
-    """Where a task's questions come from and how many are used. None: the task's own number, or all."""
+    """Where a task's questions come from and how many are used; None uses the task's own number, or all."""
 
-    data_dir: Place | None = None
-    files: dict[Split, Place | list[Place]] | None = None
+    data_dir: ExpandedPath | None = None
+    files: dict[Split, ExpandedPath | list[ExpandedPath]] | None = None
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: Place | None = None  # a user's own file (with `files`, one a split), or a YAML file with these settings
+    path: ExpandedPath | None = None  # a user's own file (`files`: one per split), or a YAML file with these settings
     fields: dict[str, str | list[str] | dict[str, str]] | None = None
     answer: Literal["label", "index", "index1", "text", "boolean"] | None = None  # None: what fits all rows
-    answers: Place | dict[Split, Place | list[Place]] | None = None  # a file with one answer a line
+    answers: ExpandedPath | dict[Split, ExpandedPath | list[ExpandedPath]] | None = (
+        None  # file with one gold answer per line
+    )
     labels: list[str] | None = None
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
@@ -258,13 +273,13 @@ class TaskSettings(Settings):
         """Whether the questions are a user's own."""
         return self.path is not None or self.fields is not None
 
-    def knobs(self) -> dict[str, Any]:
-        """Return those settings of the embedded world that are set."""
+    def world_options(self) -> dict[str, Any]:
+        """Return the settings of the embedded world that are set."""
         return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
 class TrainerSettings(Settings):
-    """How a kind of training runs. None: the value in METHODS, the paper's. `trl` goes to the trainer as it is."""
+    """How a kind of training runs; None uses the paper's value in METHODS. `trl` is passed to the trainer."""
 
     learning_rates: tuple[Rate, ...] | None = Field(default=None, min_length=1)
     epochs: int | None = Field(default=None, ge=1)
@@ -275,16 +290,18 @@ class TrainerSettings(Settings):
 
 
 class PreferenceSettings(TrainerSettings):
-    """How preference training runs: with checkpoints more often, since its trainings are short."""
+    """How preference training runs: its trainings are short, so it writes checkpoints more often."""
 
     checkpoint_steps: int = Field(default=100, ge=1)
 
 
 class LaunchSettings(Settings):
-    """How a training or an evaluation is spread. No key depends on it: results differ by float noise at most."""
+    """How a training or an evaluation is distributed. No stage key depends on it: only float noise changes."""
 
     processes: int = Field(default=1, ge=1)  # share a training and each step's batch, whose size must be a multiple
-    config: Place = "ddp"  # how they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
+    config: ExpandedPath = (
+        "ddp"  # how they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
+    )
 
 
 class OutcomeSettings(Settings):
@@ -322,7 +339,7 @@ class EvaluationSettings(Settings):
 
 
 class Resources(Settings):
-    """What a stage gets of a cluster's node."""
+    """What a stage gets on a node of a cluster."""
 
     cpus: float = Field(default=1, gt=0)
     gpus: float | None = Field(default=None, ge=0)  # None: one for each process if the cluster has any
@@ -333,7 +350,9 @@ class Resources(Settings):
         """The memory as a number."""
         if self.memory is None:
             return 0
-        return int(float(self.memory[:-2]) * 1e3 ** " KMGT".index(self.memory[-2]))
+        number = float(self.memory[:-2])
+        power = " KMGT".index(self.memory[-2])
+        return int(number * 1e3**power)
 
 
 class ClusterResources(Settings):
@@ -372,33 +391,38 @@ class Recipe(Settings):
     @property
     def asks_held_out_pairs(self) -> bool:
         """Whether the teacher is asked for pairs of validation questions."""
-        chosen = self.evaluation.preference_pairs
-        if chosen is None:
+        setting = self.evaluation.preference_pairs
+        if setting is None:
             return self.teacher.source != "server"
-        return chosen
+        return setting
 
     @field_validator("tasks", mode="before")
     @classmethod
-    def _bare_names(cls, value: Any) -> Any:
+    def _fill_empty_blocks(cls, value: Any) -> Any:
         """Read `snli:` with nothing after it as the task with its own settings."""
         if not isinstance(value, dict):
             return value
-        return {name: {} if block is None else block for name, block in value.items()}
+        tasks = {}
+        for name, block in value.items():
+            tasks[name] = {} if block is None else block
+        return tasks
 
     @model_validator(mode="before")
     @classmethod
-    def _every_method(cls, value: Any) -> Any:
+    def _fill_in_methods(cls, value: Any) -> Any:
         """Without `methods`, compare all that the rest of the recipe allows."""
         if not isinstance(value, dict) or "methods" in value:
             return value
-        teacher, outcome = value.get("teacher"), value.get("outcome")
+        teacher = value.get("teacher")
+        outcome = value.get("outcome")
+        start: Start = "base" if value.get("start") == "base" else "sft"
         answers_first = isinstance(teacher, dict) and teacher.get("reasoning") is False
-        voted = isinstance(outcome, dict) and outcome.get("target", "gold") != "gold"
+        uses_votes = isinstance(outcome, dict) and outcome.get("target", "gold") != "gold"
         names = []
-        for name in methods_from("base" if value.get("start") == "base" else "sft"):
-            row = METHODS[name]
-            lacks_reasoning = answers_first and row.preference_tokens == "reasoning"
-            lacks_votes = voted and row.calibration == "outcome" and row.stream == "none"
+        for name in methods_from(start):
+            method = METHODS[name]
+            lacks_reasoning = answers_first and method.preference_tokens == "reasoning"
+            lacks_votes = uses_votes and method.calibration == "outcome" and method.stream == "none"
             if not lacks_reasoning and not lacks_votes:
                 names.append(name)
         return {**value, "methods": names}
@@ -406,47 +430,74 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in self.methods:
-            if not is_known_method(name):
-                close = did_you_mean(name, [*METHODS, *(start + suffix for start in METHODS for suffix in SCALINGS)])
-                names = f"{', '.join(methods_from(self.start))}, nor one of them with {' or '.join(SCALINGS)}"
-                raise ValueError(f"methods: {name!r} is not one of {names}{close}")
-            row = find_method(name)
-            if row.only_from not in (None, self.start):
-                possible = f"with start: {self.start} there are {', '.join(methods_from(self.start))}"
-                raise ValueError(f"methods: {name} needs start: {row.only_from}; {possible}")
-            start = start_of(row, self.start)
-            starts_from_a_row = start != "base" or (self.start == "base" and name != "base")
-            if starts_from_a_row and start not in self.methods:
-                raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
-            if row.preference_tokens == "reasoning" and not self.teacher.reasoning:
-                raise ValueError(f"methods: {name} prefers by the reasoning, and teacher.reasoning is false")
-            if self.outcome.target != "gold" and row.calibration == "outcome" and row.stream == "none":
-                raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
-        blocks: dict[str, TrainerSettings] = {name: getattr(self, name) for name in ("sft", "preference", "rcft")}
-        rates = {f"{name}.learning_rates": block.learning_rates for name, block in blocks.items()}
-        for name, values in {"methods": self.methods, "budgets": self.budgets, "seeds": self.seeds, **rates}.items():
-            if values is not None and len(set(values)) < len(values):
-                raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
-        for name, block in blocks.items():
-            if "learning_rate" in block.trl and len(block.learning_rates or ()) > 1:
+            self._check_method(name)
+        self._check_duplicates()
+        for name, block in self._trainer_blocks().items():
+            has_several_rates = len(block.learning_rates or ()) > 1
+            if "learning_rate" in block.trl and has_several_rates:
                 raise ValueError(f"{name}.trl.learning_rate: each of {name}.learning_rates would train at this")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         self._check_start()
         if self.outcome.held_out:
-            if self.outcome.questions is None:
-                raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
-            for name in self.tasks if self.train_on is None else [self.train_on]:
-                if self.tasks[name].train is None:
-                    raise ValueError(f"outcome.held_out: set tasks.{name}.train, beyond which questions are held out")
-            traced = [name for name in self.methods if find_method(name).stream == "right"]
-            if traced and self.teacher.reasoning:
-                raise ValueError(f"outcome.held_out: {traced[0]} reads the teacher's traces, which cover `train` alone")
+            self._check_held_out_stream()
         return self
 
+    def _trainer_blocks(self) -> dict[str, TrainerSettings]:
+        return {"sft": self.sft, "preference": self.preference, "rcft": self.rcft}
+
+    def _check_method(self, name: str) -> None:
+        """Raise ValueError if a method is unknown or does not fit the rest of the recipe."""
+        available = ", ".join(methods_from(self.start))
+        if not is_known_method(name):
+            known = list(METHODS)
+            for scaling in SCALINGS:
+                known += [method_name + scaling for method_name in METHODS]
+            expected = f"{available}, nor one of them with {' or '.join(SCALINGS)}"
+            raise ValueError(f"methods: {name!r} is not one of {expected}{did_you_mean(name, known)}")
+        method = find_method(name)
+        if method.only_from not in (None, self.start):
+            alternatives = f"with start: {self.start} there are {available}"
+            raise ValueError(f"methods: {name} needs start: {method.only_from}; {alternatives}")
+        start = start_of(method, self.start)
+        starts_from_a_method = start != "base" or (self.start == "base" and name != "base")
+        if starts_from_a_method and start not in self.methods:
+            raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+        if method.preference_tokens == "reasoning" and not self.teacher.reasoning:
+            raise ValueError(f"methods: {name} prefers by the reasoning, and teacher.reasoning is false")
+        scores_pairs = method.calibration == "outcome" and method.stream == "none"
+        if self.outcome.target != "gold" and scores_pairs:
+            raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
+
+    def _check_duplicates(self) -> None:
+        lists: dict[str, Sequence[object] | None] = {
+            "methods": self.methods,
+            "budgets": self.budgets,
+            "seeds": self.seeds,
+        }
+        for name, block in self._trainer_blocks().items():
+            lists[f"{name}.learning_rates"] = block.learning_rates
+        for name, values in lists.items():
+            if values is not None and len(set(values)) < len(values):
+                raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
+
+    def _check_held_out_stream(self) -> None:
+        if self.outcome.questions is None:
+            raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
+        trained_tasks = list(self.tasks) if self.train_on is None else [self.train_on]
+        for name in trained_tasks:
+            if self.tasks[name].train is None:
+                raise ValueError(f"outcome.held_out: set tasks.{name}.train, beyond which questions are held out")
+        if not self.teacher.reasoning:
+            return
+        for name in self.methods:
+            if find_method(name).stream == "right":
+                raise ValueError(f"outcome.held_out: {name} reads the teacher's traces, which cover only `train`")
+
     def _check_start(self) -> None:
-        """Raise ValueError where the start model, the teacher and the stream do not go together."""
-        teacher, outcome = self.teacher, self.outcome
+        """Raise ValueError if the start model, the teacher and the stream do not fit together."""
+        teacher = self.teacher
+        outcome = self.outcome
         if self.start == "base" and self.model.path is None:
             raise ValueError("start: base needs model.path: a model from scratch knows nothing before SFT")
         if teacher.source == "transformers" and teacher.model is None and self.start != "base":
@@ -461,8 +512,8 @@ class Recipe(Settings):
             raise ValueError(f"outcome.source: the teacher is {teacher.model}, the start model is {self.model.path}")
         for name, default in {"questions": None, "held_out": False, "temperature": 1.0}.items():
             if getattr(outcome, name) != default:
-                told = "with source teacher the stream is what the teacher answered"
-                raise ValueError(f"outcome.{name}: not read, {told}")
+                reason = "with source teacher the stream is what the teacher answered"
+                raise ValueError(f"outcome.{name}: not read, {reason}")
         if outcome.target != "gold" and teacher.n < 2:
             raise ValueError("outcome.target: votes need several responses to a question, and teacher.n is 1")
 

@@ -39,8 +39,8 @@ from catto.report import VERSION
 from catto.report.numbers import (
     BASELINE,
     Cell,
+    CellIdentity,
     CellNumbers,
-    CellPlace,
     GroupNumbers,
     Numbers,
     Results,
@@ -300,7 +300,7 @@ def _hash_cells(results: Results, folder: Path, cells: Sequence[CellAnswers]) ->
         for name in files:
             if name is not None and name not in digests:
                 digests[name] = sha256(folder / name)[:16]
-        place = cell.model_dump(include={*CellPlace.model_fields, "seed", "tau", "sampling_temperature"})
+        place = cell.model_dump(include={*CellIdentity.model_fields, "seed", "tau", "sampling_temperature"})
         yield content_hash([protocol, place, [digests[name] for name in files]])
 
 
@@ -341,7 +341,7 @@ def measure_cell(
     if answers.margins:
         others["preference_pairs"] = float(len(answers.margins))
     return CellNumbers(
-        **answers.cell.model_dump(include={*CellPlace.model_fields, "seed"}),
+        **answers.cell.model_dump(include={*CellIdentity.model_fields, "seed"}),
         input=key,
         n=len(answers),
         model=answers.model,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from catto.errors import DataError, first_problem
+from catto.errors import DataError, describe_first_problem
 from catto.measure import ParseCounts, shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
@@ -75,7 +75,7 @@ class Training(Record):
     history: tuple[dict[str, float], ...] = ()
 
 
-class CellPlace(Record):
+class CellIdentity(Record):
     """One method on one task.
 
     Attributes:
@@ -104,7 +104,7 @@ class CellPlace(Record):
         return f"{self.task}-from-{self.trained_on}"
 
 
-class Cell(CellPlace):
+class Cell(CellIdentity):
     """One method on one task at one seed. Paths are relative to the experiment's folder.
 
     Attributes:
@@ -201,7 +201,7 @@ StoredSummary = Annotated[SeedSummary, *_store_fields(SeedSummary, "mean", "std"
 StoredVersus = Annotated[Versus, *_store_fields(Versus, "difference", "low", "high", "p_value", "p_corrected")]
 
 
-class MeasuredPlace(CellPlace):
+class MeasuredPlace(CellIdentity):
     """What the numbers of one seed and of a group of seeds have in common.
 
     Attributes:
@@ -264,7 +264,7 @@ class GroupNumbers(MeasuredPlace):
     selection: dict[int, dict[str, StoredSummary]]
     others: dict[str, StoredSummary]
 
-    def holds(self, cell: CellPlace) -> bool:
+    def holds(self, cell: CellIdentity) -> bool:
         """Return whether a cell is one of this group's seeds; a cell without a budget is in the groups of both."""
         same_tasks = cell.task == self.task and cell.trained_on == self.trained_on
         same_budget = cell.budget is None or cell.budget == self.budget
@@ -390,4 +390,4 @@ def read_numbers(path: Path) -> Numbers | None:
     try:
         return Numbers.model_validate_json(text)
     except ValidationError as error:
-        raise DataError(path, None, f"{first_problem(error)}; delete it to measure afresh") from None
+        raise DataError(path, None, f"{describe_first_problem(error)}; delete it to measure afresh") from None

@@ -26,10 +26,19 @@ from catto.measure import MOST_FORCED
 from catto.methods import Budget
 from catto.metrics.statistics import Interval, NullBand, SeedSummary
 from catto.report.measuring import PREFERENCE, has_papers_budget
-from catto.report.numbers import Cell, CellPlace, GroupNumbers, Numbers, Results, Training, Verdict, supported_decimals
+from catto.report.numbers import (
+    Cell,
+    CellIdentity,
+    GroupNumbers,
+    Numbers,
+    Results,
+    Training,
+    Verdict,
+    supported_decimals,
+)
 from catto.report.render import Column, Entry, Line, Table
 
-Setting = Literal["in", "out", "any"]  # see `CellPlace.setting`
+Setting = Literal["in", "out", "any"]  # see `CellIdentity.setting`
 
 # In the paper's order of columns; other tasks follow by name.
 TASK_TITLES = {
@@ -90,7 +99,7 @@ def row_order(row: TableRow) -> tuple[object, ...]:
     return *method_order(row.method), row.budget != "paper"
 
 
-def setting_title(place: CellPlace) -> str:
+def setting_title(place: CellIdentity) -> str:
     """Name a task, and what the model was trained on if that is another task: `SNLI, trained on MMLU`."""
     title = task_title(place.task)
     if place.setting == "in":

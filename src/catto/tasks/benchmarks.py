@@ -141,7 +141,7 @@ def _make_tldr_draft(post: str, *, preferred: str, other: str) -> Draft:
 
 
 def _generate_witnesses(split: Split, limit: int | None, seed: int) -> Iterator[Question]:
-    return witnesses.generate(split, limit, seed=seed)
+    return witnesses.generate_questions(split, limit, seed=seed)
 
 
 # Task -> what the table cannot hold.

@@ -17,7 +17,7 @@ from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
 from catto.tasks.benchmarks import TASKS, Files, QuestionGenerator, RowParser, Task
 from catto.tasks.fields import ANSWER, SourceRow
-from catto.tasks.splits import Cut, Draft, Entry
+from catto.tasks.splits import Cut, Draft, SplitEntry
 
 # Names of files in a folder, where no pattern of the task's own matches.
 _NAMES: dict[Split, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ class RowSource:
         return iter(enumerate(rows, 1))
 
 
-def find(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
+def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> RowSource:
     """Find the rows of a task: in `files`, else in the task's own files, else in `data_dir`, else on the hub.
 
     Args:
@@ -277,7 +277,7 @@ class Loaded:
         return question
 
 
-def load(
+def load_questions(
     task: str | Task,
     split: Split,
     *,
@@ -302,7 +302,7 @@ def load(
     Returns:
         An iterator over the questions, with a report.
 
-    >>> loaded = load("witnesses", "test", limit=3)
+    >>> loaded = load_questions("witnesses", "test", limit=3)
     >>> len(list(loaded)), loaded.report.kept
     (3, 3)
     """
@@ -319,7 +319,7 @@ def load(
         if files is not None or data_dir is not None:
             raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
         return Loaded(_generate_questions(task.generate, limit, report), report)
-    source = find(task, files, data_dir)
+    source = find_rows(task, files, data_dir)
     task = _with_answer_style(task, source)
     loader = QuestionLoader(task=task, split=split, seed=seed, limit=limit, source=source, report=report)
     if split == "train":
@@ -365,7 +365,7 @@ def _all_rows(source: RowSource) -> Iterator[SourceRow]:
 class ParsedRow(NamedTuple):
     """A row that became a question's draft, with what decides its split."""
 
-    entry: Entry
+    entry: SplitEntry
     draft: Draft
 
 
@@ -429,7 +429,7 @@ class QuestionLoader:
 
     def _stream_training(self) -> Iterator[Question]:
         """Yield the training questions in the order of the file, without those that any seed holds out."""
-        pools: dict[Split, list[Entry]] = {}
+        pools: dict[Split, list[SplitEntry]] = {}
         for split in _HELD_OUT:
             origin = self._origin_of(split)
             if origin not in pools:
@@ -475,7 +475,7 @@ class QuestionLoader:
         self.report.dropped = +dropped  # without the reasons that were never met
         yield from self._read_chosen(origin, chosen)
 
-    def _test_contents(self, validation_origin: Split, validation_entries: list[Entry]) -> set[bytes]:
+    def _test_contents(self, validation_origin: Split, validation_entries: list[SplitEntry]) -> set[bytes]:
         """Hash the contents of all test rows; they may be in the same file as the validation rows."""
         origin = self._origin_of("test")
         if origin not in self.source.available:
@@ -483,7 +483,7 @@ class QuestionLoader:
         entries = validation_entries if origin == validation_origin else self._read_entries(origin)
         return {entry.content for entry in self._entries_of_split(entries, "test")}
 
-    def _read_chosen(self, origin: Split, chosen: Sequence[Entry]) -> Iterator[Question]:
+    def _read_chosen(self, origin: Split, chosen: Sequence[SplitEntry]) -> Iterator[Question]:
         """Parse the chosen rows of a file; yield their questions in the order of `chosen`."""
         id_at_place = {entry.place: entry.id for entry in chosen}
         questions: dict[str, Question] = {}
@@ -503,14 +503,14 @@ class QuestionLoader:
             return self.cut.source
         return split
 
-    def _entries_of_split(self, entries: list[Entry], split: Split) -> list[Entry]:
+    def _entries_of_split(self, entries: list[SplitEntry], split: Split) -> list[SplitEntry]:
         """Return the entries of a file that are cut to the split."""
         if self.cut is None or split not in self.cut.parts:
             return entries
         split_of_group = splits.assign_groups(entries, self.cut, self.task.name, self.seed)
         return [entry for entry in entries if split_of_group[entry.group] == split]
 
-    def _read_entries(self, origin: Split, report: LoadReport | None = None) -> list[Entry]:
+    def _read_entries(self, origin: Split, report: LoadReport | None = None) -> list[SplitEntry]:
         return [parsed.entry for parsed in self._parse_rows(origin, report)]
 
     def _parse_rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
@@ -539,7 +539,7 @@ class QuestionLoader:
                 seen[question_id] += 1
             content = splits.content_key(draft)
             group = content if draft.group is None else splits.group_key(draft.group)
-            yield ParsedRow(Entry(place, question_id, group, content), draft)
+            yield ParsedRow(SplitEntry(place, question_id, group, content), draft)
 
     def _parse_row(self, row: SourceRow) -> Draft | str:
         """Return the row's draft, or the reason to leave it out."""

@@ -14,7 +14,7 @@ from catto.recipe.settings import TaskSettings
 from catto.records import SPLITS, Split, checked_name
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, LETTERS, PLACEHOLDER, FieldMap, SourceRow, Style, find_single_mark
-from catto.tasks.loading import find
+from catto.tasks.loading import find_rows
 from catto.tasks.splits import Cut
 
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
@@ -224,7 +224,7 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
     >>> propose({"train": path})
     {'question': 'stem', 'options': 'choices', 'answer': 'key'}
     """
-    source = find(Task("own", LETTERS, "", "", files=files, answers=answers), None, None)
+    source = find_rows(Task("own", LETTERS, "", "", files=files, answers=answers), None, None)
     first_split = source.available[0]
     rows = list(islice(source.rows(first_split), PROPOSAL_ROWS))
     if not rows:

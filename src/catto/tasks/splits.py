@@ -62,7 +62,7 @@ class Cut:
         return (*self.shares, self.rest)
 
 
-class Entry(NamedTuple):
+class SplitEntry(NamedTuple):
     """What cutting and leak removal need to know of a row.
 
     Attributes:
@@ -176,7 +176,7 @@ def group_key(group: str) -> bytes:
     return digest("group", normalise_text(group))[:16]
 
 
-def assign_groups(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
+def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
     """Give every group of rows to one part of the cut.
 
     Groups in the seed's random order fill each part up to its share of the rows.
@@ -210,7 +210,9 @@ def assign_groups(entries: Sequence[Entry], cut: Cut, task: str, seed: int) -> d
     return split_of_group
 
 
-def draw_entries(entries: Iterable[Entry], *, task: str, split: Split, seed: int, count: int | None) -> list[Entry]:
+def draw_entries(
+    entries: Iterable[SplitEntry], *, task: str, split: Split, seed: int, count: int | None
+) -> list[SplitEntry]:
     """Draw `count` entries uniformly without replacement: the first in the seed's random order. None draws all."""
     in_random_order = sorted(entries, key=lambda entry: digest(task, split, seed, entry.id))
     return in_random_order[:count]
@@ -228,13 +230,13 @@ class HeldOutRows:
     contents: dict[bytes, str] = field(default_factory=dict)
     groups: dict[bytes, str] = field(default_factory=dict)
 
-    def reason_to_drop(self, entry: Entry) -> str | None:
+    def reason_to_drop(self, entry: SplitEntry) -> str | None:
         """Return why a row may not be trained on; None if it may."""
         return self.groups.get(entry.group) or self.contents.get(entry.content)
 
 
 def collect_held_out(
-    pools: Mapping[Split, Sequence[Entry]], *, cut: Cut | None, task: str, seeds: Iterable[int], seed: int
+    pools: Mapping[Split, Sequence[SplitEntry]], *, cut: Cut | None, task: str, seeds: Iterable[int], seed: int
 ) -> HeldOutRows:
     """Collect the validation and test rows of every seed.
 

@@ -89,7 +89,7 @@ class WitnessWorld(NamedTuple):
                 raise ValueError(f"reliabilities: {value} is not a percentage of at most six digits")
 
 
-def generate(
+def generate_questions(
     split: Split,
     n: int | None,
     *,
@@ -111,7 +111,7 @@ def generate(
     Returns:
         An iterator over the questions, each with its exact posterior.
 
-    >>> question = next(generate("test", 1, seed=0))
+    >>> question = next(generate_questions("test", 1, seed=0))
     >>> question.labels, round(sum(question.posterior.values()), 9)
     (('A', 'B', 'C', 'D'), 1.0)
     """

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from catto.engines import model_name
 from catto.engines.replies import count_reasons
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.recipe.settings import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
 
@@ -160,7 +160,7 @@ def _render_turn(response: Response, settings: TeacherSettings) -> tuple[Message
     reasoning = None
     if settings.reasoning:
         reasoning = response.reasoning or ""
-    return (Message(role="assistant", content=completion(reasoning, response.label)),)
+    return (Message(role="assistant", content=render_completion(reasoning, response.label)),)
 
 
 # ---- the summary ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from catto.io import atomic, record_files
 from catto.io.atomic import hold_lock
 from catto.io.journal import Journal, journal_path, read_refusals
 from catto.io.record_files import manifest_path, read_manifest, read_records
-from catto.prompts import asked_hash, check_ids, messages
+from catto.prompts import asked_hash, check_ids, render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
@@ -73,9 +73,9 @@ def ask(
         may_be_empty: Whether stored responses may answer none of the questions.
 
     >>> import tempfile
-    >>> from catto.tasks import load
+    >>> from catto.tasks import load_questions
     >>> settings, out = TeacherSettings(source="witnesses", n=4), Path(tempfile.mkdtemp())
-    >>> questions = list(load("witnesses", "train", limit=5))
+    >>> questions = list(load_questions("witnesses", "train", limit=5))
     >>> ask(questions, None, settings, out)
     >>> write_rows(questions, settings, out / GENERATIONS, out).rows["outcome"]
     20
@@ -130,7 +130,7 @@ class Requests:
 
     def __iter__(self) -> Iterator[Request]:
         for question in self.training:
-            prompt = messages(question, reasoning=self.settings.reasoning)
+            prompt = render_messages(question, reasoning=self.settings.reasoning)
             for sample in range(self.settings.n):
                 sampling = draw_sampling(self.settings, question.id, sample)
                 yield Request(
@@ -249,7 +249,7 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
     """Write the manifest of every file; `asked` is that of the generations."""
     settings = writer.settings
     parsed_hash = content_hash([asked.recipe_hash, VERSION])
-    rows_hash = content_hash([parsed_hash, settings.picked()])
+    rows_hash = content_hash([parsed_hash, settings.row_settings()])
     for name, path in writer.paths.items():
         if name == "responses":
             manifest = _make_manifest(
@@ -272,7 +272,7 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
                 counts={"rows": writer.written[name], "questions": questions},
                 settings=settings,
                 recipe=rows_hash,
-                notes=settings.picked(),
+                notes=settings.row_settings(),
             )
         record_files.write_manifest(path, manifest)
 
@@ -306,7 +306,7 @@ def answered_questions(
             if drawn:
                 sampling = draw_sampling(settings, question_id, generation.sample)
             responses.append(_parse_generation(generation, question, sampling))
-        prompt = messages(question, reasoning=settings.reasoning)
+        prompt = render_messages(question, reasoning=settings.reasoning)
         yield AnsweredQuestion(question, prompt, tuple(responses))
 
 
@@ -398,7 +398,7 @@ def dry_run(
             requests_left[question_id] += 1
     characters = 0
     for question in training:
-        for message in messages(question, reasoning=settings.reasoning):
+        for message in render_messages(question, reasoning=settings.reasoning):
             characters += requests_left[question.id] * len(message.content)
     return Estimate(
         questions=len(training),
@@ -418,7 +418,9 @@ def _make_journal(
     training: Sequence[Question], source: Engine | None, settings: TeacherSettings, out: Path
 ) -> Journal[Generation]:
     """Make the journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
-    prompts_hash = asked_hash((question, messages(question, reasoning=settings.reasoning)) for question in training)
+    prompts_hash = asked_hash(
+        (question, render_messages(question, reasoning=settings.reasoning)) for question in training
+    )
     if settings.model:
         model: str | None = settings.model
     elif source is not None:
@@ -427,7 +429,7 @@ def _make_journal(
         model = settings.source
     # Stored responses with labels of their own are checked by the parser as they are read, at no cost.
     parser = VERSION if settings.source == "responses" else None
-    recipe = content_hash([settings.asked(), model, prompts_hash, parser])
+    recipe = content_hash([settings.response_settings(), model, prompts_hash, parser])
     return _journal_in(out, recipe, _request_keys(training, settings.n))
 
 

@@ -14,7 +14,7 @@ from catto.errors import DataError, data_errors_at
 from catto.formats.columns import text_of
 from catto.io.tables import read_hub, read_rows
 from catto.io.text_files import SUFFIXES, find_suffix
-from catto.prompts import completion, messages
+from catto.prompts import render_completion, render_messages
 from catto.recipe.settings import ResponseFields, TeacherSettings
 from catto.records import Question
 from catto.redaction import secret_texts
@@ -83,10 +83,10 @@ class BuiltInTeacher(Engine):
         question = self._questions[request.question]
         if self.name == "witnesses":
             reasoning, label = respond(question, request.temperature, request.seed)
-            return completion(reasoning, label)
+            return render_completion(reasoning, label)
         # Sorted, since the order in which the options are listed must not change what is drawn.
         label = random.Random(request.seed).choice(sorted(question.labels))
-        return completion(None, label)
+        return render_completion(None, label)
 
 
 class StoredResponses(Engine):
@@ -161,7 +161,7 @@ class StoredResponses(Engine):
             parsed = parse_answer(text, question)
             if parsed.label not in (None, label):
                 raise ValueError(f"{fields.label} is {label}, the text answers {parsed.label}")
-            text = completion(reasoning or parsed.reasoning, label)
+            text = render_completion(reasoning or parsed.reasoning, label)
         return Generation(question=question.id, sample=sample, text=text, reasoning=reasoning, model=model)
 
     @staticmethod
@@ -217,7 +217,7 @@ def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
     """Map the folded texts of each question to it; a text that two questions share finds neither."""
     ids_of_text: dict[str, set[str]] = defaultdict(set)
     for question in questions:
-        user_message = messages(question)[-1].content
+        user_message = render_messages(question)[-1].content
         ids_of_text[_fold_text(user_message)].add(question.id)
         has_word_labels = all(option.text in ("", option.label) for option in question.options)
         if has_word_labels:

@@ -43,7 +43,7 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward takes, and where its numbers belong. N scored tokens, M queries, G lines of S tokens."""
+    """The inputs of one forward, and where its outputs belong: N scored tokens, M queries, G lines of S tokens."""
 
     rows: Sequence[Row]  # what was laid out; stays on the host
     tokens: Sequence[NDArray[np.int64]]  # scored tokens of each scored row; stays on the host
@@ -101,13 +101,25 @@ def lay_out_rows(
     balanced: int | None = None,
     tokens: Sequence[NDArray[np.int64]] = (),
 ) -> Batch:
-    """Lay out the rows; the tokens of the first `scored` rows are scored, the others only answer queries.
+    """Lay out rows in one batch.
 
-    shared: compute each prompt once. packed: one line for all sequences, without padding. Both: compute the beginning
-    that all prompts share once too; each prompt keeps at least one token of its own, which predicts its responses.
-    balanced: how many of the first rows count in a mixture of experts' load balancing; None: all that are scored.
-    tokens: of each of the first rows, the indices in its completion of the tokens to score, -1 for the prompt's last
-    token and so on. A row beyond them is scored at its whole completion.
+    If rows are both shared and packed, the beginning that all prompts share is computed once too. Each prompt keeps at
+    least one token of its own, which predicts its responses.
+
+    Args:
+        rows: The rows.
+        queries: Positions whose label probabilities are wanted.
+        scored: The tokens of this many first rows are scored; the other rows only answer queries.
+        pad: Token id of padding.
+        shared: Whether to compute each prompt once.
+        packed: Whether all sequences are in one line, without padding.
+        balanced: How many of the first rows count in the load balancing of a mixture of experts; None counts all
+            scored rows.
+        tokens: For each of the first rows, which tokens to score, as indices in its completion; -1 is the prompt's
+            last token. Rows beyond them are scored at their whole completion.
+
+    Returns:
+        The batch.
     """
     if balanced is None:
         balanced = scored
@@ -125,9 +137,10 @@ def lay_out_rows(
         scored_tokens.append(wanted)
         line, column = lines.find_source(number, wanted)
         place = prompt_length + wanted - 1
-        ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
-        targets = ids[prompt_length + wanted]
-        scores.append(np.stack(np.broadcast_arrays(line, column, number, place, targets)))
+        row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
+        targets = row_ids[prompt_length + wanted]
+        score_columns = np.broadcast_arrays(line, column, number, place, targets)
+        scores.append(np.stack(score_columns))
     joined = np.concatenate(scores, axis=1)
 
     query_sources = [lines.find_source(query.row, query.token) for query in queries]
@@ -310,14 +323,16 @@ COLUMNS = ("row", *LABEL_COLUMNS, "rate", *REASONING_COLUMNS)
 
 @dataclass
 class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
-    """TRL's collator, its tensors unchanged, with ours under `KEY` and the layout of the batch.
+    """TRL's collator, which also puts our tensors and the layout of the batch under `KEY`.
 
-    layout: whether prompts are shared and rows packed. None leaves the layout to the training step: where Accelerate
-    concatenates, broadcasts and slices batches along dimension 0, a batch may hold only tensors of 2 B rows.
+    Attributes:
+        layout: Whether prompts are shared and rows packed. None leaves the layout to the training step: if Accelerate
+            concatenates, broadcasts and slices batches along dimension 0, a batch may hold only tensors of 2 B rows.
+        reads_reasoning: Whether the preference loss reads only the tokens before the label.
     """
 
     layout: Mapping[str, bool] | None = None
-    reads_reasoning: bool = False  # whether the preference loss reads the tokens before the label alone
+    reads_reasoning: bool = False
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
@@ -348,17 +363,27 @@ def _join_sides(examples: Sequence[Mapping[str, Any]], column: str) -> list[Any]
 
 
 def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Index of each row's first token that `completion_mask` selects; the row's length where it selects none. (2 B,)"""
+    """Return the index of each row's first completion token; the row's length if it has none. (2 B,)"""
     mask = inputs["completion_mask"]
     lengths = inputs["attention_mask"].sum(-1)
-    return torch.where(mask.any(-1), mask.ne(0).int().argmax(-1), lengths)
+    has_completion = mask.any(-1)
+    first_index = mask.ne(0).int().argmax(-1)
+    return torch.where(has_completion, first_index, lengths)
 
 
 def lay_out_pairs(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
-    """Lay out the 2 B rows of TRL's tensors: they are what it trains on, whatever its collator has cut off.
+    """Lay out the 2 B rows of TRL's tensors, which its collator may have truncated.
 
-    The tokens that `completion_mask` selects are scored, wherever they are. Labels, where they are known, become
-    queries.
+    The tokens that `completion_mask` selects are scored. Known labels become queries.
+
+    Args:
+        inputs: TRL's tensors: `input_ids`, `attention_mask` and `completion_mask`, (2 B, S).
+        known: Our tensors of the same rows.
+        pad: Token id of padding.
+        **layout: `shared` and `packed` of `lay_out_rows`.
+
+    Returns:
+        The batch.
     """
     ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()

@@ -10,14 +10,14 @@ from typing import Any
 
 from catto.io.atomic import link_or_copy, write_text
 
-KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # what a checkpoint is kept by: is more better?
-LAST = "last"  # the other rule: the last step's
-# One of these holds, or lists the files that hold, the model or the adapter.
+KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # metric -> whether larger is better
+LAST = "last"  # the rule that keeps the last step
+# A complete checkpoint has one of these.
 _MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that was written completely, None where there is none.
+    """Return the newest checkpoint that was written completely; None if there is none.
 
     Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
     number and lacks that file, or holds a part of it.
@@ -47,8 +47,12 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
         return
     state = json.loads((newest / "trainer_state.json").read_text())
     best = Path(state["best_model_checkpoint"] or newest).name
+
+    def copy_file(source: str, destination: str) -> None:
+        link_or_copy(Path(source), Path(destination))
+
     for name in {newest.name, best}:
-        shutil.copytree(checkpoints / name, target / name, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
+        shutil.copytree(checkpoints / name, target / name, copy_function=copy_file)
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
     if state["best_model_checkpoint"] is not None:
@@ -57,10 +61,15 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
 
 
 def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
-    """Training arguments that save every `steps` steps, to resume from after a kill, and keep a checkpoint by `rule`.
+    """Return training arguments that save every `steps` steps and keep a checkpoint by `rule`.
 
-    `last` keeps the last step; the others the best one by that validation metric. measured: whether there are
-    held-out examples to evaluate; without them only the last step can be kept.
+    Args:
+        rule: `last` keeps the last step; a validation metric keeps the best one by it.
+        steps: Steps between two checkpoints, from which a killed run resumes.
+        measured: Whether there are held-out examples to evaluate; without them only the last step can be kept.
+
+    Returns:
+        Keyword arguments of `TrainingArguments`.
 
     >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"]
     'val_ece'

@@ -1,7 +1,7 @@
-"""Records -> token ids, with the label located once. Rows that do not fit the context are dropped.
+"""Turn records into token ids, with the label located once; rows that do not fit the context are dropped.
 
-Prompts are rendered as the engines render them and completions follow unchanged: at test time the model continues the
-very text that it was trained on.
+Prompts are rendered as the engines render them, and completions follow unchanged. At test time the model continues
+exactly the text that it was trained on.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 
 from catto.answer.tokens import find_label_token, locate_label
-from catto.prompts import completion as rendered
-from catto.prompts import prompt_ids, prompt_text
+from catto.prompts import prompt_ids, prompt_text, render_completion
 from catto.records import Message, PreferenceRow, SftRow
 from catto.training.batches import Query, Row
 
 logger = logging.getLogger(__name__)
+MOST_NAMES = 20  # dropped rows that a warning names
 
 
 class Label(NamedTuple):
-    """The index of a completion's label token, the K labels' tokens at that index, and which of them is right.
+    """The label of a completion.
 
-    target: a distribution over the K labels that `outcome_target` reads in place of the right one, most often the
-    shares of labels among samples; None: there is none.
+    Attributes:
+        at: Index of the label's token in the completion.
+        candidates: The tokens of the K labels at that index.
+        gold: Which of the K labels is right.
+        target: A distribution over the K labels that `outcome_target` reads instead of the right one, usually the
+            shares of labels among samples; None if there is none.
     """
 
     at: int
@@ -39,7 +43,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """One response ready to train on: its tokens, its label, the question it answers."""
+    """One response ready to train on: the question's id, its tokens and its label."""
 
     question: str
     row: Row
@@ -47,41 +51,63 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens of prompt and completion."""
         return len(self.row.prompt) + len(self.row.completion)
 
     def before_label(self) -> Row:
-        """The row up to the label: its last position predicts the label, and nothing after it is computed."""
+        """Return the row up to the label, whose last position predicts the label."""
         return Row(self.row.prompt, self.row.completion[: self.label.at])
 
 
 def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
-    """Tokenise completions, right or wrong, and find their labels; an open one (label None) gets a label first."""
+    """Tokenise completions, right or wrong, and find their labels.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        rows: The rows. A completion without a label (None) gets one before it is tokenised.
+        max_length: Maximum number of tokens of prompt and completion; longer rows are dropped. None keeps all.
+
+    Returns:
+        One example per row that fits.
+    """
     return locate_labels(tokenizer, tokenize_responses(tokenizer, rows, max_length))
 
 
 def tokenize_responses(
     tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None
 ) -> list[tuple[SftRow, Row]]:
-    """The rows that fit, with their tokens: what is drawn from before labels are looked for."""
-    made = []
+    """Tokenise rows and keep those that fit; arguments as in `make_examples`."""
+    responses = []
     for row in rows:
         text = row.completion[-1].content
         if row.label is None:
-            text += row.labels[0] + rendered(None, row.labels[0]).partition(row.labels[0])[2]
-        made.append((row, row_ids(tokenizer, row.prompt, text)))
-    return drop_too_long(made, max_length, lambda pair: sum(map(len, pair[1])), lambda pair: pair[0].question)
+            text += _close_answer(row.labels[0])
+        responses.append((row, row_ids(tokenizer, row.prompt, text)))
+    return drop_too_long(
+        responses,
+        max_length,
+        length_of=lambda response: len(response[1].prompt) + len(response[1].completion),
+        name_of=lambda response: response[0].question,
+    )
+
+
+def _close_answer(label: str) -> str:
+    """Return what follows an opening answer tag: the label and the closing tag."""
+    _, _, closing = render_completion(None, label).partition(label)
+    return label + closing
 
 
 def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
     """Find the labels of tokenised rows."""
-    made = []
+    examples = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
-        votes = row.votes
-        target = None if votes is None else tuple(votes.get(label, 0.0) for label in row.labels)
-        made.append(Example(row.question, ids, Label(at, candidates, row.labels.index(row.gold), target)))
-    return made
+        target = None
+        if row.votes is not None:
+            target = tuple(row.votes.get(label, 0.0) for label in row.labels)
+        gold = row.labels.index(row.gold)
+        examples.append(Example(row.question, ids, Label(at, candidates, gold, target)))
+    return examples
 
 
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
@@ -94,25 +120,39 @@ def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
 
 
 def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Example]:
-    """Give every example the distribution that its score aims at; `gold` needs none.
+    """Set the distribution that the outcome loss of every example aims at.
 
-    `votes` is the example's own distribution, `mix` the mean of that and one-hot gold.
+    Args:
+        examples: The examples.
+        outcome_target: `gold` needs no distribution. `votes` is the example's own, and `mix` is the mean of that and
+            the one-hot gold label.
+
+    Returns:
+        New examples in the same order.
     """
-    made = []
+    results = []
     for example in examples:
         label = example.label
         target: tuple[float, ...] | None = None
         if outcome_target != "gold":
-            target = _checked_target(example, outcome_target)
-        if outcome_target == "mix":
-            votes = target or ()
-            target = tuple((share + (place == label.gold)) / 2 for place, share in enumerate(votes))
-        made.append(replace(example, label=label._replace(target=target)))
-    return made
+            target = _require_target(example, outcome_target)
+            if outcome_target == "mix":
+                target = _mix_with_gold(target, label.gold)
+        results.append(replace(example, label=label._replace(target=target)))
+    return results
 
 
-def _checked_target(example: Example, outcome_target: str) -> tuple[float, ...]:
-    """The distribution of an example; a ValueError where it has none, or what it has is no distribution."""
+def _mix_with_gold(shares: Sequence[float], gold: int) -> tuple[float, ...]:
+    """Return the mean of a distribution and the one-hot gold label."""
+    mixed = []
+    for index, share in enumerate(shares):
+        one_hot = 1 if index == gold else 0
+        mixed.append((share + one_hot) / 2)
+    return tuple(mixed)
+
+
+def _require_target(example: Example, outcome_target: str) -> tuple[float, ...]:
+    """Return the distribution of an example; raise ValueError if it is missing or no distribution."""
     target = example.label.target
     where = f"question {example.question}"
     if target is None:
@@ -125,7 +165,7 @@ def _checked_target(example: Example, outcome_target: str) -> tuple[float, ...]:
 
 
 def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
-    """The distributions of examples, padded with 0 to `width` labels each."""
+    """Return the distributions of N examples, padded with 0 to (N, width)."""
     table = []
     for example in examples:
         shares = list(example.label.target or ())
@@ -134,7 +174,14 @@ def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
-    """The index of the label's token and the labels' tokens at that index; an error names `where`."""
+    """Return the index of the label's token, and the tokens of all labels at that index.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        completion: The tokens of the completion.
+        labels: The labels of the question.
+        where: The row, for the error if the completion gives no label.
+    """
     try:
         index, candidates = find_label_token(tokenizer, completion, labels)
     except ValueError as error:
@@ -143,74 +190,108 @@ def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: st
 
 
 def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
-    """Token ids of a prompt and its completion, which ends with the end-of-sequence token."""
-    text, head = _prompt(tokenizer, tuple(prompt))
-    joint = tokenizer(text + completion, add_special_tokens=False)["input_ids"]
-    # Where the boundary's characters merge into one token, the response is encoded alone, as generation would see it.
-    whole = joint[: len(head)] == head
-    tail = joint[len(head) :] if whole else tokenizer(completion, add_special_tokens=False)["input_ids"]
-    return Row(head, [*tail, tokenizer.eos_token_id])
+    """Encode a prompt and its completion, which ends with the end-of-sequence token."""
+    text, prompt_tokens = _encode_prompt(tokenizer, tuple(prompt))
+    joint_tokens = tokenizer(text + completion, add_special_tokens=False)["input_ids"]
+    prompt_length = len(prompt_tokens)
+    if joint_tokens[:prompt_length] == prompt_tokens:
+        completion_tokens = joint_tokens[prompt_length:]
+    else:
+        # Characters at the boundary merge into one token, so the response is encoded alone, as it would be generated.
+        completion_tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    return Row(prompt_tokens, [*completion_tokens, tokenizer.eos_token_id])
 
 
 @lru_cache(maxsize=1024)
-def _prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]]:
-    """Render and encode a prompt once for its responses, which follow each other in the rows."""
+def _encode_prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]]:
+    """Render and encode a prompt once for all its responses, which follow each other in the rows."""
     return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
 def drop_too_long(
-    rows: list[Any], max_length: int | None, length: Callable[[Any], int], name: Callable[[Any], str]
+    rows: list[Any], max_length: int | None, *, length_of: Callable[[Any], int], name_of: Callable[[Any], str]
 ) -> list[Any]:
-    """Keep what fits in the context; what does not is counted and named, never cut: cutting loses the label."""
+    """Drop and log the rows that do not fit in the context. They are never cut, which would lose the label.
+
+    Args:
+        rows: The rows.
+        max_length: Maximum number of tokens; None keeps all rows.
+        length_of: Returns the number of tokens of a row.
+        name_of: Returns the name of a row in the log.
+
+    Returns:
+        The rows that fit. If none does, ValueError is raised.
+    """
     if max_length is None:
         return rows
-    reason = f"rows longer than {max_length} tokens"
-    fits = [length(row) <= max_length for row in rows]
-    return [rows[number] for number in _kept(fits, "", max_length, reason, lambda number: name(rows[number]))]
+    fitting = []
+    dropped = []
+    for row in rows:
+        if length_of(row) <= max_length:
+            fitting.append(row)
+        else:
+            dropped.append(row)
+    if dropped and not fitting:
+        raise ValueError(f"every row is longer than max_length {max_length} tokens")
+    dropped_names = [name_of(row) for row in dropped[:MOST_NAMES]]
+    _log_dropped(f"rows longer than {max_length} tokens", dropped_names, len(dropped), total=len(rows))
+    return fitting
 
 
-def _kept(fits: Sequence[bool], dataset: str, limit: int, what: str, name: Callable[[int], str]) -> list[int]:
-    """The numbers of the rows that fit; the others are logged, and where none fits that is an error."""
-    dropped = [number for number, fit in enumerate(fits) if not fit]
-    if dropped and len(dropped) == len(fits):
-        where = f" of the {dataset} dataset" if dataset else ""
-        raise ValueError(f"every row{where} is longer than max_length {limit} tokens")
-    if dropped:
-        names = ", ".join(map(name, dropped[:20])) + (", ..." if len(dropped) > 20 else "")
-        logger.warning("dropped %d of %d %s: %s", len(dropped), len(fits), what, names)
-    return [number for number, fit in enumerate(fits) if fit]
+def _log_dropped(what: str, names: Sequence[str], count: int, *, total: int) -> None:
+    if count == 0:
+        return
+    shown = list(names[:MOST_NAMES])
+    if count > MOST_NAMES:
+        shown.append("...")
+    logger.warning("dropped %d of %d %s: %s", count, total, what, ", ".join(shown))
 
 
 # ---- preference pairs ------------------------------------------------------------------------------------------------
 
 
 def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
-    """A preference row as the columns that `CATTOTrainer` trains on."""
-    chosen, rejected = (row_ids(tokenizer, row.prompt, turns[-1].content) for turns in (row.chosen, row.rejected))
-    ids = {"prompt_ids": chosen.prompt, "chosen_ids": chosen.completion, "rejected_ids": rejected.completion}
-    labels = {"labels": list(row.labels), "gold": row.gold, "correctness_rate": row.correctness_rate}
-    return {"question": row.question, **labels, **ids}
+    """Turn a preference row into the columns that `CATTOTrainer` trains on."""
+    chosen = row_ids(tokenizer, row.prompt, row.chosen[-1].content)
+    rejected = row_ids(tokenizer, row.prompt, row.rejected[-1].content)
+    return {
+        "question": row.question,
+        "labels": list(row.labels),
+        "gold": row.gold,
+        "correctness_rate": row.correctness_rate,
+        "prompt_ids": chosen.prompt,
+        "chosen_ids": chosen.completion,
+        "rejected_ids": rejected.completion,
+    }
 
 
-def pair_tokens(columns: dict[str, Any]) -> int:
-    """Tokens of the longer of a pair's two sequences."""
-    return len(columns["prompt_ids"]) + max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
+def count_pair_tokens(columns: dict[str, Any]) -> int:
+    """Count the tokens of the longer of a pair's two sequences."""
+    longer_response = max(len(columns["chosen_ids"]), len(columns["rejected_ids"]))
+    return len(columns["prompt_ids"]) + longer_response
 
 
 def number_row(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
-    """Give a row its number. `determining` is what else its reference log-probabilities depend on: it enters the
-    dataset's fingerprint, by which TRL caches them."""
+    """Give a row its number.
+
+    `determining` is what else its reference log-probabilities depend on. It is part of the dataset's fingerprint, by
+    which TRL caches them.
+    """
     return {"row": row}
 
 
-# A row with the columns that an objective may read beside TRL's, as an error shows them.
+# A row with the columns that an objective may read in addition to TRL's, for error messages.
 EXAMPLE_COLUMNS = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
 
 
 def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
-    """Raise a ValueError that lists every column of `needed` that the dataset lacks, with a row that has them.
+    """Raise ValueError if the dataset lacks columns; the error lists them and shows a row that has them.
 
-    reader: what reads the columns, for the error.
+    Args:
+        dataset: A dataset, streamed or not.
+        needed: Names of columns.
+        name: Name of the dataset, for the error.
+        reader: What reads the columns, for the error.
     """
     columns = dataset.column_names or list(next(iter(dataset)))
     missing = [column for column in needed if column not in columns]
@@ -224,23 +305,52 @@ def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str)
 
 
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: bool) -> dict[str, Any]:
-    """Find the labels of a pair in its token ids, once. rated: whether the objective reads the correctness rate."""
-    where, rate = f"{name} dataset row {example['row']}", example.get("correctness_rate")
-    if rated and not (isinstance(rate, int | float) and 0 <= rate <= 1):
-        raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
+    """Find the labels of a pair in its token ids, once.
+
+    Args:
+        example: A row of the dataset.
+        tokenizer: The tokenizer of the model.
+        name: Name of the dataset, for errors.
+        rated: Whether the objective reads the correctness rate.
+
+    Returns:
+        New columns: `gold_index`, `rate`, and the label's index and candidate tokens of each side.
+    """
+    where = f"{name} dataset row {example['row']}"
+    labels = example["labels"]
+    gold = example["gold"]
+    correctness_rate = 0.0
+    if rated:
+        correctness_rate = _read_correctness_rate(example, where)
     _check_label_list(example, where)
-    if example["gold"] not in example["labels"]:
-        raise ValueError(f"{where}: gold {example['gold']!r} is not one of {', '.join(example['labels'])}")
-    columns: dict[str, Any] = {"gold_index": example["labels"].index(example["gold"])}
-    columns["rate"] = float(example["correctness_rate"]) if rated else 0.0
+    if gold not in labels:
+        raise ValueError(f"{where}: gold {gold!r} is not one of {', '.join(labels)}")
+    columns: dict[str, Any] = {"gold_index": labels.index(gold), "rate": correctness_rate}
     for side in ("chosen", "rejected"):
-        at, candidates = find_label(tokenizer, example[f"{side}_ids"], example["labels"], f"{where}, {side}")
-        columns |= {f"{side}_label_at": at, f"{side}_candidates": candidates}
+        at, candidates = find_label(tokenizer, example[f"{side}_ids"], labels, f"{where}, {side}")
+        columns[f"{side}_label_at"] = at
+        columns[f"{side}_candidates"] = candidates
     return columns
 
 
+def _read_correctness_rate(example: dict[str, Any], where: str) -> float:
+    rate = example.get("correctness_rate")
+    if not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(f"{where}: correctness_rate is {rate!r}, expected a number from 0 to 1")
+    return float(rate)
+
+
 def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dict[str, Any]:
-    """Count the tokens of each response that come before its label; all of them where it gives no answer."""
+    """Count the tokens of each response before its label; all of them if it gives no answer.
+
+    Args:
+        example: A row of the dataset.
+        tokenizer: The tokenizer of the model.
+        name: Name of the dataset, for errors.
+
+    Returns:
+        New columns `chosen_reasoning` and `rejected_reasoning`.
+    """
     where = f"{name} dataset row {example['row']}"
     _check_label_list(example, where)
     columns = {}
@@ -254,14 +364,14 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
     return columns
 
 
-STREAM_SAMPLE = 64  # rows of a streamed dataset that are looked at before training
+STREAM_SAMPLE = 64  # rows of a streamed dataset that are checked before training
 
 
 def check_reasoning(dataset: Any, name: str) -> None:
     """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
 
-    A pair has nothing to prefer if both responses are the same up to their labels: answers that come first are. Its
-    loss is constant. Of a streamed dataset the first rows are looked at.
+    A pair has nothing to prefer if both responses are the same up to their labels, for instance if they begin with
+    the answer. Its loss is constant. Of a streamed dataset only the first rows are checked.
     """
     rows = dataset.select_columns(["chosen_ids", "rejected_ids", "chosen_reasoning", "rejected_reasoning"])
     if not isinstance(rows, Dataset):
@@ -295,10 +405,14 @@ def _check_label_list(example: dict[str, Any], where: str) -> None:
 
 @dataclass
 class LengthFilter:
-    """Whether a pair is trained on. In a stream, dropped pairs are counted and logged at 1, 2, 4, 8, ...
+    """Decides which pairs are trained on. In a stream, dropped pairs are logged at 1, 2, 4, 8, ...
 
-    `whole`: both sequences must fit, since cutting would lose the label. Else only a prompt that leaves no room for
-    a response is dropped, as TRL does.
+    Attributes:
+        limit: Maximum number of tokens.
+        whole: Whether both sequences must fit, since cutting would lose the label. Otherwise only a prompt that leaves
+            no room for a response is dropped, as in TRL.
+        name: Name of the dataset, for the log.
+        dropped: Number of dropped pairs of a stream.
     """
 
     limit: int
@@ -309,28 +423,49 @@ class LengthFilter:
     @property
     def reason(self) -> str:
         """Why a row is dropped."""
-        return f"longer than {self.limit} tokens" if self.whole else f"whose prompt alone fills {self.limit} tokens"
+        if self.whole:
+            return f"longer than {self.limit} tokens"
+        return f"whose prompt alone fills {self.limit} tokens"
 
-    def test(self, example: dict[str, Any]) -> bool:
+    def fits(self, example: dict[str, Any]) -> bool:
         """Whether the pair fits."""
-        return pair_tokens(example) <= self.limit if self.whole else len(example["prompt_ids"]) < self.limit
+        if self.whole:
+            return count_pair_tokens(example) <= self.limit
+        return len(example["prompt_ids"]) < self.limit
 
     def __call__(self, example: dict[str, Any]) -> bool:
-        """Test a row of a stream and log some of those that are dropped."""
-        fits = self.test(example)
-        if not fits:
-            self.dropped += 1
-            if self.dropped & (self.dropped - 1) == 0:
-                logger.warning("dropped %d %s rows so far, %s", self.dropped, self.name, self.reason)
-        return fits
+        """Whether a row of a stream fits; some of the dropped rows are logged."""
+        if self.fits(example):
+            return True
+        self.dropped += 1
+        is_power_of_two = self.dropped & (self.dropped - 1) == 0
+        if is_power_of_two:
+            logger.warning("dropped %d %s rows so far, %s", self.dropped, self.name, self.reason)
+        return False
 
-    def select(self, dataset: Any) -> Any:
-        """Drop the pairs that do not fit; an error where none does, in a stream too."""
-        what = f"{self.name} rows {self.reason}"
-        if not isinstance(dataset, Dataset):
-            if not any(map(self.test, dataset)):
-                _kept([False], self.name, self.limit, what, str)
-            return dataset.filter(self)
-        fits = list(map(self.test, dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])))
-        kept = _kept(fits, self.name, self.limit, what, lambda row: f"row {row}")
-        return dataset if all(fits) else dataset.select(kept)
+    def select_fitting(self, dataset: Any) -> Any:
+        """Drop the pairs that do not fit; raise ValueError if none does, in a stream too."""
+        if isinstance(dataset, Dataset):
+            return self._select_rows(dataset)
+        if not any(map(self.fits, dataset)):
+            raise self._nothing_fits()
+        return dataset.filter(self)
+
+    def _select_rows(self, dataset: Dataset) -> Dataset:
+        fitting = []
+        dropped = []
+        for number, example in enumerate(dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])):
+            if self.fits(example):
+                fitting.append(number)
+            else:
+                dropped.append(number)
+        if not dropped:
+            return dataset
+        if not fitting:
+            raise self._nothing_fits()
+        names = [f"row {number}" for number in dropped[:MOST_NAMES]]
+        _log_dropped(f"{self.name} rows {self.reason}", names, len(dropped), total=len(dataset))
+        return dataset.select(fitting)
+
+    def _nothing_fits(self) -> ValueError:
+        return ValueError(f"every row of the {self.name} dataset is longer than max_length {self.limit} tokens")

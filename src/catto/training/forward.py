@@ -31,190 +31,296 @@ from catto.training.batches import Batch, block_mask, dense_mask
 from catto.training.trl_compat import call_copied_forward
 
 # Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
-DENSE, SPARSE = ("sdpa", "eager"), ("flex_attention", "catto")
+DENSE = ("sdpa", "eager")
+SPARSE = ("flex_attention", "catto")
+# Names that architectures use for the factor of their logits.
+SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
-class Output(NamedTuple):
-    """Statistics of the N scored tokens, (N,) each, and log-probabilities of the M queries' labels, (M, K)."""
+class HeadOutput(NamedTuple):
+    """What the head computes.
+
+    Attributes:
+        stats: Statistics of the N scored tokens, (N,) each.
+        labels: Log-probabilities of the labels of the M queries, (M, K); None without queries.
+        aux_loss: Load-balancing loss of a mixture of experts; None for other models.
+    """
 
     stats: TokenStats
     labels: Tensor | None
     aux_loss: Tensor | None
 
 
+def _unwrap_peft(model: Any) -> Any:
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
+
+
 def install_head(model: Any) -> None:
-    """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head; PEFT's base model too."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head.
+
+    Args:
+        model: A causal language model, or a PEFT model around one.
+    """
+    base = _unwrap_peft(model)
     if getattr(base, "_catto_head", False):
         return
-    if hasattr(head := base.get_output_embeddings(), "base_layer"):  # `token_stats` would read the weight below it
-        raise ValueError("an adapter on the LM head is not supported: take it out of target_modules")
-    known = {id(weight) for part in (base.base_model, head) for weight in part.parameters()}
-    if other := next((name for name, weight in base.named_parameters() if id(weight) not in known), None):
-        raise ValueError(f"{type(base).__name__}: the head is more than one linear layer ({other}): not supported")
-    original = vars(base).get("forward")  # set where a library has wrapped it on this instance
+    _require_linear_head(base)
+    original = vars(base).get("forward")  # set if a library has wrapped it on this instance
 
     @functools.wraps(type(base).forward)
     def forward(
         self: Any, *args: Any, catto_batch: Batch | None = None, catto_head: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         if catto_batch is not None:
-            return _forward(self, catto_batch, **(catto_head or {}), **kwargs)
+            head_options = catto_head or {}
+            return _run_backbone_and_head(self, catto_batch, **head_options, **kwargs)
         if original is None:
             return type(self).forward(self, *args, **kwargs)
         if self is base:
             return original(*args, **kwargs)
-        # A copy of the model takes this function along, and `original` would run the weights that it was copied from.
+        # A copy of the model takes this function along, but `original` would run the weights of the first model.
         return call_copied_forward(original, self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
     base._catto_head = True
 
 
+def _require_linear_head(base: Any) -> None:
+    """Raise ValueError if the logits come from more than one linear layer on the last hidden states."""
+    head = base.get_output_embeddings()
+    if hasattr(head, "base_layer"):  # `token_stats` would read the weight below the adapter
+        raise ValueError("an adapter on the LM head is not supported: take it out of target_modules")
+    known = {id(weight) for weight in base.base_model.parameters()}
+    known.update(id(weight) for weight in head.parameters())
+    for name, weight in base.named_parameters():
+        if id(weight) not in known:
+            raise ValueError(f"{type(base).__name__}: the head is more than one linear layer ({name}): not supported")
+
+
 def run_head(
     model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any
-) -> Output:
-    """Call the (wrapped) model exactly once and return the statistics."""
-    # Keep FSDP2 from rounding the statistics: Accelerate asks it for outputs in bf16 under mixed precision, and a bf16
-    # log-probability of -140 is a multiple of 1.
-    state: Any = model._get_fsdp_state() if isinstance(model, FSDPModule) else None
-    policy: Any = None if state is None else state._mp_policy
-    if state is not None:
-        state._mp_policy = replace(policy, output_dtype=None)
-    try:
-        values = dict(
-            model(
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids if batch.shared or batch.packed else None,
-                catto_batch=batch,
-                catto_head={"extras": extras, "precision": precision},
-                **more,
-            )
+) -> HeadOutput:
+    """Call the (wrapped) model exactly once.
+
+    Args:
+        model: The model, with `install_head`, inside whatever wraps it for training.
+        batch: The batch.
+        extras: Statistics beyond the two that are always computed.
+        precision: Precision of the head.
+        **more: Further keyword arguments of the model's forward.
+
+    Returns:
+        The statistics of the scored tokens and the label log-probabilities of the queries.
+    """
+    has_own_positions = batch.shared or batch.packed
+    with _keep_output_precision(model):
+        outputs = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids if has_own_positions else None,
+            catto_batch=batch,
+            catto_head={"extras": extras, "precision": precision},
+            **more,
         )
+    values = dict(outputs)
+    labels = values.pop("labels")
+    aux_loss = values.pop("aux_loss")
+    return HeadOutput(TokenStats(**values), labels, aux_loss)
+
+
+@contextmanager
+def _keep_output_precision(model: Any) -> Iterator[None]:
+    """Keep FSDP2 from rounding the statistics.
+
+    Accelerate asks it for outputs in bf16 under mixed precision, and a bf16 log-probability of -140 is a multiple of 1.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    state: Any = model._get_fsdp_state()
+    policy = state._mp_policy
+    state._mp_policy = replace(policy, output_dtype=None)
+    try:
+        yield
     finally:
-        if state is not None:
-            state._mp_policy = policy
-    labels, aux_loss = values.pop("labels"), values.pop("aux_loss")
-    return Output(TokenStats(**values), labels, aux_loss)
+        state._mp_policy = policy
 
 
-def _forward(
+def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """The backbone and the head. A plain dictionary: what wraps the model's forward finds the tensors in it."""
-    device = batch.input_ids.device  # where the losses are computed
+    """Return a plain dictionary: whatever wraps the model's forward looks for tensors in it."""
     if batch.shared or batch.packed:
-        mixed = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if mixed else model.dtype
-        sparse = model.config._attn_implementation in SPARSE
-        attention_mask = block_mask(batch) if sparse else dense_mask(batch, dtype)
-    given = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
-    outputs = model.base_model(attention_mask=attention_mask, **{**given, "use_cache": False})
+        attention_mask = _make_block_mask(model, batch)
+    backbone_options = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
+    backbone_options["use_cache"] = False
+    outputs = model.base_model(attention_mask=attention_mask, **backbone_options)
     hidden = outputs.last_hidden_state
-    offset = hidden.shape[1] - batch.input_ids.shape[1]  # virtual tokens that prompt-learning adapters put in front
+    virtual_tokens = hidden.shape[1] - batch.input_ids.shape[1]  # prompt-learning adapters put them in front
 
-    def at(source: Tensor, device: torch.device) -> Tensor:
-        """Hidden states (N, H) at (sequence, position), on the head's device: a device_map may split the two."""
+    def gather_hidden(source: Tensor, device: torch.device) -> Tensor:
+        """Return the hidden states (N, H) at (sequence, position), on the device of the head."""
         sequence, position = source.to(hidden.device).unbind(-1)
-        rows: Tensor = hidden[sequence, position + offset].to(device)
+        rows: Tensor = hidden[sequence, position + virtual_tokens].to(device)
         return rows
 
     values: dict[str, Tensor | None] = {"labels": None, "aux_loss": None}
-    with whole_head(model) as whole:
-        head = {**whole, "precision": precision}
-        place = head["weight"].device
-        targets = batch.targets.to(place)
-        values |= vars(token_stats(at(batch.source, place), targets=targets, extras=extras, masked=False, **head))
+    with whole_head(model) as head:
+        head["precision"] = precision
+        head_device = head["weight"].device  # a device_map may put it on another device than the backbone
+        scored_hidden = gather_hidden(batch.source, head_device)
+        targets = batch.targets.to(head_device)
+        stats = token_stats(scored_hidden, targets=targets, extras=extras, masked=False, **head)
+        values.update(vars(stats))
         if len(batch.query_source):
-            rows, ids = at(batch.query_source, place).unsqueeze(1), batch.query_labels.to(place)
-            values["labels"] = label_logprobs(rows, positions=torch.zeros_like(ids[:, 0]), labels=ids, **head)
+            query_hidden = gather_hidden(batch.query_source, head_device).unsqueeze(1)
+            label_ids = batch.query_labels.to(head_device)
+            positions = torch.zeros_like(label_ids[:, 0])
+            values["labels"] = label_logprobs(query_hidden, positions=positions, labels=label_ids, **head)
     if getattr(outputs, "router_logits", None) is not None:
-        # Mixture-of-experts load balancing: TRL's, on TRL's padded rows. Each token counts as often as it is there, a
-        # shared prompt's once for every response.
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+        values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
 
-        text = model.config.get_text_config()
-        experts = (text.num_experts, text.num_experts_per_tok)
-        loss = load_balancing_loss_func(outputs.router_logits, *experts, batch.counts)
-        values["aux_loss"] = loss if isinstance(loss, Tensor) else None
-    return {name: None if value is None else value.to(device) for name, value in values.items()}
+    loss_device = batch.input_ids.device
+    for name, value in values.items():
+        if value is not None:
+            values[name] = value.to(loss_device)
+    return values
+
+
+def _make_block_mask(model: Any, batch: Batch) -> Any:
+    """Make the attention mask of shared or packed rows, in the form that the model's attention takes."""
+    if model.config._attn_implementation in SPARSE:
+        return block_mask(batch)
+    device_type = batch.input_ids.device.type
+    dtype = model.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    return dense_mask(batch, dtype)
+
+
+def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> Tensor | None:
+    """Compute the load-balancing loss of a mixture of experts as TRL does on padded rows.
+
+    Each token counts as often as it occurs in those rows: a token of a shared prompt once for every response.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config.get_text_config()
+    loss = load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, counts)
+    if isinstance(loss, Tensor):
+        return loss
+    return None
 
 
 @contextmanager
 def whole_head(model: Any) -> Iterator[dict[str, Any]]:
-    """The LM head as `token_stats` takes it: weight and bias, whole, and how the architecture scales its logits.
+    """Yield the LM head as keyword arguments of `token_stats`: weight, bias, softcap and scale.
 
-    The head's own forward never runs, so where FSDP2 has made it a unit of its own, its hooks do not either: it is
-    unsharded here, and FSDP reduces its gradient like any other, in its own precision. (The backward of
-    `DTensor.full_tensor` would not reduce it over the ranks.) A weight that is a DTensor still is one of tensor
-    parallelism, of which every rank computes the same gradient. ZeRO-3's pieces are gathered by `token_stats`.
+    The head's own forward never runs. If FSDP2 has made the head a unit of its own, its hooks do not run either, so it
+    is unsharded here, and FSDP reduces its gradient in its own precision. (The backward of `DTensor.full_tensor` would
+    not reduce it over the ranks.) A weight that is still a DTensor belongs to tensor parallelism, where every rank
+    computes the same gradient. `token_stats` gathers the pieces of ZeRO-3.
     """
     layer: Any = model.get_output_embeddings()
-    sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
-    if sharded:
+    is_sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
+    if is_sharded:
         layer.unshard()
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    text = model.config.get_text_config()
-    # Architectures use different names for the factor of their logits; one of them is a divisor in most.
-    factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    divisor = getattr(text, "logits_scaling", None)
-    if divisor is not None:
-        factors.append(float(divisor) if text.model_type == "hyperclovax" else 1 / float(divisor))
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     yield {
-        "weight": weight.full_tensor() if isinstance(weight, DTensor) else weight,
-        "bias": bias.full_tensor() if isinstance(bias, DTensor) else bias,
-        "softcap": getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None),
-        "scale": float(next((factor for factor in factors if factor is not None), 1.0)),
+        "weight": _gather_tensor(layer.weight),
+        "bias": _gather_tensor(getattr(layer, "bias", None)),
+        "softcap": softcap,
+        "scale": _find_logit_scale(config),
     }
-    if sharded and not torch.is_grad_enabled():  # else the backward pass needs it, and reshards it afterwards
+    if is_sharded and not torch.is_grad_enabled():  # otherwise the backward pass needs it, and reshards it afterwards
         layer.reshard()
+
+
+def _gather_tensor(tensor: Any) -> Any:
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
+
+
+def _find_logit_scale(config: Any) -> float:
+    """Return the factor of the logits."""
+    for name in SCALE_NAMES:
+        factor = getattr(config, name, None)
+        if factor is not None:
+            return float(factor)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    if config.model_type == "hyperclovax":
+        return float(scaling)
+    return 1.0 / float(scaling)  # a divisor in all other architectures
 
 
 # ---- attention with a mask of blocks ---------------------------------------------------------------------------------
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """FlexAttention where the mask is one of blocks, else SDPA: a model that generates keeps what it had."""
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    """Run FlexAttention for a block mask, and SDPA for any other: generation is unchanged."""
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if torch.is_autocast_enabled(query.device.type):  # before torch 2.13 it casts the inputs of SDPA alone
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):  # before torch 2.13, autocast casts only the inputs of SDPA
+        dtype = torch.get_autocast_dtype(device_type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     return flex_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register("catto", _attention)
+AttentionInterface.register("catto", _attend)
 AttentionMaskInterface.register("catto", sdpa_mask)
 
 
 def skips_blocks(model: Any, device: torch.device) -> bool:
-    """Whether masked blocks are not computed. On CUDA, SDPA is replaced here, for batches with such a mask alone."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config()
-    usable = device.type == "cuda" and is_triton_available() and base._supports_flex_attn
-    whole = len(set((getattr(base, "hf_device_map", None) or {}).values())) < 2  # the mask stays on one device
-    if base.config._attn_implementation == "sdpa" and usable and whole and not getattr(config, "attention_dropout", 0):
+    """Use FlexAttention for block masks if possible, and return whether masked blocks are skipped.
+
+    On CUDA, SDPA is replaced, but only for batches with such a mask.
+    """
+    base = _unwrap_peft(model)
+    if base.config._attn_implementation == "sdpa" and _can_use_flex_attention(base, device):
         base.set_attn_implementation("catto")
     return base.config._attn_implementation in SPARSE
 
 
-def sharing_obstacle(model: Any, args: Any = None) -> str | None:
-    """Why this model cannot compute a prompt once for several responses, or packed rows; None where it can.
+def _can_use_flex_attention(base: Any, device: torch.device) -> bool:
+    if device.type != "cuda" or not is_triton_available() or not base._supports_flex_attn:
+        return False
+    device_map = getattr(base, "hf_device_map", None) or {}
+    is_on_one_device = len(set(device_map.values())) < 2  # the mask stays on one device
+    has_dropout = bool(getattr(base.config.get_text_config(), "attention_dropout", 0))
+    return is_on_one_device and not has_dropout
 
-    args: the training's arguments, where there is a training.
+
+def sharing_obstacle(model: Any, args: Any = None) -> str | None:
+    """Return why this model can neither share prompts between responses nor pack rows; None if it can.
+
+    Args:
+        model: The model.
+        args: The arguments of the training, if there is one.
     """
     config = model.config.get_text_config()
     if model.config._attn_implementation not in DENSE + SPARSE:
         return f"attention implementation {model.config._attn_implementation!r} takes no block mask"
-    if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        return f"not all of its layers attend to the whole context ({', '.join(sorted(kinds))})"
+    layer_types = getattr(config, "layer_types", None) or ()
+    other_types = set(layer_types) - {"full_attention"}
+    if other_types:
+        return f"not all of its layers attend to the whole context ({', '.join(sorted(other_types))})"
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         return f"its layers attend to a sliding window of {window} tokens, not to the whole context"
     if counts_padding(model):
-        return "its layers go by the sequence as it is laid out, not by position ids"
-    adapters = getattr(model, "peft_config", {}).values()
-    if any(adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
-        return "its adapter goes by the tokens of a row, or puts virtual tokens in front of them"
-    return "NEFTune's noise goes by the length of a row" if getattr(args, "neftune_noise_alpha", None) else None
+        return "its layers depend on the layout of the sequence, not on position ids"
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None):
+            return "its adapter depends on the tokens of a row, or puts virtual tokens in front of them"
+    if getattr(args, "neftune_noise_alpha", None):
+        return "NEFTune's noise depends on the length of a row"
+    return None

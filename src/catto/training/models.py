@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def word_tokenizer(texts: Iterable[str]) -> Any:
-    """A tokenizer whose vocabulary is the words and signs of `texts`; decoding restores the text.
+    """Make a tokenizer whose vocabulary is the words and signs of `texts`; decoding restores the text.
 
     >>> tokenizer = word_tokenizer(["one in 5%"])
     >>> tokenizer.decode(tokenizer("one in 5%")["input_ids"])
@@ -29,20 +29,27 @@ def word_tokenizer(texts: Iterable[str]) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = sorted({piece for text in texts for piece in re.findall(PATTERN, text)})
-    vocabulary = dict.fromkeys([*SPECIAL, *TAGS, *ROLES, *words])
-    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    words: set[str] = set()
+    for text in texts:
+        words.update(re.findall(PATTERN, text))
+    distinct = dict.fromkeys([*SPECIAL, *TAGS, *ROLES, *sorted(words)])
+    vocabulary = {word: token_id for token_id, word in enumerate(distinct)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     inner.decoder = decoders.Fuse()
     inner.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, **special, additional_special_tokens=["<turn>"], chat_template=TEMPLATE
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<turn>"],
+        chat_template=TEMPLATE,
     )
 
 
 def scratch_model(tokenizer: Any, settings: ScratchModel, seed: int) -> Any:
-    """A randomly initialised Qwen3 for the tokenizer's vocabulary."""
+    """Make a randomly initialised Qwen3 for the tokenizer's vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +19,21 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 
 from catto.engines.decoding import evaluation_mode
 from catto.metrics import errors
-from catto.training import forward
 from catto.training.batches import lay_out_rows
 from catto.training.checkpoints import KEEP
 from catto.training.examples import Example, label_queries
+from catto.training.forward import install_head, run_head
 
-MAX_UNREAD_LOSSES = 100  # then they are read, whatever the interval of the logs
+MAX_UNREAD_LOSSES = 100  # more are read at once, whatever the interval of the logs
 
 
-def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16) -> NDArray[np.float64]:
+def compute_label_logprobs(
+    model: Any, examples: Sequence[Example], pad: int, batch_size: int = 16
+) -> NDArray[np.float64]:
     """Compute the log-probability of every label where each example's label is predicted.
 
     Args:
-        model: A causal language model; its forward gets the keywords of `forward.install_head`.
+        model: A causal language model; `install_head` adds keywords to its forward.
         examples: N examples.
         pad: Token id that fills up the rows of a batch.
         batch_size: Number of examples per forward.
@@ -39,22 +41,26 @@ def label_logprobs(model: Any, examples: Sequence[Example], pad: int, batch_size
     Returns:
         Log-probabilities (N, K) in the order of the examples; -inf where one has fewer labels.
     """
-    width = max(len(example.label.candidates) for example in examples)
-    logprobs = np.full((len(examples), width), -np.inf)
-    # Similar lengths together, so that little of a batch is padding; the result is in the examples' order.
-    order = sorted(range(len(examples)), key=lambda n: len(examples[n].row.prompt) + examples[n].label.at)
-    forward.install_head(model)
+    most_labels = max(len(example.label.candidates) for example in examples)
+    logprobs = np.full((len(examples), most_labels), -np.inf)
+
+    def count_tokens(index: int) -> int:
+        example = examples[index]
+        return len(example.row.prompt) + example.label.at
+
+    # Examples of similar length share a batch, so that little of it is padding.
+    order = sorted(range(len(examples)), key=count_tokens)
+    install_head(model)
     # FSDP2 gathers weights into tensors that it keeps, and training refuses those of inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
-            numbers = order[start : start + batch_size]
-            some = [examples[n] for n in numbers]
-            batch = lay_out_rows(
-                [example.before_label() for example in some], label_queries(some), 0, pad, shared=False
-            )
-            values = forward.run_head(model, batch.to(model.device), precision="fp32").labels
-            if values is not None:
-                logprobs[numbers, : values.shape[1]] = values.double().cpu().numpy()
+            indices = order[start : start + batch_size]
+            batch_examples = [examples[index] for index in indices]
+            rows = [example.before_label() for example in batch_examples]
+            batch = lay_out_rows(rows, label_queries(batch_examples), 0, pad, shared=False)
+            labels = run_head(model, batch.to(model.device), precision="fp32").labels
+            if labels is not None:
+                logprobs[indices, : labels.shape[1]] = labels.double().cpu().numpy()
     return logprobs
 
 
@@ -68,16 +74,25 @@ def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[st
     >>> label_metrics(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
     0.5
     """
-    right = np.asarray(gold)
+    gold_index = np.asarray(gold)
+    gold_logprob = logprobs[np.arange(len(gold_index)), gold_index]
     confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)
-    correct = logprobs.argmax(axis=1) == right
+    correct = logprobs.argmax(axis=1) == gold_index
     return {
         "val_accuracy": errors.accuracy(confidence, correct),
         "val_ece": errors.ece(confidence, correct),
         "val_brier": errors.brier(confidence, correct),
-        "val_nll": float(-logprobs[np.arange(len(right)), right].mean()),
+        "val_nll": float(-gold_logprob.mean()),
         "val_confidence": float(confidence.mean()),
     }
+
+
+class _UnreadLoss(NamedTuple):
+    """A loss that is still on the device, its step, and what names its rows."""
+
+    loss: Tensor
+    step: int
+    rows: Callable[[], str]
 
 
 class MonitoredTrainer(Trainer):  # type: ignore[misc]
@@ -88,9 +103,9 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
     """
 
     validation: Sequence[Example] = ()
-    _measured: Sequence[tuple[str, float]] = ()  # what the next log adds to its numbers
+    _metrics_to_log: Sequence[tuple[str, float]] = ()
     _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
-    _watched: tuple[tuple[Tensor, int, Callable[[], str]], ...] = ()  # losses not read yet, their steps and rows
+    _unread_losses: tuple[_UnreadLoss, ...] = ()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -98,7 +113,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         """Evaluate as the trainer does, where it has a dataset, and measure calibration: one event for both."""
         # Transformers calls this method for each of several datasets: of the trainer's own by name, to measure once.
         if self.validation and not isinstance(eval_dataset, str | dict):
-            self._measured = self._measure_labels(metric_key_prefix)
+            self._metrics_to_log = self._measure_labels(metric_key_prefix)
         if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
         results: dict[str, float] = {}
@@ -109,7 +124,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
     def _measure_labels(self, prefix: str) -> list[tuple[str, float]]:
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
-        logprobs = label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
+        logprobs = compute_label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
         gold = [example.label.gold for example in self.validation]
         metrics = label_metrics(logprobs, gold)
         return [(f"{prefix}_{name}", value) for name, value in metrics.items()]
@@ -118,10 +133,12 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         """Transformers' rule, which keeps the earliest in case of a tie; by our own metrics the latest is kept."""
         best: bool = super()._determine_best_metric(metrics, trial)
         name = str(self.args.metric_for_best_model).removeprefix("eval_")
-        if not best and name in KEEP and metrics[f"eval_{name}"] == self.state.best_metric:
+        if best or name not in KEEP:
+            return best
+        is_tie = bool(metrics[f"eval_{name}"] == self.state.best_metric)
+        if is_tie:
             self.state.best_global_step = self.state.global_step
-            return True
-        return best
+        return is_tie
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -140,40 +157,46 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         return loaded_step
 
     def mean_over_processes(self, number: float, device: Any) -> float | Tensor:
-        """Mean of a number over the processes, on the device; a process alone needs no device for it."""
+        """Return the mean of a number over the processes, as a tensor on the device if there are several."""
         if self.accelerator.num_processes == 1:
             return number
-        mean: Tensor = self.accelerator.gather(torch.full((1,), float(number), device=device)).mean()
+        local = torch.full((1,), float(number), device=device)
+        mean: Tensor = self.accelerator.gather(local).mean()
         return mean
 
     # ---- losses that are not a number
 
     def check_nan_later(self, loss: Tensor, rows: Callable[[], str]) -> None:
-        """Remember a loss, to stop at one that is not a number; `rows` names what it was computed on.
+        """Remember a loss, to stop training if it is not a number.
 
-        Reading it here would let the host wait for the device at every step. It is read where Transformers reads its
-        own sums, at the next log, and before a checkpoint is written.
+        Reading it now would make the host wait for the device at every step. It is read when Transformers reads its own
+        sums, at the next log, and before a checkpoint is written.
+
+        Args:
+            loss: The loss, a scalar.
+            rows: Names the rows that it was computed on, for the error.
         """
-        self._watched = (*self._watched, (loss.detach(), self.state.global_step, rows))
-        if not self.model.training or len(self._watched) >= MAX_UNREAD_LOSSES:
+        unread = _UnreadLoss(loss.detach(), self.state.global_step, rows)
+        self._unread_losses = (*self._unread_losses, unread)
+        if not self.model.training or len(self._unread_losses) >= MAX_UNREAD_LOSSES:
             self._stop_at_nan()
 
     def _stop_at_nan(self) -> None:
-        watched = self._watched
-        self._watched = ()
-        if not watched:
+        unread_losses = self._unread_losses
+        self._unread_losses = ()
+        if not unread_losses:
             return
-        values = torch.stack([loss for loss, _, _ in watched]).tolist()  # one wait for the device
-        for value, (_, step, rows) in zip(values, watched, strict=True):
+        values = torch.stack([unread.loss for unread in unread_losses]).tolist()  # one wait for the device
+        for value, unread in zip(values, unread_losses, strict=True):
             if not math.isfinite(value):
                 before = f"the checkpoints in {self.args.output_dir} are from before"
-                raise FloatingPointError(f"loss is {value} at step {step} on {rows()}; {before}")
+                raise FloatingPointError(f"loss is {value} at step {unread.step} on {unread.rows()}; {before}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stop if a loss since the last log was not a number, else log, with what an evaluation has measured."""
+        """Stop if a loss since the last log was not a number; log, with the metrics of the last evaluation."""
         self._stop_at_nan()
-        logs.update(self._measured)  # as TRL does: the trainer's evaluation hands the same object to the callbacks
-        self._measured = ()
+        logs.update(self._metrics_to_log)  # in place, as in TRL: the callbacks get the same object
+        self._metrics_to_log = ()
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -198,7 +221,7 @@ def allow_missing_dataset(args: Any, validation: Sequence[Example]) -> Iterator[
 
 
 class EvaluateAtEnd(TrainerCallback):  # type: ignore[misc]
-    """The last step is evaluated too, whatever the interval in steps: it may be the best."""
+    """Evaluates the last step too, whatever the interval in steps: it may be the best."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Ask for an evaluation at the last step."""

@@ -10,7 +10,7 @@ import torch
 from catto.records import PairLogprobs, PreferenceRow
 from catto.token_ids import count_common
 from catto.training.batches import Row, lay_out_rows
-from catto.training.examples import find_label, pair_tokens, preference_columns
+from catto.training.examples import count_pair_tokens, find_label, preference_columns
 from catto.training.forward import install_head, run_head, sharing_obstacle
 
 # Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
@@ -28,8 +28,9 @@ class TokenizedPair(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longer of its two sequences."""
-        return len(self.chosen.prompt) + max(len(self.chosen.completion), len(self.rejected.completion))
+        """Number of tokens of the longer of its two sequences."""
+        longer_response = max(len(self.chosen.completion), len(self.rejected.completion))
+        return len(self.chosen.prompt) + longer_response
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
@@ -37,7 +38,7 @@ def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: in
     pairs = []
     for row in rows:
         columns = preference_columns(tokenizer, row)
-        if max_length is not None and pair_tokens(columns) > max_length:
+        if max_length is not None and count_pair_tokens(columns) > max_length:
             continue
         responses = {}
         labels = {}
@@ -67,11 +68,11 @@ def pair_logprobs(
     """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
 
     Args:
-        model: a causal language model; its forward gets the keyword of `forward.install_head`.
+        model: A causal language model; `install_head` adds keywords to its forward.
         pairs: N tokenized pairs.
-        pad: token id that fills up the rows of a batch.
-        batch_size: most responses in a batch, which is smaller where they are long; a pair is never divided.
-        progress: called with the number of pairs that are done, and of all.
+        pad: Token id that fills up the rows of a batch.
+        batch_size: Maximum number of responses in a batch; long ones make it smaller. A pair is never split.
+        progress: Called with the number of finished pairs and the number of all pairs.
 
     Returns:
         N records, in the order of the pairs. Tokens are scored in float32 or better and summed in float64.
@@ -80,22 +81,25 @@ def pair_logprobs(
     model.eval()
     shared = sharing_obstacle(model) is None
     scored: dict[int, PairLogprobs] = {}
-    for numbers in _batches(pairs, batch_size):
+    for numbers in _plan_batches(pairs, batch_size):
         rows: list[Row] = []
         for number in numbers:
             rows += [pairs[number].chosen, pairs[number].rejected]
-        logprobs = _token_logprobs(model, rows, pad, shared=shared)
-        for place, number in enumerate(numbers):
-            scored[number] = _sum_pair(pairs[number], logprobs[2 * place], logprobs[2 * place + 1])
+        logprobs = _score_tokens(model, rows, pad, shared=shared)
+        for index, number in enumerate(numbers):
+            chosen = logprobs[2 * index]
+            rejected = logprobs[2 * index + 1]
+            scored[number] = _sum_pair(pairs[number], chosen, rejected)
         if progress is not None:
             progress(len(scored), len(pairs))
     return [scored[number] for number in range(len(pairs))]
 
 
-def _batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
+def _plan_batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
     """Yield the numbers of the pairs of each batch.
 
-    Pairs of one batch are about as long, so that little is padding; the longest come first, where memory could fail.
+    Pairs of similar length share a batch, so that little is padding. The longest come first, where memory may not
+    suffice.
     """
     order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
     first = 0
@@ -108,8 +112,8 @@ def _batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[i
 
 
 @torch.no_grad()
-def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
-    """Return the log-probability of every token of each completion. shared: compute each prompt once."""
+def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
+    """Return the log-probability of every token of each completion. `shared` computes each prompt once."""
     batch = lay_out_rows(rows, [], len(rows), pad, shared=shared).to(model.device)
     target = run_head(model, batch).stats.target.tolist()
     logprobs = []
@@ -121,16 +125,21 @@ def _token_logprobs(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) 
 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
-    """Sum what the responses do not have in common; see `PairLogprobs`."""
+    """Sum the tokens after the common beginning of both responses; see `PairLogprobs`."""
     same = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
     chosen_end = pair.chosen_label_at
     rejected_end = pair.rejected_label_at
     same_reasoning = min(same, chosen_end, rejected_end)
-    reasons_differ = same_reasoning < max(chosen_end, rejected_end)
+    chosen_reasoning = None
+    rejected_reasoning = None
+    reasonings_differ = same_reasoning < max(chosen_end, rejected_end)
+    if reasonings_differ:
+        chosen_reasoning = sum(chosen[same_reasoning:chosen_end])
+        rejected_reasoning = sum(rejected[same_reasoning:rejected_end])
     return PairLogprobs(
         question=pair.question,
         chosen=sum(chosen[same:]),
         rejected=sum(rejected[same:]),
-        chosen_reasoning=sum(chosen[same_reasoning:chosen_end]) if reasons_differ else None,
-        rejected_reasoning=sum(rejected[same_reasoning:rejected_end]) if reasons_differ else None,
+        chosen_reasoning=chosen_reasoning,
+        rejected_reasoning=rejected_reasoning,
     )

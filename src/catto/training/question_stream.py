@@ -1,7 +1,7 @@
 """The stream of `outcome` for pairs without labels: the start model's own responses to questions with known answers.
 
-One response per question is trained on, up to its label; with votes, further samples say which labels the start model
-gives. Everything is sampled once, before training, and stored: a later run with the same model, questions and settings
+One response per question is trained on, up to its label; with votes, further samples show which labels the start model
+gives. Everything is sampled once, before training, and stored. A later run with the same model, questions and settings
 reads the file.
 """
 
@@ -21,7 +21,7 @@ from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_records
 from catto.predict import generate, read
-from catto.prompts import messages, prompt_ids
+from catto.prompts import prompt_ids, render_messages
 from catto.records import Question, content_hash
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
@@ -44,24 +44,34 @@ class SamplingSettings(TypedDict):
 
 def load_calibration_questions(source: Sequence[Question] | str) -> list[Question]:
     """Return the questions of a file of records, one JSON object per line, or those that are given."""
-    questions = list(read_records(Path(source), Question)) if isinstance(source, str) else list(source)
+    if isinstance(source, str):
+        questions = list(read_records(Path(source), Question))
+    else:
+        questions = list(source)
     if not questions:
         raise ValueError(f"calibration_questions: there is no question in {source!r}")
     return questions
 
 
 def sampling_settings(config: CATTOConfig) -> SamplingSettings:
-    """Return how the start model is sampled: k times where samples vote, else once."""
-    k = 1 if config.outcome_target == "gold" else config.outcome_samples
-    limit = MAX_TOKENS if config.max_length is None else min(MAX_TOKENS, config.max_length)
-    return {"k": k, "temperature": 1.0, "seed": config.seed, "max_tokens": limit, "reasoning": True}
+    """Return how the start model is sampled: several times if samples vote, otherwise once."""
+    max_tokens = MAX_TOKENS
+    if config.max_length is not None:
+        max_tokens = min(MAX_TOKENS, config.max_length)
+    return {
+        "k": 1 if config.outcome_target == "gold" else config.outcome_samples,
+        "temperature": 1.0,
+        "seed": config.seed,
+        "max_tokens": max_tokens,
+        "reasoning": True,
+    }
 
 
 def cache_key(questions: Sequence[Question], tokenizer: Any, settings: SamplingSettings, model_hash: str) -> str:
-    """Return a name for the responses, by all that they depend on."""
-    asked = [question.model_dump(mode="json") for question in questions]
-    words = [tokenizer.chat_template, tokenizer.get_vocab()]
-    return content_hash([asked, content_hash(words), dict(settings), model_hash])
+    """Return a name for the responses: a hash of everything that they depend on."""
+    question_values = [question.model_dump(mode="json") for question in questions]
+    tokenizer_hash = content_hash([tokenizer.chat_template, tokenizer.get_vocab()])
+    return content_hash([question_values, tokenizer_hash, dict(settings), model_hash])
 
 
 def sample_stream(
@@ -82,7 +92,7 @@ def sample_stream(
         questions: Questions with options and a gold label.
         settings: How they are asked.
         folder: Where the responses are stored, or read from if they are there.
-        max_length: Maximum number of tokens of prompt and response; longer reasoning loses its end.
+        max_length: Maximum number of tokens of prompt and response; longer reasoning is truncated.
         batch_size: Responses that are generated at once.
 
     Returns:
@@ -94,17 +104,19 @@ def sample_stream(
     if settings["k"] > 1:
         for prediction in read(engine, questions, generations, **settings):
             if prediction.label is not None:
-                votes.setdefault(prediction.question, Counter())[prediction.label] += 1
-    first = {generation.question: generation for generation in generations if generation.sample == 0}
-    made = []
+                question_votes = votes.setdefault(prediction.question, Counter())
+                question_votes[prediction.label] += 1
+    first_generations = {generation.question: generation for generation in generations if generation.sample == 0}
+    examples = []
     for question in questions:
-        example = make_example(engine, question, first[question.id], votes.get(question.id), max_length)
+        generation = first_generations[question.id]
+        example = make_example(engine, question, generation, votes.get(question.id), max_length)
         if example is not None:
-            made.append(example)
-    if len(made) < len(questions):
-        left_out = len(questions) - len(made)
+            examples.append(example)
+    if len(examples) < len(questions):
+        left_out = len(questions) - len(examples)
         logger.warning("left out %d of %d calibration questions: no room for an answer", left_out, len(questions))
-    return made
+    return examples
 
 
 def make_example(
@@ -114,8 +126,19 @@ def make_example(
     votes: Counter[str] | None,
     max_length: int | None,
 ) -> Example | None:
-    """Return a response up to its label; one without an answer is closed. None where there is no room for an answer."""
-    prompt = list(prompt_ids(engine.tokenizer, messages(question, reasoning=True)))
+    """Make an example of a response up to its label.
+
+    Args:
+        engine: The engine that sampled the response.
+        question: The question.
+        generation: The response. If it gives no answer, the answer tag is added.
+        votes: How often each label was given; None without votes.
+        max_length: Maximum number of tokens of prompt and response.
+
+    Returns:
+        The example; None if there is no room for an answer.
+    """
+    prompt = list(prompt_ids(engine.tokenizer, render_messages(question, reasoning=True)))
     limits = [limit for limit in (engine.positions, max_length) if limit is not None]
     room = min(limits, default=math.inf) - len(prompt) - 1  # the label's own token
     place = find_place(engine, question, generation, room)
@@ -134,7 +157,7 @@ def make_example(
 def find_place(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
 ) -> LabelPosition | None:
-    """Find where a response answers, or close it within `room` tokens. Training needs one token per label there."""
+    """Find where a response answers, or close it within `room` tokens; training needs one token per label."""
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]

@@ -1,6 +1,6 @@
-"""What training computes on this device, against plain references: `catto doctor --selftest`.
+"""Compare what training computes on this device with plain references: `catto doctor --selftest`.
 
-A reference uses none of our head, layouts or trainer: on the CPU, in fp32, one unpadded sequence at a time goes
+A reference uses none of our head, layouts or trainer. On the CPU, in fp32, one unpadded sequence at a time goes
 through the model's own forward and the full log-softmax, and the losses are written out.
 """
 
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -25,167 +25,283 @@ from catto.training.batches import KEY, Row
 from catto.training.config import CATTOConfig
 from catto.training.examples import Example, Label
 from catto.training.models import scratch_model, word_tokenizer
-from catto.training.monitor import label_logprobs
+from catto.training.monitor import compute_label_logprobs
 from catto.training.trainer import CATTOTrainer
 
-# A check passes below this relative distance, |ours - reference| / |reference|. In bf16 the head's values lose nothing
-# against the rounded inputs; the bounds of a step are three times what bf16 gave on a CPU.
-BOUNDS = {"fp32": dict.fromkeys(("head", "labels", "step"), (1e-4, 1e-4))}
-BOUNDS["bf16"] = {"head": (1e-4, 1e-2), "labels": (1e-2, 1e-2), "step": (0.1, 0.1)}
-LABELS = [8, 9, 10, 11]
 Pair = Mapping[str, Sequence[int]]
-Compared = tuple[Callable[[], Sequence[Tensor]], Sequence[Tensor]]  # what computes ours, and the reference
-# Pairs, tokens of a prompt and of a response, words, width and layers: a few seconds of work.
-CPU, ACCELERATOR = (2, 80, 32, 2000, 128, 2), (4, 160, 64, 32000, 512, 4)
+# Computes our values, and our gradient if there is one.
+Computation = Callable[[], Sequence[Tensor]]
 
 
-def selftest(bf16: bool | None = None) -> dict[str, Any]:
-    """Check the head, label log-probabilities, a step and one with shared prompts; time the steps beside TRL's.
+class CheckBounds(NamedTuple):
+    """Maximum relative distance, |ours - reference| / |reference|, of the values and of the gradient."""
 
-    bf16: what is computed in; None is the default of training on this device. Returns `ok`, the `checks` (name, error,
-    bound, ok, problem), `milliseconds` of every kind of step, and the device, precision and attention.
+    values: float
+    gradient: float
+
+
+# In bf16 the head loses nothing against the rounded inputs. The bounds of a bf16 step are three times the distances
+# measured on a CPU.
+BOUNDS = {
+    "fp32": {
+        "head": CheckBounds(values=1e-4, gradient=1e-4),
+        "labels": CheckBounds(values=1e-4, gradient=1e-4),
+        "step": CheckBounds(values=1e-4, gradient=1e-4),
+    },
+    "bf16": {
+        "head": CheckBounds(values=1e-4, gradient=1e-2),
+        "labels": CheckBounds(values=1e-2, gradient=1e-2),
+        "step": CheckBounds(values=0.1, gradient=0.1),
+    },
+}
+LABEL_TOKENS = [8, 9, 10, 11]
+FIRST_WORD = 8  # the tokens before it are special
+TIMED_ROUNDS = 3
+# Kind of step -> whether prompts are shared; None is TRL's own step.
+STEP_KINDS = {"trl": None, "catto": False, "shared": True}
+
+
+class ModelSize(NamedTuple):
+    """The size of the model and of the batch: a few seconds of work."""
+
+    pairs: int
+    prompt_tokens: int
+    response_tokens: int
+    words: int
+    width: int
+    layers: int
+
+
+CPU_SIZE = ModelSize(pairs=2, prompt_tokens=80, response_tokens=32, words=2000, width=128, layers=2)
+ACCELERATOR_SIZE = ModelSize(pairs=4, prompt_tokens=160, response_tokens=64, words=32000, width=512, layers=4)
+
+
+def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
+    """Check the head, the label log-probabilities and two kinds of steps, and time the steps next to TRL's.
+
+    Args:
+        bf16: Whether to compute in bf16; None is the default of training on this device.
+
+    Returns:
+        `ok`; `checks`, each with name, error, bound, ok and problem; `milliseconds` of every kind of step; `device`,
+        `precision` and `attention`.
     """
-    cpu = not torch.accelerator.is_available()
-    number, prompt, response, words, width, layers = CPU if cpu else ACCELERATOR
-    tokenizer = word_tokenizer(f"w{word}" for word in range(words))
-    shape = ScratchModel(layers=layers, width=width, heads=width // 64, intermediate=2 * width)
-    policy, reference = (scratch_model(tokenizer, shape, seed) for seed in (0, 1))
-    for parameter in (*policy.parameters(), *reference.parameters()):
-        parameter.data.mul_(90 / width**0.5 if parameter.dim() > 1 else 1)  # distributions far from uniform
-    draw = torch.Generator().manual_seed(0)
-    lengths = {"prompt_ids": prompt, "chosen_ids": response, "rejected_ids": response}
-    pairs = [
-        {name: torch.randint(8, words, (n,), generator=draw).tolist() for name, n in lengths.items()}
-        for _ in range(number)
-    ]
+    use_cpu = not torch.accelerator.is_available()
+    size = CPU_SIZE if use_cpu else ACCELERATOR_SIZE
+    tokenizer = word_tokenizer(f"w{word}" for word in range(size.words))
+    policy = _make_model(tokenizer, size, seed=0)
+    reference = _make_model(tokenizer, size, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    pairs = _draw_pairs(size, generator)
     with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"per_device_train_batch_size": number, "max_length": None, "report_to": "none"}
-        options |= {"gradient_checkpointing": False, "bf16": bf16, "use_cpu": cpu}
-        config = CATTOConfig(folder, **options)
-        models = copy.deepcopy(policy), copy.deepcopy(reference)
-        trainer = CATTOTrainer(*models, config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+        config = CATTOConfig(
+            folder,
+            per_device_train_batch_size=size.pairs,
+            max_length=None,
+            report_to="none",
+            gradient_checkpointing=False,
+            bf16=bf16,
+            use_cpu=use_cpu,
+        )
+        trainer = CATTOTrainer(
+            copy.deepcopy(policy),
+            copy.deepcopy(reference),
+            config,
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer,
+        )
         trainer.accelerator.prepare_model(trainer.model)  # its forward enters autocast, as in training
-        plain = _graded(_plain_loss(policy, reference, pairs), policy.parameters())
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
-            *_checks("head", *_head(number * response, words, width, config, draw), bounds["head"]),
-            *_checks("labels", *_labels(trainer, policy, pairs), bounds["labels"]),
-            *_checks("step", lambda: _step(trainer, False)[0], plain, bounds["step"]),
-            *_checks("shared prompts", lambda: _step(trainer, True)[0], plain, bounds["step"]),
+            *_check_head(size, config, generator, bounds["head"]),
+            *_check_labels(trainer, policy, pairs, bounds["labels"]),
         ]
-        ok = all(check["ok"] for check in checks)
-        arms = {"trl": None, "catto": False, "shared": True}
-        rounds = [{name: _step(trainer, shared)[1] for name, shared in arms.items()} for _ in range(3 if ok else 0)]
+        expected_step = _with_gradient(_reference_loss(policy, reference, pairs), policy.parameters())
+        checks += _compare("step", lambda: _run_step(trainer, False)[0], expected_step, bounds["step"])
+        checks += _compare("shared prompts", lambda: _run_step(trainer, True)[0], expected_step, bounds["step"])
+        passed = all(check["ok"] for check in checks)
+        milliseconds = _time_steps(trainer) if passed else {}
+    device = config.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name()
     return {
-        "ok": ok,
-        "device": torch.cuda.get_device_name() if config.device.type == "cuda" else config.device.type,
+        "ok": passed,
+        "device": device,
         "precision": precision,
         "attention": trainer.model.config._attn_implementation,
         "checks": checks,
-        "milliseconds": {name: round(1e3 * statistics.median(r[name] for r in rounds), 1) for name in arms if rounds},
+        "milliseconds": milliseconds,
     }
 
 
-def _checks(
-    name: str, ours: Callable[[], Sequence[Tensor]], plain: Sequence[Tensor], bounds: Sequence[float]
+def _make_model(tokenizer: Any, size: ModelSize, seed: int) -> Any:
+    """Make a random model whose weights are scaled up, so that its distributions are far from uniform."""
+    shape = ScratchModel(layers=size.layers, width=size.width, heads=size.width // 64, intermediate=2 * size.width)
+    model = scratch_model(tokenizer, shape, seed)
+    scale = 90 / size.width**0.5
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(scale)
+    return model
+
+
+def _draw_pairs(size: ModelSize, generator: torch.Generator) -> list[dict[str, list[int]]]:
+    pairs = []
+    for _ in range(size.pairs):
+        pair = {}
+        for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            length = size.prompt_tokens if column == "prompt_ids" else size.response_tokens
+            pair[column] = torch.randint(FIRST_WORD, size.words, (length,), generator=generator).tolist()
+        pairs.append(pair)
+    return pairs
+
+
+def _compare(
+    name: str, compute_ours: Computation, expected: Sequence[Tensor], bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """The distance of our values and gradient from the plain ones; what raises is a check that failed."""
-    result = {"name": name, "error": None, "bound": bounds[0], "ok": False, "problem": None}
+    """Yield the distance of our values and gradient from the expected ones; an exception is a failed check."""
+    failed = {"name": name, "error": None, "bound": bounds.values, "ok": False, "problem": None}
     try:
-        pieces = list(zip(("values", "gradient"), bounds, ours(), plain, strict=False))
+        ours = compute_ours()
     except Exception as error:  # of any kind: the report names it
-        yield result | {"problem": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+        first_line = str(error).strip().partition("\n")[0]
+        yield {**failed, "problem": f"{type(error).__name__}: {first_line}"}
         return
-    for kind, bound, found, expected in pieces:
-        distance = float((found - expected).norm() / expected.norm())
-        known = {"error": distance} if math.isfinite(distance) else {"problem": "not finite"}
-        yield result | {"name": f"{name} {kind}", "bound": bound, "ok": distance < bound, **known}
+    for part, actual_part, expected_part in zip(CheckBounds._fields, ours, expected, strict=False):
+        bound = getattr(bounds, part)
+        distance = float((actual_part - expected_part).norm() / expected_part.norm())
+        check = {**failed, "name": f"{name} {part}", "bound": bound, "ok": distance < bound}
+        if math.isfinite(distance):
+            check["error"] = distance
+        else:
+            check["problem"] = "not finite"
+        yield check
 
 
-def _graded(values: Tensor, parameters: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Values and the gradient of their mean."""
-    return _vectors([values], torch.autograd.grad(values.mean(), tuple(parameters)))
+def _with_gradient(values: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the values, and the gradient of their mean, as two vectors."""
+    gradients = torch.autograd.grad(values.mean(), tuple(parameters))
+    return [_flatten([values]), _flatten(gradients)]
 
 
-def _vectors(*groups: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each group of tensors as one vector of float64 on the CPU."""
-    return [torch.cat([tensor.detach().flatten().double().cpu() for tensor in group]) for group in groups]
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors to one vector of float64 on the CPU."""
+    return torch.cat([tensor.detach().flatten().double().cpu() for tensor in tensors])
 
 
 # ---- ours, on the device ---------------------------------------------------------------------------------------------
 
 
-def _step(trainer: Any, shared: bool | None) -> tuple[Sequence[Tensor], float]:
-    """Loss and gradient of a step, and the seconds that they took. None is TRL's own step, without a term."""
-    trainer.args.prefix_sharing, trainer._arrangement = bool(shared), None
+def _run_step(trainer: Any, shares_prompts: bool | None) -> tuple[list[Tensor], float]:
+    """Return the loss and the gradient of a step, and its seconds. None runs TRL's own step, without a term."""
+    trainer.args.prefix_sharing = bool(shares_prompts)
+    trainer._arrangement = None
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
     start = time.perf_counter()
-    if shared is None:
-        theirs = {name: value for name, value in batch.items() if name != KEY}
-        loss = trainer.compute_trl_loss(trainer.model, theirs, False)
+    if shares_prompts is None:
+        trl_batch = {name: value for name, value in batch.items() if name != KEY}
+        loss = trainer.compute_trl_loss(trainer.model, trl_batch, False)
     else:
         loss = trainer.compute_pair_loss(trainer.model, batch, False)
     gradients = torch.autograd.grad(loss, tuple(trainer.model.parameters()))
     loss.item()  # waits for the device
     seconds = time.perf_counter() - start
-    return _vectors([loss], gradients), seconds
+    return [_flatten([loss]), _flatten(gradients)], seconds
 
 
-def _labels(trainer: Any, policy: Any, pairs: Sequence[Pair]) -> Compared:
-    """Log-probabilities of the labels in the middle of the chosen responses."""
-    label = Label(len(pairs[0]["chosen_ids"]) // 2, LABELS, 0)
-    examples = [Example("", Row(list(pair["prompt_ids"]), list(pair["chosen_ids"])), label) for pair in pairs]
-    with torch.no_grad():
-        plain = [_log_softmax(policy, pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
-    expected = _vectors([row[len(row) // 2, LABELS] for row in plain])
-    return lambda: _vectors([torch.from_numpy(label_logprobs(trainer.model, examples, 0))]), expected
+def _time_steps(trainer: Any) -> dict[str, float]:
+    """Return the median milliseconds of every kind of step; the kinds take turns."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
+    for _ in range(TIMED_ROUNDS):
+        for kind, shares_prompts in STEP_KINDS.items():
+            _, step_seconds = _run_step(trainer, shares_prompts)
+            seconds[kind].append(step_seconds)
+    return {kind: round(1e3 * statistics.median(times), 1) for kind, times in seconds.items()}
 
 
-def _head(tokens: int, words: int, width: int, config: CATTOConfig, draw: torch.Generator) -> Compared:
-    """The two numbers of the head on random hidden states, in the precision of training."""
+def _check_labels(trainer: Any, policy: Any, pairs: Sequence[Pair], bounds: CheckBounds) -> Iterator[dict[str, Any]]:
+    """Check the log-probabilities of the labels in the middle of the chosen responses."""
+    middle = len(pairs[0]["chosen_ids"]) // 2
+    label = Label(middle, LABEL_TOKENS, 0)
+    examples = []
+    expected = []
+    for pair in pairs:
+        row = Row(list(pair["prompt_ids"]), list(pair["chosen_ids"]))
+        examples.append(Example("", row, label))
+        with torch.no_grad():
+            logprobs = _token_logprobs(policy, pair["prompt_ids"], pair["chosen_ids"])
+        expected.append(logprobs[middle, LABEL_TOKENS])
+
+    def compute_ours() -> Sequence[Tensor]:
+        logprobs = compute_label_logprobs(trainer.model, examples, 0)
+        return [_flatten([torch.from_numpy(logprobs)])]
+
+    return _compare("labels", compute_ours, [_flatten(expected)], bounds)
+
+
+def _check_head(
+    size: ModelSize, config: CATTOConfig, generator: torch.Generator, bounds: CheckBounds
+) -> Iterator[dict[str, Any]]:
+    """Check the two numbers of the head on random hidden states, in the precision of training."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    inputs = [torch.randn(n, width, generator=draw).mul(size).to(dtype) for n, size in ((tokens, 1.0), (words, 0.3))]
-    targets = torch.randint(words, (tokens,), generator=draw)
+    tokens = size.pairs * size.response_tokens
+    hidden = torch.randn(tokens, size.width, generator=generator).to(dtype)
+    weight = torch.randn(size.words, size.width, generator=generator).mul(0.3).to(dtype)
+    targets = torch.randint(size.words, (tokens,), generator=generator)
 
-    def ours() -> Sequence[Tensor]:
-        hidden, weight = (tensor.to(config.device).requires_grad_() for tensor in inputs)
-        stats = token_stats(hidden, weight, targets.to(config.device), extras=())
-        return _graded(torch.stack([stats.target, stats.rival]), (hidden, weight))
+    def compute_ours() -> Sequence[Tensor]:
+        our_hidden = hidden.to(config.device).requires_grad_()
+        our_weight = weight.to(config.device).requires_grad_()
+        stats = token_stats(our_hidden, our_weight, targets.to(config.device), extras=())
+        return _with_gradient(torch.stack([stats.target, stats.rival]), (our_hidden, our_weight))
 
-    hidden, weight = (tensor.double().requires_grad_() for tensor in inputs)
-    return ours, _graded(torch.stack(_two((hidden @ weight.T).log_softmax(-1), targets)), (hidden, weight))
+    exact_hidden = hidden.double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
+    logprobs = (exact_hidden @ exact_weight.T).log_softmax(-1)
+    target, rival = _target_and_rival(logprobs, targets)
+    expected = _with_gradient(torch.stack([target, rival]), (exact_hidden, exact_weight))
+    return _compare("head", compute_ours, expected, bounds)
 
 
 # ---- the references --------------------------------------------------------------------------------------------------
 
 
-def _two(log_p: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and of their rivals. log_p: (T, V), targets: (T,)."""
+def _target_and_rival(logprobs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the targets and of their rivals, both (T,). logprobs: (T, V), targets: (T,)."""
     column = targets.unsqueeze(-1)
-    return log_p.gather(-1, column).squeeze(-1), log_p.scatter(-1, column, -torch.inf).amax(-1)
+    target = logprobs.gather(-1, column).squeeze(-1)
+    rival = logprobs.scatter(-1, column, -torch.inf).amax(-1)
+    return target, rival
 
 
-def _log_softmax(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """Of the distributions that predict the completion: (T, V)."""
-    logits: Tensor = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)
+def _token_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+    """Return the log-probabilities at the positions that predict the completion: (T, V)."""
+    input_ids = torch.tensor([[*prompt, *completion]])
+    logits: Tensor = model(input_ids=input_ids).logits
+    return logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def _plain_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:
+def _reference_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:
     """Mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term, in which l(c, 1 - s) = 1 - l(c, s)."""
     losses = []
     for pair in pairs:
-        gains, terms = [], []
+        log_ratios = []
+        terms = []
         for side in ("chosen_ids", "rejected_ids"):
             tokens = torch.tensor(pair[side])
-            log_t, log_r = _two(_log_softmax(policy, pair["prompt_ids"], pair[side]), tokens)
+            log_t, log_r = _target_and_rival(_token_logprobs(policy, pair["prompt_ids"], pair[side]), tokens)
             with torch.no_grad():
-                known, _ = _two(_log_softmax(reference, pair["prompt_ids"], pair[side]), tokens)
-            p_t, p_r = log_t.exp(), log_r.exp()
-            c, s = torch.maximum(p_t, p_r), (p_t - p_r).sigmoid()
-            gains.append((log_t - known).sum())
+                reference_logprobs = _token_logprobs(reference, pair["prompt_ids"], pair[side])
+                reference_log_t, _ = _target_and_rival(reference_logprobs, tokens)
+            p_t = log_t.exp()
+            p_r = log_r.exp()
+            c = torch.maximum(p_t, p_r)
+            s = (p_t - p_r).sigmoid()
+            log_ratios.append((log_t - reference_log_t).sum())
             terms.append((s * (1 - c) + (1 - s) * c).mean())
-        losses.append(-logsigmoid(0.1 * (gains[0] - gains[1])) + 0.1 * (terms[0] + 1 - terms[1]))
+        preference_loss = -logsigmoid(0.1 * (log_ratios[0] - log_ratios[1]))
+        term = terms[0] + 1 - terms[1]
+        losses.append(preference_loss + 0.1 * term)
     return torch.stack(losses).mean()

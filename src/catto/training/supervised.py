@@ -1,12 +1,13 @@
 """Supervised training on correct traces: SFT with or without label smoothing, CFT and RCFT.
 
 The loss is the token mean over the whole global batch, whatever the accumulation: Transformers counts the tokens of
-all micro-batches of a step beforehand. RCFT's term is a mean over samples beside it.
+all micro-batches of a step beforehand. RCFT's term is a mean over samples.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
 def collate_examples(examples: list[Example], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
-    """Examples -> the batch of one forward; the labels are there for Transformers to count the tokens of a step."""
+    """Make the batch of one forward; Transformers counts the tokens of a step by its labels."""
     queries = []
     if reads_labels:
         queries = label_queries(examples)
@@ -109,7 +110,7 @@ class SupervisedTrainer(MonitoredTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Token mean over the step's tokens, plus RCFT's mean over the step's samples."""
+        """Compute the mean over the step's tokens, plus RCFT's mean over the step's samples."""
         batch: Batch = inputs["batch"].to(self.args.device)
         extras: tuple[str, ...] = ()
         if self.epsilon:
@@ -123,7 +124,8 @@ class SupervisedTrainer(MonitoredTrainer):
         loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
             samples = len(batch.query_source) if self._step_samples is None else self._step_samples
-            loss = loss + self.rcft_weight * rcft_loss(output.labels, self.bins.tensor(loss)).sum() / samples
+            bin_accuracy = self.bins.to_tensor(loss)
+            loss = loss + self.rcft_weight * rcft_loss(output.labels, bin_accuracy).sum() / samples
         if output.aux_loss is not None:  # load balancing of a mixture of experts, as the model's own loss has it
             weight = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
@@ -155,7 +157,8 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the estimate of the checkpoint that training resumes from."""
-        stored = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        own_state = state.stateful_callbacks.get(type(self).__name__, {})
+        stored = own_state.get("attributes", {})
         if state.global_step and stored.get("accuracy") is not None:
             self.accuracy = stored["accuracy"]
             self.epoch = stored["epoch"]
@@ -165,29 +168,40 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         epoch = int(state.epoch or 0)
         if epoch == self.epoch:
             return
-        confidence, correct = self.answers(model)
-        known = [(c, right) for c, right in zip(confidence, correct, strict=True) if c is not None]
-        if len(known) < len(confidence):
-            logger.warning(
-                "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
-                len(confidence) - len(known),
-                len(confidence),
-            )
-        if not known:
-            raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
-        confidences, rights = map(np.asarray, zip(*known, strict=True))
-        bins = reliability(confidences, rights, RCFT_BINS)
-        self.accuracy = [float(a) if n else None for a, n in zip(bins.accuracy, bins.count, strict=True)]
+        self.accuracy = self._estimate_accuracy(model)
         self.epoch = epoch
         logger.info("RCFT epoch %d: accuracy of the bins %s", epoch, self.accuracy)
 
-    def tensor(self, like: Tensor) -> Tensor:
-        """Accuracy of every bin, nan where it is empty: (M,)."""
+    def _estimate_accuracy(self, model: Any) -> list[float | None]:
+        all_confidences, all_correct = self.answers(model)
+        confidence = []
+        correct = []
+        for answer_confidence, is_correct in zip(all_confidences, all_correct, strict=True):
+            if answer_confidence is not None:
+                confidence.append(answer_confidence)
+                correct.append(is_correct)
+        left_out = len(all_confidences) - len(confidence)
+        if left_out:
+            logger.warning(
+                "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
+                left_out,
+                len(all_confidences),
+            )
+        if not confidence:
+            raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
+        bins = reliability(np.asarray(confidence), np.asarray(correct), RCFT_BINS)
+        accuracy: list[float | None] = []
+        for bin_accuracy, count in zip(bins.accuracy, bins.count, strict=True):
+            accuracy.append(float(bin_accuracy) if count else None)
+        return accuracy
+
+    def to_tensor(self, like: Tensor) -> Tensor:
+        """Return the accuracy of every bin, nan in an empty one, with the dtype and device of `like`. (M,)."""
         if self.accuracy is None:
             raise ValueError("RCFT's bins have not been estimated")
-        values = [float("nan") if a is None else a for a in self.accuracy]
+        values = [math.nan if accuracy is None else accuracy for accuracy in self.accuracy]
         return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
     def state(self) -> dict[str, Any]:
-        """What goes into the checkpoint."""
+        """Return what the checkpoint stores."""
         return {"args": {}, "attributes": {"accuracy": self.accuracy, "epoch": self.epoch}}

@@ -463,7 +463,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             return dataset
         if not needs_label and args.truncation_mode != "keep_start":
             return dataset
-        return LengthFilter(limit, needs_label, name).select(dataset)
+        return LengthFilter(limit, needs_label, name).select_fitting(dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Take the micro-batches of a step and, where there is a term, count their pairs over all processes."""
@@ -479,8 +479,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """Add to the cache key of the reference what our head computes differently from TRL's."""
         if not self._uses_own_head:
             return model_hash
-        arrangement = self.arrangement().values()
-        key = (model_hash, "catto", self.accelerator.mixed_precision, self.args.head_precision, *arrangement)
+        precisions = (self.accelerator.mixed_precision, self.args.head_precision)
+        key = (model_hash, "catto", *precisions, *self.arrangement().values())
         if self._reads_reasoning:
             key = (*key, "reasoning")
         return key
@@ -503,7 +503,9 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """Remember the mask, to see later, without waiting for the device, whether it has been changed."""
         self._collated_mask = None
         mask = inputs.get("completion_mask")
-        if type(self.data_collator) is PairCollator and mask is not None and not mask.is_inference():
+        if type(self.data_collator) is not PairCollator or mask is None:
+            return
+        if not mask.is_inference():
             self._collated_mask = (mask, mask._version)
 
     def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
@@ -544,7 +546,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
     def compute_pair_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Compute TRL's loss plus the calibration term; without our head, TRL's loss alone."""
-        name_rows = partial(self._name_rows, inputs.get(KEY, {}).get("row"), self.model.training)
+        row_numbers = inputs.get(KEY, {}).get("row")
+        name_rows = partial(self._name_rows, row_numbers, self.model.training)
         if not self._uses_own_head:
             result = self.compute_trl_loss(model, self._make_trl_inputs(inputs), return_outputs)
             loss = result
@@ -575,7 +578,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         has_term = bool(streamed) or not self._stream  # the stream is for training: evaluation has none
         if self.args.weight and has_term:
             share = self._share_of_step(pairs)
-            total = loss + self.calibration_weight * share * self._compute_term(policy, inputs, streamed)
+            term = self._compute_term(policy, inputs, streamed)
+            total = loss + self.calibration_weight * share * term
             if is_training:
                 loss = total
             else:  # `eval_loss` stays TRL's; the total is logged next to it
@@ -734,9 +738,10 @@ def _refuse_empty(argument: Any) -> None:
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return the stream of the examples that fit; None where there are none or the term has weight 0.
+    """Return the stream of the examples that fit; None if there are none or the term has weight 0.
 
-    Raises a ValueError where nothing would read the examples, or where an option needs examples.
+    Raises:
+        ValueError: Nothing would read the examples, or an option needs examples.
     """
     if examples and args.calibration not in ("outcome", "replay"):
         raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
@@ -748,7 +753,10 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
     if args.calibration == "outcome":
         examples = with_targets(examples, args.outcome_target)
     fitting = drop_too_long(
-        list(examples), args.max_length, lambda example: example.tokens, lambda example: example.question
+        list(examples),
+        args.max_length,
+        length_of=lambda example: example.tokens,
+        name_of=lambda example: example.question,
     )
     return OutcomeStream(fitting, args)
 

@@ -15,10 +15,10 @@ from catto.io.record_files import library_versions, read_manifest, read_records,
 from catto.pipeline.stage import QuestionSettings, ResponseSettings, RowSettings, Work, write
 from catto.recipe.settings import EvaluationSettings, TaskSettings
 from catto.records import Manifest, Question, Refusal
-from catto.tasks import TASKS, Task, load
+from catto.tasks import TASKS, Task, load_questions
 from catto.tasks.own_file import own_task
 from catto.tasks.splits import digest
-from catto.tasks.witnesses import generate as witness_questions
+from catto.tasks.witnesses import generate_questions
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
 
@@ -91,9 +91,9 @@ def questions_of(settings: QuestionSettings) -> tuple[list[Question], dict[str, 
     block, split, seed = settings.block, settings.split, settings.seed
     limit: int | None = getattr(block, split)
     if settings.task == "witnesses" and not block.own:
-        return list(witness_questions(split, limit, seed=seed, **block.knobs())), {}
+        return list(generate_questions(split, limit, seed=seed, **block.world_options())), {}
     task = task_of(settings.task, block, settings.seeds or ())
-    loaded = load(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
+    loaded = load_questions(task, split, seed=seed, data_dir=block.data_dir, files=block.files, limit=limit)
     questions = list(loaded)
     return questions, {"read": loaded.report.read, "kept": loaded.report.kept, "gold": dict(loaded.report.gold)}
 

@@ -33,17 +33,17 @@ from catto.pipeline.kinds.steps import read_questions
 from catto.pipeline.run import logging_to
 from catto.pipeline.stage import LOG, BaseSettings, Stage, TrainSettings, Work, write
 from catto.predict import evaluate_model
-from catto.prompts import completion
+from catto.prompts import render_completion
 from catto.recipe.settings import LaunchSettings, ModelSettings, ScratchModel
 from catto.records import Message, Prediction, PreferenceRow, SftRow
 from catto.training.checkpoints import LAST, checkpoint_arguments, newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
+    count_pair_tokens,
     drop_too_long,
     locate_labels,
     make_examples,
-    pair_tokens,
     preference_columns,
     tokenize_responses,
 )
@@ -278,7 +278,7 @@ def rehearse(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
     Otherwise that would be known after the teacher was paid and the models to start from were trained.
     """
     # With reasoning that differs: some losses read nothing else.
-    right, wrong = ((Message(role="assistant", content=completion(label, label)),) for label in "AB")
+    right, wrong = ((Message(role="assistant", content=render_completion(label, label)),) for label in "AB")
     row: dict[str, Any] = {"prompt": (Message(role="user", content="A\nB"),), "question": "q", "task": "t"}
     row |= {"labels": ("A", "B"), "gold": "A", "correctness_rate": 0.5}
     pair = PreferenceRow(**row, chosen=right, rejected=wrong, chosen_label="A", rejected_label="B")
@@ -370,7 +370,9 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
         check_labels(tokenizer, labels)
     # Long pairs are dropped before the draw, so that all 500 drawn pairs are trained on, the same for every method.
     pairs = [preference_columns(tokenizer, row) for row in rows]
-    fit = drop_too_long(pairs, settings.context, pair_tokens, lambda pair: str(pair["question"]))
+    fit = drop_too_long(
+        pairs, settings.context, length_of=count_pair_tokens, name_of=lambda pair: str(pair["question"])
+    )
     limits = [limit for limit in (settings.pairs, settings.block.rows) if limit is not None]
     columns = _drawn(fit, min(limits, default=None), settings.seed)
     dropped = {"pairs": len(rows) - len(fit)}
@@ -444,8 +446,8 @@ def right_responses(job: Job, sampled: Iterable[SftRow]) -> list[SftRow]:
     traces = {row.question: row for row in [*read_records(job.inputs["teacher"] / "sft.jsonl", SftRow)][::-1]}
     responses = []
     for row in sampled:
-        if row.completion[-1].content == completion(None, row.label):
-            answer = Message(role="assistant", content=completion(None, row.gold))
+        if row.completion[-1].content == render_completion(None, row.label):
+            answer = Message(role="assistant", content=render_completion(None, row.gold))
             responses.append(row.model_copy(update={"completion": (answer,), "label": row.gold}))
         elif row.question in traces:
             responses.append(traces[row.question])
