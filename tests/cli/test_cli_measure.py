@@ -173,11 +173,11 @@ def test_compare_pairs_by_question_whatever_the_order(tmp_path: Path, capsys: Ca
 
 
 def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> None:
-    """100 answers at confidence 0.9, 70 right: ECE 20, over-confident by 20.0 points on average."""
+    """100 answers at confidence 0.9, 70 right: ECE 20, overconfident by 20.0 points on average."""
     path = write_lines(tmp_path / "a.jsonl", plain([0.9] * 100, [True] * 70 + [False] * 30))
     done = run(capsys, "measure", path)
     assert "ECE 20.0 lies above what a perfectly calibrated model would score by chance" in done.out
-    assert "over-confident by 20.0 points on average." in done.out
+    assert "overconfident by 20.0 points on average." in done.out
     assert "N = 100 answers, 20 bins, 1000 resamples." in done.out
     assert "would score by chance in 50 % of cases (" in run(capsys, "measure", path, "--level", "0.5").out
 
@@ -192,7 +192,7 @@ def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
     spread = [0.1, 0.3, 0.5, 0.7, 0.9] * 40
     exact = [row // 5 < 4 * (1 + 2 * (row % 5)) for row in range(200)]
     assert "lies below" in sentence(tmp_path, spread, exact)
-    assert "under-confident by 40.0 points" in sentence(tmp_path, [0.6] * 50, [True] * 50)
+    assert "underconfident by 40.0 points" in sentence(tmp_path, [0.6] * 50, [True] * 50)
     mixed = sentence(tmp_path, [0.9] * 100 + [0.2] * 100, [row % 2 == 0 for row in range(200)])
     assert "too sure in some bins and not sure enough in others, +5.0 points" in mixed
 
