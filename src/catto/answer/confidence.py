@@ -398,13 +398,13 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
     if answer is NO_ANSWER:
         closed = close_response(text, case.question.labels)
         begun = text[: closed.kept] + closed.ending
-    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.more_tops > engine.top_logprobs:
+    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.max_candidates > engine.top_logprobs:
         written = _find_written_label(case)
         assert isinstance(written, _WrittenLabel)
         begun = text[: written.begin]
     else:
         return None
-    if not begun or not engine.continues:
+    if not begun or not engine.can_continue:
         return None
     return Request(
         question=case.generation.question,
