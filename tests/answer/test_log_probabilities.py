@@ -98,7 +98,7 @@ def after_the_probe(value: str) -> Any:
 def test_the_evaluation_of_such_a_server_ends_with_one_line(
     value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("catto.engines.server.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("catto.engines.server.FIRST_DELAY_SECONDS", 0.001)
     where = ["--engine", "server", "--out", str(tmp_path / "eval")]
     with OpenAIServer(after_the_probe(value)) as server:
         options = [*where, "--base-url", server.url, "--task", "witnesses", "--n", "3"]

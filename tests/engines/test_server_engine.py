@@ -137,7 +137,7 @@ def test_log_probabilities_that_the_temperature_scales_are_told_and_not_used() -
         asking = engine(server, top_logprobs=20)
         for _ in range(2):  # also of an engine that knows already
             asking.probe(missing.append)
-            assert asking.scales
+            assert asking.scales_logprobs
             assert "scales log-probabilities by the temperature" in missing.pop()
             assert missing == []
         assert [
@@ -152,7 +152,7 @@ def test_log_probabilities_that_the_temperature_scales_are_told_and_not_used() -
     with OpenAIServer(reporting(scaled=False)) as server:
         asking = engine(server, top_logprobs=20)
         asking.probe(missing.append)
-        assert (asking.scales, asking.continues, missing) == (False, True, [])
+        assert (asking.scales_logprobs, asking.can_continue, missing) == (False, True, [])
 
 
 Template = Callable[[Body], str]
@@ -204,7 +204,7 @@ def test_the_probe_believes_in_a_continuation_that_costs_the_text_and_nothing_el
     with OpenAIServer(respond) as server:
         asking = engine(server, top_logprobs=20)
         asking.probe(missing.append)
-    assert asking.continues is (what is None)
+    assert asking.can_continue is (what is None)
     assert len(missing) == (what is not None)
     assert what is None or what in missing[0]
 

@@ -20,7 +20,7 @@ from catto.answer.confidence import Answer, Case, read_label_logprobs, read_repl
 from catto.engines import Generation, Request, find_stop_end
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.replies import Choice, Token, cut_after_stop
-from catto.engines.server import MOST_TOPS, ServerEngine, ServerError
+from catto.engines.server import MAX_TOP_LOGPROBS, ServerEngine, ServerError
 from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message, Option, Prediction, Question
@@ -133,7 +133,7 @@ def test_labels_outside_the_best_candidates_are_asked_for_where_the_server_gives
     again: list[str] = []
 
     def respond(seen: Seen) -> Reply:
-        more = seen.body.get("top_logprobs", 0) > MOST_TOPS
+        more = seen.body.get("top_logprobs", 0) > MAX_TOP_LOGPROBS
         if more and seen.body.get("continue_final_message"):
             again.append(seen.body["messages"][-1]["content"])
         return served(seen, most=len(tokenizer()) if more else 1)
@@ -210,10 +210,10 @@ def test_the_probe_tells_what_a_server_can_do() -> None:
     missing: list[str] = []
     with serving() as remote:
         remote.probe(missing.append)
-        assert (remote.continues, remote.more_tops, missing) == (True, 20, [])
+        assert (remote.can_continue, remote.max_candidates, missing) == (True, 20, [])
     with serving(lambda seen: served(seen, continues=False)) as remote:
         remote.probe(missing.append)
-        assert not remote.continues
+        assert not remote.can_continue
         assert "cannot continue a partial message" in missing.pop()
     with (
         serving(lambda seen: served(seen, logprobs=False)) as remote,
@@ -226,7 +226,7 @@ def test_the_probe_tells_what_a_server_can_do() -> None:
 
     with serving(refuses) as remote:
         remote.probe(missing.append)
-    assert not remote.continues
+    assert not remote.can_continue
     assert len(missing) == 1
 
 
@@ -397,7 +397,7 @@ def test_a_server_that_allows_fewer_candidates_is_asked_for_fewer() -> None:
 
     with serving(respond) as remote:
         remote.probe(lambda _: None)
-        assert (remote.top_logprobs, remote.more_tops) == (5, 5)
+        assert (remote.top_logprobs, remote.max_candidates) == (5, 5)
         assert {one.source for one in evaluate(remote, questions(2), max_tokens=24)} <= {"free", "plain", "fallback"}
     refusing = serving(lambda seen: error(400, "logprobs: no") if "logprobs" in seen.body else served(seen))
     with refusing as remote, pytest.raises(ServerError, match="no log-probabilities: 400 in try 1: logprobs: no"):

@@ -20,7 +20,7 @@ from server_cases import by_seed, engine, refused, request
 
 from catto.engines import server_address
 from catto.engines.replies import read_retry_after
-from catto.engines.server import FaultError, ServerEngine, ServerError, back_off
+from catto.engines.server import FaultError, ServerEngine, ServerError, retry_delay
 from catto.records import Message, Refusal
 
 SENTINEL = "sk-sentinel-5f2c9e"
@@ -67,7 +67,7 @@ def test_a_caller_that_stops_leaves_no_task_behind_that_shows_the_key(
     gc.collect()
     assert isinstance(first, Refusal)
     assert caplog.text == ""
-    assert str(FaultError(SENTINEL, again=False)) == ""
+    assert str(FaultError(SENTINEL, is_retryable=False)) == ""
 
 
 def test_user_and_password_of_an_address_are_not_shown() -> None:
@@ -97,7 +97,7 @@ def test_every_passing_fault_is_retried_and_counted() -> None:
 def test_the_retries_of_one_request_are_bounded_by_one_budget_and_then_it_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("catto.engines.server.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("catto.engines.server.FIRST_DELAY_SECONDS", 0.01)
     with OpenAIServer(lambda _: FAULTS[name]) as server:
         teacher = engine(server, max_retries=1)
         (found,) = teacher.generate([request()])
@@ -109,7 +109,7 @@ def test_the_retries_of_one_request_are_bounded_by_one_budget_and_then_it_is_ref
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_server_that_is_not_there_for_anybody_ends_the_run(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("catto.engines.server.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("catto.engines.server.FIRST_DELAY_SECONDS", 0.01)
     with (
         OpenAIServer(lambda _: error(status)) as server,
         pytest.raises(ServerError, match=rf"question q sample 0: {status} in try 2: no"),
@@ -161,7 +161,7 @@ def test_a_wait_longer_than_two_minutes_ends_the_run_and_is_told() -> None:
 
 def test_back_off_doubles_to_a_limit_with_jitter_below() -> None:
     for retry, longest in [(1, 0.5), (2, 1.0), (3, 2.0), (5, 8.0), (9, 8.0)]:
-        delays = [back_off(retry) for _ in range(200)]
+        delays = [retry_delay(retry) for _ in range(200)]
         assert 0.75 * longest <= min(delays) < max(delays) <= longest
 
 
@@ -190,9 +190,9 @@ def test_an_address_that_never_answers_is_told_within_five_seconds(monkeypatch: 
     """A full backlog drops the handshake, as a firewall does; the wait for it is shortened here."""
     from catto.engines import server as module
 
-    assert module.CONNECTING < 5
-    monkeypatch.setattr(module, "CONNECTING", 0.3)
-    monkeypatch.setattr(module, "STARTING", 0.1)
+    assert module.CONNECT_TIMEOUT_SECONDS < 5
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(module, "STARTUP_RETRY_SECONDS", 0.1)
     with socket.socket() as silent, contextlib.ExitStack() as stack:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -208,8 +208,8 @@ def test_an_address_that_never_answers_is_told_within_five_seconds(monkeypatch: 
 
 def test_a_connection_lost_in_the_middle_of_a_run_is_tried_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the server has answered, all retries are used: it may be restarting."""
-    monkeypatch.setattr("catto.engines.server.FIRST_DELAY", 0.01)
-    monkeypatch.setattr("catto.engines.server.STARTING", 0.0)
+    monkeypatch.setattr("catto.engines.server.FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("catto.engines.server.STARTUP_RETRY_SECONDS", 0.0)
     with OpenAIServer(by_seed) as server:
         teacher = engine(server, max_retries=3)
         list(teacher.generate([request()]))
@@ -305,7 +305,7 @@ def test_a_reply_without_usage_is_a_reply() -> None:
 
 
 def test_a_reply_beyond_the_limit_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("catto.engines.server.MOST_BYTES", 2**20)
+    monkeypatch.setattr("catto.engines.server.MAX_REPLY_BYTES", 2**20)
     with OpenAIServer(lambda _: ok(chat("x" * 3 * 2**20))) as server:
         assert refused(server) == "the reply is longer than 1 MB"
     assert len(server.seen) == 1

@@ -60,8 +60,8 @@ def test_the_probe_finds_more_candidates_and_continuation(url: str) -> None:
     asked = engine(url)
     missing: list[str] = []
     asked.probe(missing.append)
-    assert (asked.continues, missing) == (True, [])
-    assert asked.more_tops > 900
+    assert (asked.can_continue, missing) == (True, [])
+    assert asked.max_candidates > 900
 
 
 def test_every_label_has_its_logprob_also_outside_the_best_20(
@@ -74,7 +74,7 @@ def test_every_label_has_its_logprob_also_outside_the_best_20(
         assert set(one.label_logprobs) == set(LABELS)
         assert one.confidence == pytest.approx(math.exp(one.label_logprobs[one.label]))
         assert sum(map(math.exp, one.label_logprobs.values())) <= 1
-    monkeypatch.setattr(server, "MORE_TOPS", 20)
+    monkeypatch.setattr(server, "MANY_TOP_LOGPROBS", 20)
     few = answers(url, tmp_path / "few")
     assert any(one.label_logprobs is None for one in few)
 

@@ -21,7 +21,7 @@ from tiny import tiny_model, tiny_tokenizer
 from catto.engines import TAU_GRID, Request
 from catto.engines.decoding import evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
-from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, generate_fields, read_generation, read_row
+from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, read_generation, read_row, sampling_parameters
 from catto.metrics.temperature import fit_tau, rescale_predictions
 from catto.predict import evaluate
 from catto.prompts import prompt_ids
@@ -60,7 +60,7 @@ def scored(row: torch.Tensor) -> Any:
 
 
 def test_a_request_keeps_the_stop_text_and_asks_for_the_drawn_tokens_logprob() -> None:
-    assert generate_fields(REQUEST) == {
+    assert sampling_parameters(REQUEST) == {
         "temperature": 0.7,
         "seed": 9,
         "max_tokens": 33,
@@ -72,9 +72,9 @@ def test_a_request_keeps_the_stop_text_and_asks_for_the_drawn_tokens_logprob() -
 
 
 def test_a_temperature_that_vllm_refuses_names_what_to_do() -> None:
-    assert generate_fields(REQUEST.model_copy(update={"temperature": 2.0}))["temperature"] == 2.0
+    assert sampling_parameters(REQUEST.model_copy(update={"temperature": 2.0}))["temperature"] == 2.0
     with pytest.raises(ValueError, match=r"up to 2, got 2\.5: evaluation\.decode greedy samples nothing"):
-        generate_fields(REQUEST.model_copy(update={"temperature": 2.5}))
+        sampling_parameters(REQUEST.model_copy(update={"temperature": 2.5}))
 
 
 def test_scoring_asks_for_one_token_with_the_whole_vocabulary_and_never_masks() -> None:

@@ -124,7 +124,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
             "tasks": {"snli": {"train": 9}},
             "methods": ["sft", "dpo+replay"],
         },
-        "outcome.held_out: dpo+replay reads the teacher's traces, which cover `train` alone",
+        "outcome.held_out: dpo+replay reads the teacher's traces, which cover only `train`",
     ),
     ({"teacher": {"source": "server", "model": "m"}}, "teacher: base_url: needed for source server"),
     ({"teacher": {"source": "responses"}}, "teacher: responses: name a file, a folder or a hub id"),

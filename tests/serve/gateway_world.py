@@ -47,8 +47,8 @@ def gateway(
     """Its address, without /v1."""
     url = upstream if isinstance(upstream, str) else upstream.url
     asking = ServerEngine(url, MODEL, top_logprobs=20, **{"max_retries": 1, "deadline": 30.0, **engine})
-    asking.continues = continues
-    answerer = Answerer(asking, asking.client(), fitted, limit, "I do not know.")
+    asking.can_continue = continues
+    answerer = Answerer(asking, asking.make_client(), fitted, limit, "I do not know.")
     limits = limits or Limits()
     app = Gateway(answerer, labels, protocol, limits, log).make_app()
     config = uvicorn.Config(app, port=0, **server_options(limits))

@@ -349,12 +349,12 @@ def test_a_threshold_of_another_model_is_warned_of(
 def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any, requests: int) -> None:
     async def answered(url: str) -> Answered:
         engine = ServerEngine(url, MODEL, top_logprobs=20)
-        engine.more_tops, engine.continues = 1000, True  # as `probe` finds with llama.cpp
+        engine.max_candidates, engine.can_continue = 1000, True  # as `probe` finds with llama.cpp
         fitted = None if on is None else Fitted(Temperature(tau=1.0), on)
         options = tuple(Option(label=label, text="") for label in "ABCD")
         question = ServedQuestion("q", options)
         chat = (Message(role="user", content="Which?"),)
-        async with engine.client() as client:
+        async with engine.make_client() as client:
             answerer = Answerer(engine, client, fitted, None, "")
             return await answerer.answer(Asked(question, chat, ONE, 64, 0))
 

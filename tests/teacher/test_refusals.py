@@ -47,7 +47,7 @@ SIX = ("q0", "q1", "q2", "q3", "q4", "q5")
 def _local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("catto.engines.server.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("catto.engines.server.FIRST_DELAY_SECONDS", 0.01)
 
 
 def number(seen: Seen) -> int:

@@ -398,13 +398,13 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
     if answer is NO_ANSWER:
         closed = close_response(text, case.question.labels)
         begun = text[: closed.kept] + closed.ending
-    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.more_tops > engine.top_logprobs:
+    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.max_candidates > engine.top_logprobs:
         written = _find_written_label(case)
         assert isinstance(written, _WrittenLabel)
         begun = text[: written.begin]
     else:
         return None
-    if not begun or not engine.continues:
+    if not begun or not engine.can_continue:
         return None
     return Request(
         question=case.generation.question,
@@ -527,10 +527,11 @@ def _read_written_label(
 
 def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, float]) -> Answer:
     """Read the most probable label among the candidates for the next token."""
-    logprobs = read_label_logprobs({label: label for label in question.labels}, candidates)
+    forms = {label: label for label in question.labels}
+    logprobs = read_label_logprobs(forms, candidates)
     if not logprobs:
         return NO_ANSWER
-    best = max(logprobs, key=lambda label: logprobs[label])
+    best = max(logprobs, key=logprobs.__getitem__)
     # A more probable token that begins two labels tells neither, and rules out the others.
     for token, logprob in candidates.items():
         begins_label = token != "" and any(label.startswith(token) for label in question.labels)
@@ -564,11 +565,19 @@ def read_label_logprobs(
     token_of = {}
     for label, form in forms.items():
         written = lead + form + after
-        beginnings = [token for token in candidates if len(token) > len(lead) and written.startswith(token)]
+        beginnings = []
+        for token in candidates:
+            if len(token) > len(lead) and written.startswith(token):
+                beginnings.append(token)
         if not beginnings:
             continue
         longest = max(beginnings, key=len)
         eligible = [token for token in beginnings if token == longest or token not in whole_labels]
         token_of[label] = max(eligible, key=lambda token: (candidates[token], token))
     tokens = list(token_of.values())
-    return {label: candidates[token] for label, token in token_of.items() if tokens.count(token) == 1}
+    logprobs = {}
+    for label, token in token_of.items():
+        is_shared = tokens.count(token) > 1
+        if not is_shared:
+            logprobs[label] = candidates[token]
+    return logprobs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 # The version of the reading: raise it with every change after which some text is read differently.
@@ -67,7 +67,13 @@ CLAIM_AFTER_LABEL = re.compile(rf"[^\w\s]{{0,4}}{IS_CORRECT}\b")
 
 
 class LabelReading(NamedTuple):
-    """A label and the span of its characters in the text. `states`: a lead says that this is the answer."""
+    """A label in a text.
+
+    Attributes:
+        label: The label.
+        span: Where its characters are in the text.
+        states: Whether a lead such as "The answer is" comes with it.
+    """
 
     label: str
     span: Span
@@ -77,8 +83,10 @@ class LabelReading(NamedTuple):
 class Choices(NamedTuple):
     """The labels and option texts of one question, folded for comparison.
 
-    labels: folded label -> the labels that fold to it. texts: label -> its folded option text without formatting.
-    max_length: a longer text has no form.
+    Attributes:
+        labels: Folded label -> the labels that fold to it.
+        texts: Label -> its folded option text without formatting.
+        max_length: Length of the longest text that can have a form.
     """
 
     labels: dict[str, tuple[str, ...]]
@@ -90,13 +98,15 @@ def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = Non
     """Fold the labels of a question and its option texts, in the same order."""
     folded: dict[str, tuple[str, ...]] = {}
     for label in labels:
-        key = compose_marks(flatten_text(label)[0].strip())
+        flat, _ = flatten_text(label)
+        key = compose_marks(flat.strip())
         folded[key] = (*folded.get(key, ()), label)
     texts: dict[str, str] = {}
     longest = max(map(len, labels), default=0)
     if option_texts:
         for label, option_text in zip(labels, option_texts, strict=True):
-            texts[label] = strip_formatting(flatten_text(option_text)[0])
+            flat, _ = flatten_text(option_text)
+            texts[label] = strip_formatting(flat)
             longest = max(longest, len(option_text))
     return Choices(folded, texts, MAX_DRESSING + 2 * longest)
 
@@ -120,20 +130,33 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
     places: list[int] = []
     marks = 0
     for place, character in enumerate(text):
-        is_raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
-        simple = character if is_raised else unicodedata.normalize("NFKC", character).casefold()
-        for part in simple:
-            if part.isspace():
-                part = " "
-                if parts and parts[-1] == " ":
-                    continue
-            elif unicodedata.category(part) in ("Cf", "Cc") or "\ufe00" <= part <= "\ufe0f":
+        for part in _fold_character(character):
+            if part == " " and parts and parts[-1] == " ":
                 continue
-            marks = marks + 1 if unicodedata.combining(part) else 0
+            if unicodedata.combining(part):
+                marks += 1
+            else:
+                marks = 0
             if marks <= MAX_MARKS:
-                parts.append("-" if part == "\u2010" else part)
+                parts.append(part)
                 places.append(place)
     return "".join(parts), places
+
+
+def _fold_character(character: str) -> Iterator[str]:
+    """Yield the characters that one character folds to; nothing for an invisible one."""
+    is_raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
+    folded = character
+    if not is_raised:
+        folded = unicodedata.normalize("NFKC", character).casefold()
+    for part in folded:
+        is_variation_selector = "\ufe00" <= part <= "\ufe0f"
+        if part.isspace():
+            yield " "
+        elif part == "\u2010":  # a hyphen
+            yield "-"
+        elif unicodedata.category(part) not in ("Cf", "Cc") and not is_variation_selector:
+            yield part
 
 
 def compose_marks(flat: str) -> str:
@@ -160,14 +183,21 @@ def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
     whole = FormReader(text, zone, choices).read()
     if whole is not None:
         return whole
-    readings: dict[str, LabelReading | None] = {}  # a line that is repeated is read once
-    start = zone[0]
-    for line in text[zone[0] : zone[1]].split("\n"):
-        if line not in readings and line.strip():
-            readings[line] = FormReader(text, (start, start + len(line)), choices).read()
+    first_reading: LabelReading | None = None
+    lines_read: set[str] = set()
+    start, end = zone
+    for line in text[start:end].split("\n"):
+        if line.strip() and line not in lines_read:
+            lines_read.add(line)
+            reading = FormReader(text, (start, start + len(line)), choices).read()
+            if reading is None:
+                return None
+            if first_reading is None:
+                first_reading = reading
+            elif reading.label != first_reading.label:
+                return None
         start += len(line) + 1
-    labels = {None if reading is None else reading.label for reading in readings.values()}
-    return next(iter(readings.values())) if len(labels) == 1 else None
+    return first_reading
 
 
 def is_lead(text: str) -> bool:
@@ -177,7 +207,8 @@ def is_lead(text: str) -> bool:
         >>> is_lead("**Final answer:**"), is_lead("Wrong answers:")
         (True, False)
     """
-    bare = strip_formatting(flatten_text(text[:MAX_DRESSING])[0])
+    flat, _ = flatten_text(text[:MAX_DRESSING])
+    bare = strip_formatting(flat)
     lead = LEAD.match(bare)
     return lead is not None and lead["opener"] is None and lead.end() == len(bare)
 
@@ -185,7 +216,7 @@ def is_lead(text: str) -> bool:
 def find_claims(text: str, choices: Choices) -> set[str]:
     """Find the labels that a text calls the answer or correct, anywhere and however its sentences go on.
 
-    What is found is never an answer: it can only contradict one.
+    A claim is never read as an answer: it can only contradict one.
 
     Example:
         >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
@@ -211,18 +242,23 @@ def find_claims(text: str, choices: Choices) -> set[str]:
 
 def continues_word(flat: str, place: int) -> bool:
     """Whether the character at a place can belong to the word next to it."""
-    return 0 <= place < len(flat) and (flat[place].isalnum() or flat[place] == "_")
+    if not 0 <= place < len(flat):
+        return False
+    return flat[place].isalnum() or flat[place] == "_"
 
 
 class FormReader:
     """Reads one text from the outside in; i and j bound what is left of its flat form."""
 
     def __init__(self, text: str, zone: Span, choices: Choices) -> None:
+        start, end = zone
         self.text = text
-        self.offset = zone[0]
+        self.offset = start
         self.choices = choices
-        is_too_long = zone[1] - zone[0] > choices.max_length
-        self.flat, self.places = flatten_text("" if is_too_long else text[zone[0] : zone[1]])
+        content = ""
+        if end - start <= choices.max_length:
+            content = text[start:end]
+        self.flat, self.places = flatten_text(content)
 
     def read(self) -> LabelReading | None:
         """Read the whole text."""
@@ -267,21 +303,31 @@ class FormReader:
         return reading._replace(states=states or reading.states)
 
     def read_label(self, i: int, j: int) -> LabelReading | None:
-        """Read flat[i:j] if it is a label; labels that differ in case alone are told apart by it."""
-        labels = self.choices.labels.get(compose_marks(self.flat[i:j]), ()) if i < j else ()
+        """Read flat[i:j] if it is a label; case decides between labels that differ only in case."""
+        if i >= j:
+            return None
+        folded = compose_marks(self.flat[i:j])
+        labels = self.choices.labels.get(folded, ())
         if not labels:
             return None
         start = self.offset + self.places[i]
         end = self.offset + self.places[j - 1] + 1
+        label = labels[0]
         if len(labels) > 1:
-            labels = tuple(label for label in labels if label == self.text[start:end])
-        return LabelReading(labels[0], (start, end)) if labels else None
+            label = self.text[start:end]
+            if label not in labels:
+                return None
+        return LabelReading(label, (start, end))
 
     def read_after_article(self, i: int, j: int) -> LabelReading | None:
         """Read "an entailment"; a letter has no article."""
         article = ARTICLE.match(self.flat, i, j)
-        reading = None if article is None else self.read_label(article.end(), j)
-        return None if reading is None or len(reading.label) == 1 else reading
+        if article is None:
+            return None
+        reading = self.read_label(article.end(), j)
+        if reading is None or len(reading.label) == 1:
+            return None
+        return reading
 
     def read_with_text(self, i: int, j: int, *, may_be_grouped: bool) -> LabelReading | None:
         """Read "B) the dog", "**Option B**: the dog", "the dog (B)", and "B)" alone."""
@@ -307,16 +353,20 @@ class FormReader:
             end = dash.end()
         elif not is_set_apart:
             return None
-        said = strip_formatting(self.flat[end:j])
-        # "A - B" may be two labels even where B is the text of A; "A) B" is not.
-        is_other_label = said in self.choices.labels and reading.label not in self.choices.labels[said]
+        option_text = strip_formatting(self.flat[end:j])
+        # "A - B" may be two labels even if B is the text of A; "A) B" is not.
+        labels = self.choices.labels.get(option_text, ())
+        is_other_label = bool(labels) and reading.label not in labels
         if is_other_label and not is_set_apart:
             return None
-        return reading if self.is_own_text(reading.label, said) else None
+        if not self.is_own_text(reading.label, option_text):
+            return None
+        return reading
 
     def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
         """Read the longest label that flat[i:j] begins with, and return where it ends."""
-        for length in sorted({len(folded) for folded in self.choices.labels}, reverse=True):
+        lengths = {len(folded) for folded in self.choices.labels}
+        for length in sorted(lengths, reverse=True):
             end = i + length
             if end < j and not continues_word(self.flat, end):
                 reading = self.read_label(i, end)
@@ -330,20 +380,23 @@ class FormReader:
         if bracket < 0 or self.flat[j - 1] != ")":
             return None
         reading = self.read_label(bracket + 2, j - 1)
-        said = strip_formatting(self.flat[i:bracket])
-        if reading is None or said in self.choices.labels or not self.is_own_text(reading.label, said):
+        if reading is None:
+            return None
+        option_text = strip_formatting(self.flat[i:bracket])
+        if option_text in self.choices.labels or not self.is_own_text(reading.label, option_text):
             return None
         return reading
 
-    def is_own_text(self, label: str, said: str) -> bool:
-        """Whether `said` is the label's option text. Articles do not matter, another option's text does."""
-        own = self.choices.texts.get(label)
-        if not own or not said:
+    def is_own_text(self, label: str, text: str) -> bool:
+        """Whether a text is the label's option text, up to an article; another option's text never is."""
+        own_text = self.choices.texts.get(label)
+        if not own_text or not text:
             return False
-        if said == own:
+        if text == own_text:
             return True
-        is_another = said in self.choices.texts.values()
-        return not is_another and ARTICLE.sub("", said, count=1) == ARTICLE.sub("", own, count=1)
+        if text in self.choices.texts.values():
+            return False
+        return ARTICLE.sub("", text, count=1) == ARTICLE.sub("", own_text, count=1)
 
 
 def strip_formatting(flat: str) -> str:
@@ -378,11 +431,13 @@ def remove_layer(flat: str, i: int, j: int) -> Span | None:
     if group is not None and group.end == j:
         return group.inside
     marker = LINE_MARKER.match(flat, i, j)
-    return None if marker is None else (marker.end(), j)
+    if marker is None:
+        return None
+    return marker.end(), j
 
 
 class Group(NamedTuple):
-    """A part of a text between two marks of a pair: where its inside begins and ends, and where it ends itself."""
+    """A part of a text between a pair of marks: the span inside the marks, and the end after the closing mark."""
 
     inside: Span
     end: int

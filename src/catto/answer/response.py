@@ -49,10 +49,14 @@ class Tag(NamedTuple):
 
 
 class ParsedResponse(NamedTuple):
-    """What a response says. `span`: the label's characters in the text; None where there is no answer.
+    """What a response says.
 
-    `source`: `free` after `<answer>`, `plain` without that tag. `opened`: where the answer's text begins, its tag
-    included.
+    Attributes:
+        reasoning: The reasoning; None if there is none.
+        label: The label; None if there is no answer.
+        span: Where the label's characters are in the text.
+        source: `free` after `<answer>`, `plain` without that tag.
+        opened: Where the answer's text begins, including its tag.
     """
 
     reasoning: str | None
@@ -112,9 +116,13 @@ def parse_response(
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
     if opening is None:
-        reading = None if is_cut and _is_torn(turn) else _read_plain(turn, tags, choices)
         source: Source = "plain"
-        opened = len(turn) if reading is None else _line_start(turn, tags, reading.span[0])
+        reading = None
+        if not is_cut or not _is_torn(turn):
+            reading = _read_plain(turn, tags, choices)
+        opened = len(turn)
+        if reading is not None:
+            opened = _line_start(turn, tags, reading.span[0])
     else:
         reading = _read_tagged(turn, tags, opening, choices, is_cut=is_cut)
         source = "free"
@@ -135,7 +143,11 @@ def find_tags(text: str) -> list[Tag]:
         >>> find_tags("<think>so</ Think>")
         [Tag(name='think', start=0, end=7), Tag(name='/think', start=9, end=18)]
     """
-    return [Tag((match[1] + match[2]).lower(), *match.span()) for match in TAG.finditer(text)]
+    tags = []
+    for match in TAG.finditer(text):
+        name = (match[1] + match[2]).lower()
+        tags.append(Tag(name, match.start(), match.end()))
+    return tags
 
 
 def find_answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
@@ -235,12 +247,13 @@ def _read_tagged(
     # `<answer>A` that was left open before another `<answer>B` may be the answer of an earlier turn.
     answers = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
     for tag, following in pairwise(answers):
-        if tag.name == following.name == "answer":
-            turn = NEXT_TURN.search(text, tag.end, following.start)
-            end = following.start if turn is None else turn.start()
-            earlier = read_form(text, (tag.end, end), choices)
-            if earlier is not None and earlier.label != reading.label:
-                return None
+        if tag.name != "answer" or following.name != "answer":
+            continue
+        turn = NEXT_TURN.search(text, tag.end, following.start)
+        end = following.start if turn is None else turn.start()
+        earlier = read_form(text, (tag.end, end), choices)
+        if earlier is not None and earlier.label != reading.label:
+            return None
     return reading
 
 
@@ -276,8 +289,9 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
         reading = reading._replace(states=True)
     if reading is None or not _may_follow(lines, answer_from, reading):
         return None
-    earlier = lines[:answer_from]
-    return None if _is_contradicted(reading, text, earlier, choices) else reading
+    if _is_contradicted(reading, text, lines[:answer_from], choices):
+        return None
+    return reading
 
 
 def _find_lines(text: str, start: int, end: int) -> list[_Line]:
@@ -315,10 +329,15 @@ def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line],
         return False
     stated = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
     named: set[str] = set()
-    for line in {line.text: line for line in earlier}.values():
-        found = read_form(text, line.span, choices)
-        if found is not None:
-            (stated if found.states else named).add(found.label)
+    distinct_lines = {line.text: line for line in earlier}
+    for line in distinct_lines.values():
+        earlier_reading = read_form(text, line.span, choices)
+        if earlier_reading is None:
+            continue
+        if earlier_reading.states:
+            stated.add(earlier_reading.label)
+        else:
+            named.add(earlier_reading.label)
     # Two labels or more on lines of their own are the options again, which a statement may follow.
     if not reading.states or len(named) == 1:
         stated |= named
@@ -334,7 +353,9 @@ def _is_torn(text: str) -> bool:
 def _end_before_torn_tag(text: str, start: int) -> int:
     """Find the end of a text without a closing tag that was cut."""
     bracket = text.rfind("<", start)
-    return bracket if bracket >= 0 and text[bracket:].rstrip() in TORN_CLOSING else len(text)
+    if bracket >= 0 and text[bracket:].rstrip() in TORN_CLOSING:
+        return bracket
+    return len(text)
 
 
 def _line_start(text: str, tags: Sequence[Tag], place: int) -> int:
@@ -346,10 +367,21 @@ def _line_start(text: str, tags: Sequence[Tag], place: int) -> int:
 def _find_reasoning(head: str) -> str | None:
     """Find the reasoning in the text before the answer."""
     tags = find_tags(head)
-    start = next((tag.end for tag in tags if tag.name == "think"), 0)
-    end = next((tag for tag in reversed(tags) if tag.name == "/think" and tag.start >= start), None)
-    if end is None:
-        return TAG.sub("", head[start:]).strip() or None
-    inside = TAG.sub("", head[start : end.start]).strip()
-    after = TAG.sub("", head[end.end :]).strip()
+    start = 0
+    for tag in tags:
+        if tag.name == "think":
+            start = tag.end
+            break
+    closing = None
+    for tag in tags:
+        if tag.name == "/think" and tag.start >= start:
+            closing = tag
+    if closing is None:
+        return _remove_tags(head[start:]) or None
+    inside = _remove_tags(head[start : closing.start])
+    after = _remove_tags(head[closing.end :])
     return inside or after or None
+
+
+def _remove_tags(text: str) -> str:
+    return TAG.sub("", text).strip()

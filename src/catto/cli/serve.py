@@ -158,7 +158,7 @@ def serve(
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
     protocol = _choose_protocol(answering, fitted, risk_threshold)
     engine = _connect_upstream(upstream, model, options)
-    if not engine.continues and protocol.fallback is not None:
+    if not engine.can_continue and protocol.fallback is not None:
         protocol = protocol.model_copy(update={"fallback": "none"})
     _warn_about_protocol(protocol, engine.model, calibrator=(calibrator, fitted), threshold=(threshold, risk_threshold))
     limits = Limits(
@@ -167,7 +167,7 @@ def serve(
         deadline=options.deadline,
         key=key,
     )
-    answerer = Answerer(engine, engine.client(), fitted, risk_threshold, options.abstention)
+    answerer = Answerer(engine, engine.make_client(), fitted, risk_threshold, options.abstention)
     port = _find_port(options.host, options.port)
     shown_host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")

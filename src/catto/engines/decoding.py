@@ -30,11 +30,13 @@ from catto.token_ids import count_shared_beginning
 
 # Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
 PAD = 0
+CACHE_NAMES = ("past_key_values", "cache_params")  # in the output of a model: attention, and state-space layers
 
 
 def hash_uniform(seed: int, question: str, sample: int, position: int) -> float:
     """Hash (seed, question, sample, position) to a number in [0, 1), a multiple of 2^-53."""
-    digest = hashlib.sha256(f"{seed}:{sample}:{position}:{question}".encode()).digest()
+    key = f"{seed}:{sample}:{position}:{question}"
+    digest = hashlib.sha256(key.encode()).digest()
     first_64_bits = int.from_bytes(digest[:8], "big")
     return (first_64_bits >> 11) * 2.0**-53
 
@@ -60,13 +62,15 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
     sampled_rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if not sampled_rows:
         return tokens
-    wide = as_float64(logits[sampled_rows])
-    divisors = wide.new_tensor([[temperatures[row]] for row in sampled_rows])
-    cumulative = wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(divisors).exp_().cumsum_(dim=-1)
-    # u <= 1 - 2^-53, so u * total is below total after rounding too: the id found exists and has probability
+    # In place: a batch of float64 logits is large.
+    cumulative = as_float64(logits[sampled_rows])
+    divisors = cumulative.new_tensor([[temperatures[row]] for row in sampled_rows])
+    cumulative.sub_(cumulative.amax(dim=-1, keepdim=True))
+    cumulative.div_(divisors).exp_().cumsum_(dim=-1)
     total = cumulative[:, -1:]
-    goals = wide.new_tensor([[uniforms[row]] for row in sampled_rows]) * total
-    drawn = torch.searchsorted(cumulative, goals, right=True).squeeze(-1)
+    row_uniforms = cumulative.new_tensor([[uniforms[row]] for row in sampled_rows])
+    # u <= 1 - 2^-53, so u * total is below total after rounding too: the drawn id exists and has probability.
+    drawn = torch.searchsorted(cumulative, row_uniforms * total, right=True).squeeze(-1)
     tokens[sampled_rows] = drawn.to(logits.device)
     return tokens
 
@@ -82,8 +86,9 @@ def as_float64(logits: Tensor) -> Tensor:
 class HeadHook:
     """The output head inside `evaluation_mode`.
 
-    states: What went into the head last, (B, T, H).
-    replacement: What the head takes instead of its next input; None for no replacement.
+    Attributes:
+        states: What went into the head last, (B, T, H).
+        replacement: What the head takes instead of its next input; None for no replacement.
     """
 
     states: Tensor | None = None
@@ -161,12 +166,19 @@ def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
 
     Sequences are padded on the right. A causal model never looks right, so the padding needs no mask.
     """
-    lengths = [len(sequence) for sequence in sequences]
-    width = max(lengths)
-    padded = [[*sequence, *[PAD] * (width - len(sequence))] for sequence in sequences]
-    ids = torch.tensor(padded, device=network.device)
-    last_positions = torch.tensor(lengths, device=network.device).unsqueeze(-1) - 1
-    output = network(input_ids=ids, use_cache=False, logits_to_keep=last_positions)
+    device = network.device
+    width = max(len(sequence) for sequence in sequences)
+    padded = []
+    last_positions = []
+    for sequence in sequences:
+        padding = [PAD] * (width - len(sequence))
+        padded.append([*sequence, *padding])
+        last_positions.append([len(sequence) - 1])
+    output = network(
+        input_ids=torch.tensor(padded, device=device),
+        use_cache=False,
+        logits_to_keep=torch.tensor(last_positions, device=device),
+    )
     return _check_finite(output.logits[:, 0])
 
 
@@ -283,7 +295,8 @@ class CachedBatch:
             ids.append([*[PAD] * padding, *rest])
             mask.append([1] * shared_length + [0] * padding + [1] * len(rest))
         has_padding = any(len(rest) < width for rest in rests)
-        self.step(torch.tensor(ids, device=device), torch.tensor(mask, device=device) if has_padding else None)
+        mask_tensor = torch.tensor(mask, device=device) if has_padding else None
+        self.step(torch.tensor(ids, device=device), mask_tensor)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; a row named k times becomes k rows."""
@@ -308,14 +321,19 @@ class CachedBatch:
         padding: dict[str, Tensor] = {}
         if mask is not None:
             positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-            padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
-        out = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **padding)
+            new_tokens = ids.shape[1]
+            padding["attention_mask"] = mask
+            padding["position_ids"] = positions[:, -new_tokens:]
+        output = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **padding)
         assert self._hook.states is not None
-        self._past = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
+        self._past = {}
+        for name in CACHE_NAMES:
+            if output.get(name) is not None:
+                self._past[name] = output[name]
         if not self._past:
             raise ValueError(f"{type(self._network).__name__} returns no cache to continue from")
         (self._cache,) = self._past.values()
-        self.logits = _check_finite(out.logits[:, -1])
+        self.logits = _check_finite(output.logits[:, -1])
         self.states = self._hook.states[:, -1]
 
 
@@ -343,7 +361,8 @@ class StopTexts:
 
     def find_end(self, ids: Sequence[int], stops: Collection[str]) -> int | None:
         """Return where the first stop text ends in the text of `ids`; None if there is none."""
-        if not any(self._may_complete(ids[-1], stop) for stop in stops):
+        last_token = ids[-1]
+        if not any(self._may_complete(last_token, stop) for stop in stops):
             return None
         return find_stop_end(self._decode(ids), stops)
 
@@ -352,7 +371,8 @@ class StopTexts:
         key = (token, stop)
         if key not in self._can_complete:
             last = stop[-1]
-            self._can_complete[key] = last in self._decode([token]) or last.isspace() or not last.isascii()
+            shows_in_token = last.isascii() and not last.isspace()
+            self._can_complete[key] = not shows_in_token or last in self._decode([token])
         return self._can_complete[key]
 
 

@@ -42,37 +42,39 @@ from catto.engines.replies import (
 from catto.errors import describe_first_problem, shorten_text
 from catto.records import Key, Message, Refusal
 
-# Seconds: before the first and the last retries, and the longest Retry-After that is heeded.
-FIRST_DELAY = 0.5
-LONGEST_DELAY = 8.0
-LONGEST_WAIT = 120.0
-# Seconds to cancel the requests in flight when a caller stops.
-LONGEST_CLOSING = 5.0
-# So many requests in a row that run out of retries stop a run.
-IN_A_ROW = 20
-# Until the server has replied once, connections are retried for so many seconds: a dead address is reported within 5.
-STARTING = 1.0
-CONNECTING = 4.0
+# Delay before the first and the last retries, and the longest Retry-After that is respected.
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 8.0
+LONGEST_RETRY_AFTER_SECONDS = 120.0
+# Time to cancel the requests in flight when a caller stops.
+CLOSING_TIMEOUT_SECONDS = 5.0
+# A run stops if this many requests in a row run out of retries.
+MAX_FAILURES_IN_A_ROW = 20
+# Until the server has replied once, connections are retried for this long: a dead address is reported within 5 s.
+STARTUP_RETRY_SECONDS = 1.0
+CONNECT_TIMEOUT_SECONDS = 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
-MOST_BYTES = 256 * 2**20
-# What every server gives. Of one token llama.cpp gives as many candidates as are asked for (its n_probs), and vLLM as
-# many as its --max-logprobs allows.
-MOST_TOPS = 20
-MORE_TOPS = 1000
-FEWER_TOPS = 5
+MAX_REPLY_BYTES = 256 * 2**20
+# Candidates per token: every server gives 20. For a single token llama.cpp gives as many as are requested (its
+# n_probs), and vLLM as many as its --max-logprobs allows.
+MAX_TOP_LOGPROBS = 20
+MANY_TOP_LOGPROBS = 1000
+FEW_TOP_LOGPROBS = 5
 PROBE_RETRIES = 2
-# At this temperature log-probabilities that are scaled by it lie twice as far apart, others as before up to noise.
-COLD = 0.5
-NOISE = 0.2
-SCALED = "the server scales log-probabilities by the temperature, so requests are answered at temperature 0 and 1 only"
-# What vLLM and SGLang call it; other servers refuse it or ignore it, which `ServerEngine.probe` finds out.
-CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+# At this temperature, log-probabilities that the server scales by it are twice as far apart; others differ by noise.
+COLD_TEMPERATURE = 0.5
+SPREAD_NOISE = 0.2
+SCALED_LOGPROBS_MESSAGE = (
+    "the server scales log-probabilities by the temperature, so requests are answered at temperature 0 and 1 only"
+)
+# Fields of vLLM and SGLang; other servers refuse or ignore them, which `ServerEngine.probe` finds out.
+CONTINUATION_FIELDS = {"continue_final_message": True, "add_generation_prompt": False}
 
-AGAIN = {408, 409, 425, 429}
+RETRYABLE_STATUSES = {408, 409, 425, 429}
 # The upstream's status -> the status that a gateway returns; 502 for all others.
 GATEWAY_CODES = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}
-# The whole server is at fault, or the account, and not the one request.
-OF_ALL = {401, 402, 407, 429, 502, 503, 504}
+# The server or the account is at fault, not the single request.
+SHARED_FAULT_STATUSES = {401, 402, 407, 429, 502, 503, 504}
 _FILTERED = re.compile(r"moderat|flagged|content.?(filter|polic|manag)|safety", re.IGNORECASE)
 _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
@@ -81,31 +83,51 @@ T = TypeVar("T")
 
 
 class FaultError(Exception):
-    """A try that failed: why, whether another one may help and after how long, and whether all requests would fail.
+    """A request that failed.
 
-    `code` is the HTTP status with which a gateway passes it on: 400 the request itself was refused, 502 the reply is
-    unusable, 503 no server, 504 too late.
+    Attributes:
+        reason: Why it failed.
+        is_retryable: Whether another try may help.
+        affects_all: Whether all other requests would fail too.
+        retry_after: Seconds to wait before the next try; None if the server names none.
+        code: HTTP status with which a gateway reports it. 400: the request itself was refused; 502: the reply is
+            unusable; 503: no server; 504: too late.
     """
 
     def __init__(
-        self, reason: str, *, again: bool, of_all: bool = False, wait: float | None = None, code: int = 502
+        self,
+        reason: str,
+        *,
+        is_retryable: bool,
+        affects_all: bool = False,
+        retry_after: float | None = None,
+        code: int = 502,
     ) -> None:
         super().__init__()  # without the reason: a traceback must not show it before `ask` has cleaned it
         self.reason = reason
-        self.again = again
-        self.of_all = of_all
-        self.wait = wait
+        self.is_retryable = is_retryable
+        self.affects_all = affects_all
+        self.retry_after = retry_after
         self.code = code
 
 
 class ServerEngine(Engine):
     """The generating half of the `Engine` protocol over HTTP.
 
-    `timeout` is the longest wait for a byte, `deadline` for a whole reply, its retries included. At most `max_retries`
-    follow 408, 409, 425, 429 with its Retry-After, 5xx, broken connections and unusable replies; `retries` counts them.
-    `top_logprobs` (at most 20) asks for the best candidates of every token. A user and password in `base_url` are sent
-    as basic authentication and shown nowhere. `extra_body` is sent with every request; no message shows a text of
-    `hidden`, such as a key in that body.
+    Requests are retried after the status codes 408, 409, 425, 429 and 5xx, broken connections and unusable replies. A
+    Retry-After is respected. `retries` counts all retries.
+
+    Args:
+        base_url: Address of the API. A user and password in it are sent as basic authentication and never shown.
+        model: The server's name of the model.
+        api_key_env: Name of the environment variable with the key.
+        concurrency: Maximum number of requests in flight.
+        timeout: Maximum number of seconds without a byte.
+        deadline: Maximum number of seconds for a whole reply, including its retries.
+        max_retries: Maximum number of retries of a request.
+        top_logprobs: Number of candidates to request for every token, at most 20.
+        extra_body: Fields that are sent with every request.
+        hidden: Texts that no message shows, such as a key in `extra_body`.
     """
 
     def __init__(
@@ -122,14 +144,14 @@ class ServerEngine(Engine):
         extra_body: Mapping[str, Any] | None = None,
         hidden: Sequence[str] = (),
     ) -> None:
-        if not 0 <= top_logprobs <= MOST_TOPS:
-            raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MOST_TOPS}")
+        if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
         # Nothing that leaves the replies unchanged is part of the name: neither the version nor the concurrency.
         self.name = "server"
         self.model = model_name(model)  # as it is stored and shown
-        self.served = model  # the server's own name, which may be a path
+        self.served_name = model  # the server's own name, which may be a path
         self.api_key_env = api_key_env
         self.concurrency = concurrency
         self.timeout = timeout
@@ -138,14 +160,14 @@ class ServerEngine(Engine):
         self.retries = 0
         self.top_logprobs = top_logprobs
         self.extra_body = dict(extra_body or {})
-        # `probe` finds these out: candidates after a begun answer, whether the server continues one, and whether the
-        # temperature scales log-probabilities
-        self.more_tops = top_logprobs or MOST_TOPS
-        self.continues = False
-        self.scales = False
+        # `probe` finds these out: the number of candidates of a single token, whether the server continues a begun
+        # answer, and whether the temperature scales log-probabilities.
+        self.max_candidates = top_logprobs or MAX_TOP_LOGPROBS
+        self.can_continue = False
+        self.scales_logprobs = False
         self.base_url, login = server_address(base_url)
         try:  # parsed once: parsing takes 0.1 ms, which every request would pay
-            self._chat = httpx.URL(f"{self.base_url}/chat/completions")
+            self._chat_url = httpx.URL(f"{self.base_url}/chat/completions")
         except httpx.InvalidURL:
             raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
         self._key = _read_key(api_key_env)
@@ -161,24 +183,26 @@ class ServerEngine(Engine):
             headers["Authorization"] = f"Bearer {self._key}"
         self._http: Any = {"headers": headers, "follow_redirects": True}
         self._has_warned = False
-        self._reached = False
+        self._has_replied = False
         self._exhausted_in_a_row = 0  # requests that ran out of retries with no reply between them
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
 
-        A request that cannot be answered, but does not speak against the others, yields a `Refusal`. A fault of the
-        server or of the settings, or 20 requests in a row that run out of retries, stops the run; what is in flight
-        is still awaited and yielded, then a `ServerError` is raised. A deque is emptied as its requests are sent, and
-        may be given more of them meanwhile.
+        A request that cannot be answered for reasons of its own yields a `Refusal`. A fault of the server or of the
+        settings, or 20 requests in a row that run out of retries, stops the run: requests in flight are still yielded,
+        then a `ServerError` is raised. If `requests` is a deque, it is emptied as requests are sent, and the caller may
+        add more meanwhile.
         """
         if isinstance(requests, deque):
             todo = requests
         else:
             todo = deque(request for request in requests if request.key not in done)
-        for outcome in in_thread(self._receive_outcomes(todo)):
+        for outcome in iterate_in_thread(self._receive_outcomes(todo)):
             yield outcome
-            if isinstance(outcome, Generation) and not outcome.temperature_acts and not self._has_warned:
+            if self._has_warned or isinstance(outcome, Refusal):
+                continue
+            if not outcome.temperature_acts:
                 self._has_warned = True
                 name = shorten_text(outcome.model, 80)  # the server chose it
                 warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
@@ -190,7 +214,7 @@ class ServerEngine(Engine):
         """
         in_flight: dict[asyncio.Task[Generation], Request] = {}
         failure: ServerError | None = None
-        async with self.client() as client:
+        async with self.make_client() as client:
             while True:
                 while failure is None and len(in_flight) < self.concurrency and todo:
                     request = todo.popleft()
@@ -216,11 +240,11 @@ class ServerEngine(Engine):
         try:
             generation = task.result()
         except FaultError as fault:
-            if fault.again:
+            if fault.is_retryable:
                 self._exhausted_in_a_row += 1
             else:
                 self._exhausted_in_a_row = 0
-            if fault.of_all or self._exhausted_in_a_row >= IN_A_ROW:
+            if fault.affects_all or self._exhausted_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise ServerError(f"{self.base_url} {request.name}: {fault.reason}") from None
             return Refusal(refused=fault.reason, question=request.question, sample=request.sample)
         self._exhausted_in_a_row = 0
@@ -248,33 +272,35 @@ class ServerEngine(Engine):
         )
         twin = copy.copy(self)
         twin.top_logprobs = tops
-        twin.more_tops = tops
-        twin.scales = False
+        twin.max_candidates = tops
+        twin.scales_logprobs = False
         twin.max_retries = min(self.max_retries, PROBE_RETRIES)
         return next(iter(twin.generate([request])))
 
     def _probe_logprobs(self, warn: Callable[[str], object]) -> None:
         """Find out how many candidates the server returns, and whether it scales them by the temperature."""
-        for asked in (MORE_TOPS, self.top_logprobs or MOST_TOPS, FEWER_TOPS):
-            reply = self._ask_probe("", tops=asked)
+        usual = self.top_logprobs or MAX_TOP_LOGPROBS
+        for requested in (MANY_TOP_LOGPROBS, usual, FEW_TOP_LOGPROBS):
+            reply = self._ask_probe("", tops=requested)
             if isinstance(reply, Generation):
                 break
         warm = _list_candidates(reply)
         if not warm:
             reason = reply.refused if isinstance(reply, Refusal) else "none came"
             raise ServerError(f"{self.base_url}: no log-probabilities: {reason}")
-        cold = _list_candidates(self._ask_probe("", tops=asked, temperature=COLD))
-        tops = min(len(warm), asked)  # a drawn token outside the best is counted too
-        self.more_tops = min(max(tops, self.top_logprobs or MOST_TOPS), asked)
-        self.top_logprobs = min(self.top_logprobs, asked)
-        if tops < 2:
-            warn(f"{self.model}: top_logprobs gives {tops} candidates: other labels may be unknown")
+        cold_reply = self._ask_probe("", tops=requested, temperature=COLD_TEMPERATURE)
+        cold = _list_candidates(cold_reply)
+        received = min(len(warm), requested)  # a drawn token outside the best is counted too
+        self.max_candidates = min(max(received, usual), requested)
+        self.top_logprobs = min(self.top_logprobs, requested)
+        if received < 2:
+            warn(f"{self.model}: top_logprobs gives {received} candidates: other labels may be unknown")
         shared = warm.keys() & cold.keys()
-        warm_spread = _spread([warm[token] for token in shared])
-        cold_spread = _spread([cold[token] for token in shared])
-        self.scales = cold_spread > 1.5 * warm_spread + NOISE
-        if self.scales:
-            warn(f"{self.model}: {SCALED}")
+        warm_spread = _compute_spread([warm[token] for token in shared])
+        cold_spread = _compute_spread([cold[token] for token in shared])
+        self.scales_logprobs = cold_spread > 1.5 * warm_spread + SPREAD_NOISE
+        if self.scales_logprobs:
+            warn(f"{self.model}: {SCALED_LOGPROBS_MESSAGE}")
 
     def _probe_continuation(self, plain: Generation, warn: Callable[[str], object]) -> None:
         """Find out whether the server continues a partial message, by the lengths of prompts.
@@ -288,10 +314,10 @@ class ServerEngine(Engine):
         twice = self._count_prompt_tokens("A A A A A A A A")
         with_line_break = self._count_prompt_tokens("A A A A\n")
         is_continued = min(start, once) > 0 and 0 < twice - once >= once - start
-        self.continues = is_continued and once < with_line_break
-        if self.continues:
+        self.can_continue = is_continued and once < with_line_break
+        if self.can_continue:
             return
-        reason = "the server ignores or refuses the wish"
+        reason = "the server ignores or refuses the request for it"
         if is_continued:
             reason = "its chat template trims the message"
         warn(f"{self.model}: cannot continue a partial message ({reason}), so unanswered responses stay unanswered")
@@ -308,37 +334,44 @@ class ServerEngine(Engine):
         try:
             names = self._list_models()
         except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
-            reason = describe_first_problem(error) if isinstance(error, ValidationError) else str(error)
+            reason = str(error)
+            if isinstance(error, ValidationError):
+                reason = describe_first_problem(error)
             reason = clean_message(reason, self._secrets)
             if type(error).__name__ in _UNREACHED:
                 raise ServerError(f"{self.base_url}: no connection: {reason}") from None
             raise ServerError(f"{self.base_url}: it lists no models: {reason}; name one") from None
         if len(names) != 1:
-            raise ServerError(f"{self.base_url}: serves {', '.join(names[:5]) or 'no model'}; name one")
-        self.served = names[0]
-        self.model = model_name(self.served)
+            served = ", ".join(names[:5]) or "no model"
+            raise ServerError(f"{self.base_url}: serves {served}; name one")
+        self.served_name = names[0]
+        self.model = model_name(self.served_name)
 
     def _list_models(self) -> list[str]:
-        reply = httpx.get(f"{self.base_url}/models", timeout=CONNECTING, verify=_certificates(), **self._http)
+        url = f"{self.base_url}/models"
+        reply = httpx.get(url, timeout=CONNECT_TIMEOUT_SECONDS, verify=_certificates(), **self._http)
         if not reply.is_success:
             problem = error_message(reply.content) or reply.reason_phrase or "no message"
             raise ValueError(f"{reply.status_code}: {problem}")
-        return [model.id for model in ModelList.model_validate_json(reply.content).data]
+        models = ModelList.model_validate_json(reply.content)
+        return [model.id for model in models.data]
 
-    def client(self) -> httpx.AsyncClient:
-        """A client for `ask`, to be closed by the caller."""
-        timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECTING))
-        # Idle connections are left before vLLM's own server closes them, after 5 s.
+    def make_client(self) -> httpx.AsyncClient:
+        """Make a client for `ask`, which the caller closes."""
+        timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT_SECONDS))
+        # Idle connections expire before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=4.0)
         try:
             return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), **self._http)
         except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
-            raise ServerError(f"{self.base_url}: {clean_message(str(error), self._secrets)}") from None
+            reason = clean_message(str(error), self._secrets)
+            raise ServerError(f"{self.base_url}: {reason}") from None
 
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
-        """Ask until there is a usable reply; FaultError where no retry is left or the deadline is over.
+        """Ask until there is a usable reply.
 
-        Its reason is one line without secrets or prompt.
+        Raises:
+            FaultError: No retry is left or the deadline is over. Its reason is one line without secrets or prompt.
         """
         started = time.monotonic()
         tries = 0
@@ -353,15 +386,22 @@ class ServerEngine(Engine):
                         return generation.model_copy(update={"seconds": time.monotonic() - started})
                     except FaultError as error:
                         fault = error
-                    unreached = fault.of_all and not self._reached and time.monotonic() - started > STARTING
-                    if not fault.again or tries > self.max_retries or unreached:
+                    is_startup_over = time.monotonic() - started > STARTUP_RETRY_SECONDS
+                    is_unreachable = fault.affects_all and not self._has_replied and is_startup_over
+                    if not fault.is_retryable or tries > self.max_retries or is_unreachable:
                         break
                     self.retries += 1
-                    await asyncio.sleep(back_off(tries) if fault.wait is None else fault.wait)
+                    delay = fault.retry_after
+                    if delay is None:
+                        delay = retry_delay(tries)
+                    await asyncio.sleep(delay)
         except TimeoutError:
-            if fault is None or not fault.of_all:
-                fault = FaultError(f"no whole reply within {self.deadline:g} s, try {tries}", again=True, code=504)
-        fault.reason = clean_message(fault.reason, self._secrets, (turn.content for turn in request.messages))
+            if fault is None or not fault.affects_all:
+                fault = FaultError(
+                    f"no whole reply within {self.deadline:g} s, try {tries}", is_retryable=True, code=504
+                )
+        prompt = [message.content for message in request.messages]
+        fault.reason = clean_message(fault.reason, self._secrets, prompt)
         raise fault from None
 
     async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
@@ -369,20 +409,22 @@ class ServerEngine(Engine):
         body = self._make_body(request)
         content = bytearray()
         try:
-            async with client.stream("POST", self._chat, content=json.dumps(body)) as answer:
-                self._reached = True
+            async with client.stream("POST", self._chat_url, content=json.dumps(body)) as answer:
+                self._has_replied = True
                 async for block in answer.aiter_bytes():
                     content += block
-                    if len(content) > MOST_BYTES:
-                        raise FaultError(f"the reply is longer than {MOST_BYTES // 2**20} MB", again=False)
+                    if len(content) > MAX_REPLY_BYTES:
+                        raise FaultError(f"the reply is longer than {MAX_REPLY_BYTES // 2**20} MB", is_retryable=False)
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, tries) from None
         if not answer.is_success:
-            # Secrets go before anything is cut, since half of a key would not be recognised.
-            page = content.decode(errors="replace")
-            said = error_message(content) or shorten_text(clean_message(page, self._secrets)) or "no message"
-            raise self._status_fault(answer.status_code, answer.headers, said, tries)
-        # A long reply takes a tenth of a second to read, in which a gateway's event loop would serve nobody.
+            message = error_message(content)
+            if not message:
+                # Secrets are removed before the text is shortened, since half of a key would not be recognised.
+                page = clean_message(content.decode(errors="replace"), self._secrets)
+                message = shorten_text(page) or "no message"
+            raise self._status_fault(answer.status_code, answer.headers, message, tries)
+        # In a thread: a long reply takes a tenth of a second to read, which would block a gateway's event loop.
         return await asyncio.to_thread(self._read_content, bytes(content), request, tries)
 
     def _make_body(self, request: Request) -> dict[str, Any]:
@@ -390,17 +432,17 @@ class ServerEngine(Engine):
             "temperature": request.temperature,
             "seed": request.seed,
             "max_tokens": request.max_tokens,
-            "model": self.served,
+            "model": self.served_name,
             "messages": [message.model_dump() for message in request.messages],
         }
-        tops = self.more_tops if request.begun else self.top_logprobs
+        tops = self.max_candidates if request.begun else self.top_logprobs
         if tops:
-            if self.scales and request.temperature not in (0, 1):
-                raise FaultError(SCALED, again=False, of_all=True, code=400)
+            if self.scales_logprobs and request.temperature not in (0, 1):
+                raise FaultError(SCALED_LOGPROBS_MESSAGE, is_retryable=False, affects_all=True, code=400)
             body |= {"logprobs": True, "top_logprobs": tops}
         body |= self.extra_body
         if request.begun:
-            body |= CONTINUE
+            body |= CONTINUATION_FIELDS
         return body
 
     def _read_content(self, content: bytes, request: Request, tries: int) -> Generation:
@@ -412,20 +454,21 @@ class ServerEngine(Engine):
             if not problem:
                 is_html = content.lstrip()[:1] == b"<"
                 problem = "HTML" if is_html else describe_first_problem(error)
-            raise FaultError(f"unusable reply in try {tries}: {problem}", again=True) from None
+            raise FaultError(f"unusable reply in try {tries}: {problem}", is_retryable=True) from None
         choice = reply.choices[0]
         message = choice.message
         if choice.finish_reason == "content_filter" and not message.text:
-            raise FaultError("the reply was withheld: finish_reason content_filter", again=False)
+            raise FaultError("the reply was withheld: finish_reason content_filter", is_retryable=False)
         # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
         if message.content is None and message.refusal is None and message.reasoned is None:
-            raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", again=True)
+            raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", is_retryable=True)
         cut_reply = cut_after_stop(choice, request.stop)
-        model = model_name(reply.model or self.served)
+        model = model_name(reply.model or self.served_name)
         # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is known by its host, or behind
         # a proxy by the one model name that only thinks; the same weights on vLLM or SGLang heed the temperature.
         host = f".{urlsplit(self.base_url).hostname}"
-        ignores = message.reasoned and (host.endswith(".deepseek.com") or model == "deepseek-reasoner")
+        is_deepseek = host.endswith(".deepseek.com") or model == "deepseek-reasoner"
+        ignores_temperature = bool(message.reasoned) and is_deepseek
         return Generation(
             question=request.question,
             sample=request.sample,
@@ -437,37 +480,47 @@ class ServerEngine(Engine):
             tokens=reply.completion_tokens,
             finish_reason=choice.finish_reason,
             model=model,
-            temperature_acts=not ignores,
+            temperature_acts=not ignores_temperature,
         )
 
-    def _status_fault(self, status: int, headers: Mapping[str, str], said: str, tries: int) -> FaultError:
+    def _status_fault(self, status: int, headers: Mapping[str, str], message: str, tries: int) -> FaultError:
         """Return what an HTTP error means for the request and for the others."""
         if status == 401:
             problem = "was refused" if self._key else "is not set"
             reason = f"401: the key in environment variable {self.api_key_env} {problem}"
-            return FaultError(reason, again=False, of_all=True)
-        wait = read_retry_after(headers)
+            return FaultError(reason, is_retryable=False, affects_all=True)
+        retry_after = read_retry_after(headers)
+        is_wait_too_long = retry_after is not None and retry_after > LONGEST_RETRY_AFTER_SECONDS
+        is_forbidden = status == 403 and not _FILTERED.search(message)
+        is_unknown_model = status == 404 and _MODEL.search(message) is not None
+        is_shared_status = status in SHARED_FAULT_STATUSES
+        is_retryable_status = status in RETRYABLE_STATUSES or status >= 500
+        place = f"{status} in try {tries}"
         header = headers.get("retry-after")
-        too_long = wait is not None and wait > LONGEST_WAIT
-        forbidden = status == 403 and not _FILTERED.search(said)
-        unknown = status == 404 and _MODEL.search(said) is not None  # a model; a 404 of one request does not name it
-        of_all = status in OF_ALL or too_long or forbidden or unknown
-        again = (status in AGAIN or status >= 500) and not too_long
-        shown_wait = f", Retry-After {header}" if header else ""
-        reason = f"{status} in try {tries}{shown_wait}: {said}"
-        return FaultError(reason, again=again, of_all=of_all, wait=wait, code=GATEWAY_CODES.get(status, 502))
+        if header:
+            place = f"{place}, Retry-After {header}"
+        return FaultError(
+            f"{place}: {message}",
+            is_retryable=is_retryable_status and not is_wait_too_long,
+            affects_all=is_shared_status or is_wait_too_long or is_forbidden or is_unknown_model,
+            retry_after=retry_after,
+            code=GATEWAY_CODES.get(status, 502),
+        )
 
     def _connection_fault(self, cause: BaseException, tries: int) -> FaultError:
         """Return what a failed connection means; before the first reply it means that there is no server."""
         kind = type(cause).__name__
-        why = str(cause) or kind
+        detail = str(cause) or kind
         if kind == "TooManyRedirects":
-            return FaultError(f"redirected without end in try {tries}", again=False, of_all=True)
-        if kind in _UNREACHED or not (self._reached or isinstance(cause, httpx.ReadTimeout)):
-            return FaultError(f"no connection in try {tries}: {why}", again=True, of_all=True, code=503)
+            return FaultError(f"redirected without end in try {tries}", is_retryable=False, affects_all=True)
+        may_be_slow = self._has_replied or isinstance(cause, httpx.ReadTimeout)
+        if kind in _UNREACHED or not may_be_slow:
+            reason = f"no connection in try {tries}: {detail}"
+            return FaultError(reason, is_retryable=True, affects_all=True, code=503)
         if isinstance(cause, httpx.TimeoutException):
-            return FaultError(f"nothing came for {self.timeout:g} s in try {tries}", again=True, code=504)
-        return FaultError(f"the connection broke in try {tries}: {why}", again=True)
+            reason = f"nothing came for {self.timeout:g} s in try {tries}"
+            return FaultError(reason, is_retryable=True, code=504)
+        return FaultError(f"the connection broke in try {tries}: {detail}", is_retryable=True)
 
 
 def _read_key(variable: str) -> str:
@@ -487,7 +540,7 @@ def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:
     return candidates
 
 
-def _spread(values: list[float]) -> float:
+def _compute_spread(values: list[float]) -> float:
     if not values:
         return 0.0
     return max(values) - min(values)
@@ -497,12 +550,12 @@ def _spread(values: list[float]) -> float:
 _certificates = cache(httpx.create_ssl_context)
 
 
-def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
+def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
     """Iterate an async generator on an event loop in a thread of its own.
 
-    The thread lets it work where a loop is already running (a notebook) and while the caller writes. An iterator that
-    is dropped cancels what the generator has begun. One that is still open when the interpreter ends is left as it is:
-    the thread no longer runs then, and waiting for it would never end.
+    Thanks to the thread, it works if a loop is already running (a notebook) and while the caller writes. Dropping the
+    iterator cancels what the generator has begun. An iterator that is still open when the interpreter exits is left
+    alone: the thread no longer runs, and waiting for it would never end.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -519,20 +572,23 @@ def in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
         await stream.aclose()
 
     try:
-        while (item := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not None:
+        while True:
+            item = asyncio.run_coroutine_threadsafe(step(), loop).result()
+            if item is None:
+                break
             yield item
     finally:
         if not sys.is_finalizing():
             closing = asyncio.run_coroutine_threadsafe(close(), loop)
             with suppress(TimeoutError):  # a connection that does not close must not hold the process
-                closing.result(LONGEST_CLOSING)
+                closing.result(CLOSING_TIMEOUT_SECONDS)
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(LONGEST_CLOSING)
+            thread.join(CLOSING_TIMEOUT_SECONDS)
             if not thread.is_alive():
                 loop.close()
 
 
-def back_off(retry: int) -> float:
+def retry_delay(retry: int) -> float:
     """Return the seconds before retry 1, 2, ...: doubling from 0.5 to 8, minus up to a quarter at random."""
-    longest = float(min(FIRST_DELAY * 2 ** (retry - 1), LONGEST_DELAY))
+    longest = float(min(FIRST_DELAY_SECONDS * 2 ** (retry - 1), LONGEST_DELAY_SECONDS))
     return longest * (1 - 0.25 * random.random())

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from catto.engines.base import TAU_GRID, Context, Engine, Generation, Request, Scores
 from catto.engines.decoding import (
-    HeadHook,
     ResponseInProgress,
     as_float64,
     counts_padding,
@@ -37,57 +36,73 @@ from catto.token_ids import decode_ids
 class TransformersEngine(Engine):
     """The `Engine` protocol on a loaded model and its tokenizer.
 
-    `batch_size` is the number of responses (or contexts) that run at once. A generation's `token_ids` are the generated
-    tokens without the end-of-sequence token; its `text` is their decoding with special tokens shown, cut after the stop
-    text; `mean_logprob` is over `token_ids` at temperature 1; `seconds` run from its batch's start to its last token.
+    A generation's `token_ids` are the generated tokens without the end-of-sequence token. Its `text` is their decoding
+    with special tokens shown, cut after the stop text. `mean_logprob` is over `token_ids` at temperature 1, and
+    `seconds` count from the start of the batch to the response's last token.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        batch_size: Number of responses, or of scored contexts, that run at once.
+        model_name: Name of the model in records; None for the name in its configuration.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, model_name: str | None = None) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, expected at least 1")
-        if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-            raise ValueError("the adapter puts virtual tokens in front of every call, which generation does not expect")
+        for adapter in getattr(model, "peft_config", {}).values():
+            if adapter.is_prompt_learning:
+                raise ValueError(
+                    "the adapter puts virtual tokens in front of every call, which generation does not expect"
+                )
         self.network = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.model = model_name or model.config.name_or_path or type(model).__name__
-        precision, version = str(model.dtype).removeprefix("torch."), torch.__version__.partition("+")[0]
-        self.name = f"transformers {transformers.__version__} {precision} torch {version}"
+        precision = str(model.dtype).removeprefix("torch.")
+        torch_version = torch.__version__.partition("+")[0]
+        self.name = f"transformers {transformers.__version__} {precision} torch {torch_version}"
         self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-        self._eos = frozenset(int(token) for token in ends if token is not None)
-        self._rendered = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))  # scored just after it is generated
-        # tokens and states of requests with `keep_states`, until the next call
+        self._eos = _find_end_tokens(model, tokenizer)
+        self._encode_prompt = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))  # scored soon after generation
+        # Tokens and states of requests with `keep_states`, until the next call.
         self._kept: dict[Key | None, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, batch_size: int = 16) -> Self:
-        """Load a checkpoint folder, a LoRA adapter's folder or a hub id; bf16 on an accelerator, fp32 on the CPU.
+        """Load a model and its tokenizer.
 
         An adapter stays unmerged: merged into bf16 weights, a small update would be rounded away.
+
+        Args:
+            path: A checkpoint folder, the folder of a LoRA adapter, or a hub id.
+            dtype: Type of the weights; None means bf16 on an accelerator and fp32 on the CPU.
+            batch_size: Number of responses that run at once.
         """
-        place = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        wide = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        base, adapter = path, Path(path) / "adapter_config.json"
-        if adapter.exists():
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        base_path = path
+        adapter_config = Path(path) / "adapter_config.json"
+        if adapter_config.exists():
             from peft import PeftConfig, PeftModel
 
-            base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-            if not base:
-                raise DataError(adapter, None, "base_model_name_or_path: expected the base model")
-        model = _pretrained(transformers.AutoModelForCausalLM, base, dtype=wide)
-        if adapter.exists():
+            base_path = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+            if not base_path:
+                raise DataError(adapter_config, None, "base_model_name_or_path: expected the base model")
+        model = _load_pretrained(transformers.AutoModelForCausalLM, base_path, dtype=dtype)
+        if adapter_config.exists():
             model = PeftModel.from_pretrained(model, str(path))
-        own = (Path(path) / "tokenizer_config.json").exists()
-        tokenizer = _pretrained(transformers.AutoTokenizer, path if own else base)
-        return cls(model.to(place), tokenizer, batch_size=batch_size, model_name=str(path))
+        has_own_tokenizer = (Path(path) / "tokenizer_config.json").exists()
+        tokenizer_path = path if has_own_tokenizer else base_path
+        tokenizer = _load_pretrained(transformers.AutoTokenizer, tokenizer_path)
+        return cls(model.to(device), tokenizer, batch_size=batch_size, model_name=str(path))
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
-        The batches follow from the full list of requests: one that is partly done is computed whole, so that a killed
-        run resumes with the same batch shapes and so the same tokens, to the bit.
+        The batches depend on the full list of requests, and one that is partly done is computed whole. A killed run
+        therefore resumes with the same batch shapes, and so with the same tokens to the bit.
         """
         self._kept = {}
         responses_by_prompt: dict[tuple[int, ...], list[ResponseInProgress]] = {}
@@ -116,7 +131,7 @@ class TransformersEngine(Engine):
         """Render a request's prompt and limit its response to the model's positions."""
         if "" in request.stop:
             raise ValueError(f"question {request.question}: a stop text is empty")
-        prompt = self._rendered(request.messages)
+        prompt = self._encode_prompt(request.messages)
         self._check_length(len(prompt) + 1, f"question {request.question}: prompt and response")
         limit = request.max_tokens
         if self.positions is not None:
@@ -142,8 +157,8 @@ class TransformersEngine(Engine):
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order.
 
-        A context inside a response whose states were kept needs the head alone; the others run whole, and those of like
-        length share a forward.
+        A context inside a response whose states were kept needs only the head. The others run whole, and those of
+        similar length share a forward.
         """
         states: dict[int, Tensor] = {}
         sequences: dict[int, tuple[int, ...]] = {}
@@ -152,26 +167,30 @@ class TransformersEngine(Engine):
             if state is not None:
                 states[index] = state
                 continue
-            sequences[index] = (*self._rendered(context.messages), *context.prefix)
+            sequences[index] = (*self._encode_prompt(context.messages), *context.prefix)
             self._check_length(len(sequences[index]), f"context {index}: prompt and prefix")
         self._kept = {}
 
-        def logits_from_states(hook: HeadHook, indices: list[int]) -> Tensor:
-            return state_logits(self.network, hook, torch.stack([states[index] for index in indices]))
+        scores: dict[int, Scores] = {}
 
-        def logits_from_sequences(hook: HeadHook, indices: list[int]) -> Tensor:
-            return last_logits(self.network, [sequences[index] for index in indices])
+        def add_scores(indices: list[int], logits: Tensor) -> None:
+            candidates = [contexts[index].candidates for index in indices]
+            batch_scores = score_candidates(logits, candidates)
+            scores.update(zip(indices, batch_scores, strict=True))
 
         longest_first = sorted(sequences, key=lambda index: -len(sequences[index]))
-        scores: dict[int, Scores] = {}
         with evaluation_mode(self.network) as hook:
-            for group, compute_logits in ((list(states), logits_from_states), (longest_first, logits_from_sequences)):
-                for start in range(0, len(group), self.batch_size):
-                    indices = group[start : start + self.batch_size]
-                    logits = as_float64(compute_logits(hook, indices))
-                    batch = score_candidates(logits, [contexts[index].candidates for index in indices])
-                    scores.update(zip(indices, batch, strict=True))
+            for indices in self._split_batches(list(states)):
+                batch_states = torch.stack([states[index] for index in indices])
+                add_scores(indices, as_float64(state_logits(self.network, hook, batch_states)))
+            for indices in self._split_batches(longest_first):
+                batch_sequences = [sequences[index] for index in indices]
+                add_scores(indices, as_float64(last_logits(self.network, batch_sequences)))
         return [scores[index] for index in range(len(contexts))]
+
+    def _split_batches(self, indices: list[int]) -> Iterator[list[int]]:
+        for start in range(0, len(indices), self.batch_size):
+            yield indices[start : start + self.batch_size]
 
     def _kept_state(self, context: Context) -> Tensor | None:
         """Return the hidden state that predicts the token after a context's prefix, if it was kept."""
@@ -231,28 +250,44 @@ def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
     """
     vocabulary = logits.shape[-1]
     for ids in candidates:
-        if any(not 0 <= token < vocabulary for token in ids):
-            raise ValueError(f"candidates {ids}: expected token ids below {vocabulary}")
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"candidates {ids}: expected token ids below {vocabulary}")
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    by_tau = [(shifted / tau).exp_().sum(dim=-1).log_() for tau in TAU_GRID]
-    grids = torch.stack(by_tau, dim=-1).tolist()
+    logsumexps = []
+    for tau in TAU_GRID:
+        logsumexps.append((shifted / tau).exp_().sum(dim=-1).log_())
+    grids = torch.stack(logsumexps, dim=-1).tolist()
     logprobs = shifted - shifted.logsumexp(dim=-1, keepdim=True)
-    names = [str(tau) for tau in TAU_GRID]
+    tau_names = [str(tau) for tau in TAU_GRID]
     scores = []
     for row, ids, grid in zip(logprobs, candidates, grids, strict=True):
-        at_candidates = tuple(row[list(ids)].tolist())
-        scores.append(Scores(logprobs=at_candidates, logsumexp=dict(zip(names, grid, strict=True))))
+        candidate_logprobs = tuple(row[list(ids)].tolist())
+        logsumexp = dict(zip(tau_names, grid, strict=True))
+        scores.append(Scores(logprobs=candidate_logprobs, logsumexp=logsumexp))
     return scores
 
 
-def _pretrained(kind: Any, path: str | Path, **options: Any) -> Any:
-    """`from_pretrained` without remote code; a failure is one line."""
+def _find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the end-of-sequence tokens of the model's generation settings and of the tokenizer."""
+    generation_config = getattr(model, "generation_config", None)
+    model_ends = getattr(generation_config, "eos_token_id", None)
+    if not isinstance(model_ends, list):
+        model_ends = [model_ends]
+    ends = [*model_ends, tokenizer.eos_token_id]
+    return frozenset(int(token) for token in ends if token is not None)
+
+
+def _load_pretrained(auto_class: Any, path: str | Path, **options: Any) -> Any:
+    """Call `from_pretrained` without remote code; raise a DataError of one line if it fails."""
     check_model(path)
     check_hub(path)
     try:
-        return kind.from_pretrained(str(path), trust_remote_code=False, **options)
+        return auto_class.from_pretrained(str(path), trust_remote_code=False, **options)
     except ImportError:
         raise
     except Exception as error:  # a damaged file or an unknown architecture may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = type(error).__name__
+        if str(error):
+            reason = str(error).splitlines()[0]
         raise DataError(path, None, f"cannot be loaded: {reason}") from None

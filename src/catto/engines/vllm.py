@@ -24,7 +24,7 @@ from catto.token_ids import decode_ids
 
 # vLLM refuses more. A recipe's `decode: greedy` rescales the stored answers and samples nothing.
 MOST_TEMPERATURE = 2.0
-# A whole vocabulary of 152k comes as Python numbers, some 17 MB a label: so many labels are in memory at a time.
+# Labels in memory at a time: a vocabulary of 152k comes as Python numbers, some 17 MB per label.
 ROWS_AT_ONCE = 32
 # `head_dtype`: logits of a bf16 head move a two-label confidence by up to 1.5 points.
 ENGINE = {"logprobs_mode": "raw_logprobs", "max_logprobs": -1, "hf_overrides": {"head_dtype": "float32"}}
@@ -32,9 +32,12 @@ SCORED = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1, "flat_logprobs": 
 
 
 class VLLMEngine(Engine):
-    """The `Engine` protocol on a model that vLLM loads. `options` go to `vllm.LLM` (tensor_parallel_size, dtype, ...).
+    """The `Engine` protocol on a model that vLLM loads.
 
-    vLLM batches by itself; `batch_size` only limits how many responses are requested at once.
+    Args:
+        model: A folder or a hub id.
+        batch_size: Maximum number of responses requested at once; vLLM itself batches them.
+        **options: Keyword arguments of `vllm.LLM`, such as tensor_parallel_size or dtype.
     """
 
     def __init__(self, model: str, *, batch_size: int = 256, **options: Any) -> None:
@@ -52,10 +55,15 @@ class VLLMEngine(Engine):
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, in the order of the requests."""
-        todo = [request for request in requests if request.key not in done]
-        prompts = [{"prompt_token_ids": list(prompt_ids(self.tokenizer, request.messages))} for request in todo]
-        params = [self._params(**generate_fields(request)) for request in todo]
-        for request, output in zip(todo, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
+        missing = [request for request in requests if request.key not in done]
+        prompts = []
+        params = []
+        for request in missing:
+            token_ids = list(prompt_ids(self.tokenizer, request.messages))
+            prompts.append({"prompt_token_ids": token_ids})
+            params.append(self._params(**sampling_parameters(request)))
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        for request, output in zip(missing, outputs, strict=True):
             yield read_generation(request, output, self.tokenizer, self.model)
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
@@ -63,33 +71,44 @@ class VLLMEngine(Engine):
         scores: list[Scores] = []
         for start in range(0, len(contexts), ROWS_AT_ONCE):
             batch = contexts[start : start + ROWS_AT_ONCE]
-            ids = [[*prompt_ids(self.tokenizer, context.messages), *context.prefix] for context in batch]
-            prompts = [{"prompt_token_ids": context} for context in ids]
+            prompts = []
+            for context in batch:
+                token_ids = [*prompt_ids(self.tokenizer, context.messages), *context.prefix]
+                prompts.append({"prompt_token_ids": token_ids})
             outputs = self._llm.generate(prompts, self._params(**SCORED), use_tqdm=False)
             rows = torch.stack([read_row(output, self._vocabulary) for output in outputs])
-            scores += score_candidates(rows, [context.candidates for context in batch])
+            candidates = [context.candidates for context in batch]
+            scores += score_candidates(rows, candidates)
         return scores
 
 
-def generate_fields(request: Request) -> dict[str, Any]:
-    """Sampling parameters of a request; `logprobs` 0 returns that of the drawn token."""
+def sampling_parameters(request: Request) -> dict[str, Any]:
+    """Return vLLM's sampling parameters of a request; `logprobs` 0 returns that of the drawn token."""
     if request.temperature > MOST_TEMPERATURE:
         limit = f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}"
         raise ValueError(f"{limit}: evaluation.decode greedy samples nothing, the engine transformers samples at any")
-    drawn = {"temperature": request.temperature, "seed": request.seed, "max_tokens": request.max_tokens, "logprobs": 0}
-    text = {"stop": list(request.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
-    return drawn | text
+    return {
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "max_tokens": request.max_tokens,
+        "logprobs": 0,
+        "stop": list(request.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
 
 
 def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -> Generation:
-    """Read a vLLM `RequestOutput`: the token that ends it removed, text decoded here and cut after the stop text."""
+    """Read a vLLM `RequestOutput`: without its end token, the text decoded here and cut after the stop text."""
     response = output.outputs[0]
     ids = list(response.token_ids)
-    # `stop_reason` is the token where it is another of the model's end tokens, or the stop text
+    # `stop_reason` is the stop text, or the token if it is another of the model's end tokens.
     if ids and ids[-1] in (tokenizer.eos_token_id, response.stop_reason):
         ids.pop()
     text = decode_ids(tokenizer, ids)
-    logprobs = [place[token].logprob for token, place in zip(ids, response.logprobs or (), strict=False)]
+    logprobs = []
+    for token, candidates in zip(ids, response.logprobs or (), strict=False):
+        logprobs.append(candidates[token].logprob)
     return Generation(
         question=request.question,
         sample=request.sample,
@@ -112,6 +131,7 @@ def read_row(output: Any, vocabulary: int) -> Tensor:
     row = np.full(vocabulary, np.nan)
     if flat is not None:
         row[np.asarray(flat.token_ids, dtype=np.int64)] = flat.logprobs
-    if unknown := int(np.isnan(row).sum()):
-        raise ValueError(f"vLLM returned no log-probability for {unknown:,} of {vocabulary:,} tokens at a label")
+    missing = int(np.isnan(row).sum())
+    if missing:
+        raise ValueError(f"vLLM returned no log-probability for {missing:,} of {vocabulary:,} tokens at a label")
     return torch.from_numpy(row)

@@ -201,7 +201,7 @@ class Answerer:
         if isinstance(answer, Refusal):
             unreadable = answer.refused
             if asked.protocol.rule != MAJORITY:
-                raise FaultError(f"no confidence can be read: {unreadable}", again=False, code=400)
+                raise FaultError(f"no confidence can be read: {unreadable}", is_retryable=False, code=400)
             parsed = parse_answer(response.text, asked.question)
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
         if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
@@ -231,7 +231,7 @@ class Answerer:
         try:
             (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
         except ValueError as error:  # a rule that reads what no sample has
-            raise FaultError(str(error), again=False, code=400) from None
+            raise FaultError(str(error), is_retryable=False, code=400) from None
         chosen = samples[final.sample]
         confidence = None if uncalibrated or final.label is None else final.confidence
         abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)

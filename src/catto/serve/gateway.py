@@ -229,7 +229,7 @@ class Gateway:
             async with asyncio.timeout(self.limits.deadline):
                 return await self.answerer.answer(asked)
         except TimeoutError:
-            raise FaultError(f"no answer within {self.limits.deadline:g} s", again=True, code=504) from None
+            raise FaultError(f"no answer within {self.limits.deadline:g} s", is_retryable=True, code=504) from None
 
     def _read_request(self, answer_id: str, body: ChatRequest) -> Asked:
         """Check a request and fill in the defaults; HTTPException if it cannot be served."""
