@@ -14,7 +14,7 @@ import torch
 from command import run, write_lines
 
 from catto import __version__
-from catto.cli.doctor import diagnosis
+from catto.cli.doctor import diagnose_installation
 from catto.training import forward, selftest
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def without_torch(*commands: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_versions_are_those_installed() -> None:
-    found = diagnosis()
+    found = diagnose_installation()
     assert found["catto"] == __version__
     assert found["packages"]["base"]["numpy"]["version"] == metadata.version("numpy")
     assert found["packages"]["train"]["torch"]["version"] == metadata.version("torch")
@@ -66,7 +66,7 @@ def test_versions_are_those_installed() -> None:
 
 def test_cpu_is_always_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("catto.objectives.tiles.cpu_bf16_slowdown", lambda: 1.8)
-    told = diagnosis()["devices"][0]
+    told = diagnose_installation()["devices"][0]
     assert re.fullmatch(r"cpu: \d+ cores, a product in bf16 takes 1\.8 times as long as in fp32", told)
 
 
@@ -96,7 +96,7 @@ def test_doctor_without_torch_says_how_to_get_it() -> None:
 def test_a_version_out_of_range_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "4.0.0" if name == "transformers" else real(name))
-    found = diagnosis()
+    found = diagnose_installation()
     assert found["packages"]["train"]["transformers"]["ok"] is False
     assert "transformers" in found["missing"]["train"]
 
@@ -106,7 +106,7 @@ def test_a_copy_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", requires)
-    found = diagnosis()
+    found = diagnose_installation()
     assert found["missing"] == {"base": ["catto"]}
     assert found["install"] == {"base": "pip install catto"}
 

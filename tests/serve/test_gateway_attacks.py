@@ -31,7 +31,7 @@ from catto.engines.server import ServerEngine
 from catto.io.record_files import write_records
 from catto.metrics.calibrators import Temperature
 from catto.records import Message, Option
-from catto.serve.answering import Answered, Answerer, Asked, ServedQuestion
+from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, ServedQuestion
 from catto.serve.gateway import Limits
 
 
@@ -347,7 +347,7 @@ def test_a_threshold_of_another_model_is_warned_of(
 
 @pytest.mark.parametrize(("on", "requests"), [("labels", 2), ("confidence", 1), (None, 1)])
 def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any, requests: int) -> None:
-    async def answered(url: str) -> Answered:
+    async def answered(url: str) -> GatewayAnswer:
         engine = ServerEngine(url, MODEL, top_logprobs=20)
         engine.max_candidates, engine.can_continue = 1000, True  # as `probe` finds with llama.cpp
         fitted = None if on is None else Fitted(Temperature(tau=1.0), on)
@@ -356,7 +356,7 @@ def test_other_labels_are_asked_for_only_where_the_calibrator_reads_them(on: Any
         chat = (Message(role="user", content="Which?"),)
         async with engine.make_client() as client:
             answerer = Answerer(engine, client, fitted, None, "")
-            return await answerer.answer(Asked(question, chat, ONE, 64, 0))
+            return await answerer.answer(AnswerRequest(question, chat, ONE, 64, 0))
 
     with OpenAIServer(always("B")) as upstream:
         found = asyncio.run(answered(upstream.url))

@@ -589,7 +589,8 @@ def test_catto_eval_says_what_was_refused_and_asks_again(tmp_path: Path, monkeyp
     from catto.cli.evaluate import evaluate as command
 
     monkeypatch.setattr(
-        "catto.cli.evaluate.load", lambda *_, **__: Loaded(iter(held_out(12)), LoadReport("mmlu", "test", 0, "", ""))
+        "catto.cli.evaluate.load_questions",
+        lambda *_, **__: Loaded(iter(held_out(12)), LoadReport("mmlu", "test", 0, "", "")),
     )
     options = ["m", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval"), "--batch-size", "2"]
     with serve(refusing(0, 5, answer=answering)) as server:
@@ -608,7 +609,8 @@ def test_catto_eval_counts_replies_under_another_model_name(tmp_path: Path, monk
     from catto.cli.evaluate import evaluate as command
 
     monkeypatch.setattr(
-        "catto.cli.evaluate.load", lambda *_, **__: Loaded(iter(held_out(4)), LoadReport("mmlu", "test", 0, "", ""))
+        "catto.cli.evaluate.load_questions",
+        lambda *_, **__: Loaded(iter(held_out(4)), LoadReport("mmlu", "test", 0, "", "")),
     )
     options = ["other", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval")]
     with serve(answering) as server:

@@ -86,32 +86,56 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 def _command() -> Callable[..., int | None]:
     """Build the commands from their functions, once per process: it takes longer than most refusals."""
     command = typer.main.get_command(app)
-    _finish(command)
+    _complete_help(command)
     return command
 
 
-# What help pages call the value of an option, by its name or its type; others have the last word of their name.
-_VALUES: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: "", "data_dir": "DIR"}
-_VALUES |= {"sets": "KEY=VALUE", "fields": "NAME=FIELD,...", "by": "COLUMN", "positive": "LABEL"}
+# What help pages call the value of an option: by the option's name, or else by its type.
+_VALUE_BY_NAME = {
+    "data_dir": "DIR",
+    "sets": "KEY=VALUE",
+    "fields": "NAME=FIELD,...",
+    "by": "COLUMN",
+    "positive": "LABEL",
+}
+_VALUE_BY_TYPE: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: ""}
 
 
-def _finish(command: Any) -> list[str]:
-    """Name the values of options by what they are, end the help page with its examples, and return those.
+def _complete_help(command: Any) -> list[str]:
+    """Name the values of options, end the help page with its examples, and return the examples.
 
     A group without examples has those of its commands.
     """
-    inner = [example for below in getattr(command, "commands", {}).values() for example in _finish(below)]
-    for param in command.get_params(typer.Context(command)):
-        # Older versions of typer have no descriptor, and names of their own.
-        kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-        kind = get_args(kind)[0] if get_origin(kind) is list else kind
-        if param.metavar is None and param.param_type_name == "option" and kind in (int, float, Path, bool, str):
-            param.metavar = _VALUES.get(param.name, _VALUES.get(kind, param.name.rpartition("_")[2].upper()))
-    description, _, written = command.help.partition("Examples:\n")
+    examples_below = []
+    for subcommand in getattr(command, "commands", {}).values():
+        examples_below += _complete_help(subcommand)
+    for parameter in command.get_params(typer.Context(command)):
+        if parameter.metavar is None and parameter.param_type_name == "option":
+            parameter.metavar = _name_value(parameter)
+    description, _, own_examples = command.help.partition("Examples:\n")
     command.help = _unwrap_paragraphs(description)
-    examples = written.splitlines() or inner
-    command.epilog = "\n\n".join(("[bold]Examples[/bold]", *(f"  {example}" for example in examples)))
+    examples = own_examples.splitlines() or examples_below
+    lines = ["[bold]Examples[/bold]"]
+    for example in examples:
+        lines.append(f"  {example}")
+    command.epilog = "\n\n".join(lines)
     return examples
+
+
+def _name_value(option: Any) -> str | None:
+    """Return what a help page calls the value of an option; None leaves it to typer."""
+    descriptor = getattr(option, "type_descriptor", None)  # missing in older versions of typer
+    kind = getattr(descriptor, "annotation", None)
+    if get_origin(kind) is list:
+        kind = get_args(kind)[0]
+    if kind not in (int, float, Path, bool, str):
+        return None
+    if option.name in _VALUE_BY_NAME:
+        return _VALUE_BY_NAME[option.name]
+    if kind in _VALUE_BY_TYPE:
+        return _VALUE_BY_TYPE[kind]
+    last_word = str(option.name).rpartition("_")[2]
+    return last_word.upper()
 
 
 def _unwrap_paragraphs(text: str) -> str:

@@ -15,7 +15,7 @@ from catto import __version__
 from catto.cli.console import needs, print_json, say, show_table
 from catto.cli.run import QUIET
 
-__all__ = ["diagnosis", "doctor"]
+__all__ = ["diagnose_installation", "doctor"]
 
 EXTRAS = ("train", "serve", "ray", "vllm")
 # Only whether they are set is ever printed.
@@ -33,7 +33,7 @@ def doctor(
     catto doctor --json
     catto doctor --selftest
     """
-    state = diagnosis()
+    state = diagnose_installation()
     if selftest:
         needs("torch", "train", "--selftest")
         os.environ.update(QUIET | os.environ)
@@ -43,39 +43,27 @@ def doctor(
     if as_json:
         print_json(state)
     else:
-        _show(state)
-    if "base" in state["missing"] or not state.get("selftest", {"ok": True})["ok"]:
+        _show_state(state)
+    has_failed = selftest and not state["selftest"]["ok"]
+    if "base" in state["missing"] or has_failed:
         raise typer.Exit(1)
 
 
-def diagnosis() -> dict[str, Any]:
+def diagnose_installation() -> dict[str, Any]:
     """Return versions, devices, which variables are set, and for each part what is missing and how to install it.
 
-    packages: part -> name -> version (None: not installed), what is needed, and whether the two agree.
+    Returns:
+        `catto`, `python`, `platform`; `packages`: part -> name -> installed version or None, needed versions, and
+        whether they agree; `missing`: part -> names; `install`: part -> command; `devices`; `variables`.
     """
-    from packaging.requirements import Requirement
-
-    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
-    try:
-        needed = [Requirement(text) for text in metadata.requires("catto") or []]
-    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        needed, packages = [], {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
-    for requirement in needed:
-        name, marker = requirement.name, requirement.marker
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            version = None
-        ok = version is not None and requirement.specifier.contains(version, prereleases=True)
-        if marker is None or marker.evaluate({"extra": ""}):
-            parts = ["base"]
-        else:
-            parts = [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
-        for part in parts if name != "catto" else ():  # an extra that includes another names catto itself
-            packages[part][name] = {"version": version, "needs": str(requirement.specifier), "ok": ok}
-    lacking = {part: [name for name, state in states.items() if not state["ok"]] for part, states in packages.items()}
-    missing = {part: names for part, names in lacking.items() if names}
-    install = {part: "pip install catto" if part == "base" else f"pip install 'catto[{part}]'" for part in missing}
+    packages = _check_packages()
+    missing: dict[str, list[str]] = {}
+    install: dict[str, str] = {}
+    for part, states in packages.items():
+        names = [name for name, state in states.items() if not state["ok"]]
+        if names:
+            missing[part] = names
+            install[part] = "pip install catto" if part == "base" else f"pip install 'catto[{part}]'"
     return {
         "catto": __version__,
         "python": platform.python_version(),
@@ -83,13 +71,43 @@ def diagnosis() -> dict[str, Any]:
         "packages": packages,
         "missing": missing,
         "install": install,
-        "devices": _devices(),
+        "devices": _list_devices(),
         "variables": {name: name in os.environ for name in VARIABLES},
     }
 
 
-def _devices() -> list[str]:
-    """Return the devices. Accelerators are known to torch alone, which is imported only here."""
+def _check_packages() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return for each part the packages it needs, with the installed version."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("catto") or []]
+    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
+        return {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
+    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
+    for requirement in requirements:
+        if requirement.name == "catto":  # an extra that includes another names catto itself
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            version = None
+        specifier = requirement.specifier
+        fits = version is not None and specifier.contains(version, prereleases=True)
+        for part in _list_parts(requirement.marker):
+            packages[part][requirement.name] = {"version": version, "needs": str(specifier), "ok": fits}
+    return packages
+
+
+def _list_parts(marker: Any) -> list[str]:
+    """Return the parts that need a requirement with this marker: base, or extras."""
+    if marker is None or marker.evaluate({"extra": ""}):
+        return ["base"]
+    return [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
+
+
+def _list_devices() -> list[str]:
+    """Return the devices. Only torch, which is imported here, knows accelerators."""
     devices = [f"cpu: {os.cpu_count()} cores"]
     if importlib.util.find_spec("torch") is None:
         return devices
@@ -108,32 +126,47 @@ def _devices() -> list[str]:
     return devices
 
 
-def _show(state: dict[str, Any]) -> None:
-    """Print what is installed and what is missing; then the checks of a self-test, and one line that says all of it."""
+def _show_state(state: dict[str, Any]) -> None:
+    """Print what is installed and what is missing, and the results of a self-test if there are any."""
     say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
     rows: list[list[str]] = []
     for part, packages in state["packages"].items():
         for name, package in packages.items():
-            mark = "" if package["ok"] or not package["version"] else " (!)"
-            rows.append([name, part, (package["version"] or "missing") + mark, package["needs"]])
+            version = package["version"] or "missing"
+            if package["version"] and not package["ok"]:
+                version = f"{version} (!)"
+            rows.append([name, part, version, package["needs"]])
         rows.append([])
     show_table("", ("package", "part", "installed", "needed"), rows)
-    say("Devices: " + "; ".join(state["devices"]))
-    say("Set: " + ", ".join(f"{name} {'yes' if on else 'no'}" for name, on in state["variables"].items()))
+    say(f"Devices: {'; '.join(state['devices'])}")
+    variables = []
+    for name, is_set in state["variables"].items():
+        variables.append(f"{name} yes" if is_set else f"{name} no")
+    say(f"Set: {', '.join(variables)}")
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
-    if (result := state.get("selftest")) is None:
-        return
+    if "selftest" in state:
+        _show_selftest(state["selftest"])
+
+
+def _show_selftest(result: dict[str, Any]) -> None:
+    """Print the checks of a self-test, and one line that sums them up."""
     rows = []
     for check in result["checks"]:
-        error = check["problem"] if check["error"] is None else f"{check['error']:.1e}"
-        rows.append([check["name"], error, f"{check['bound']:g}", "ok" if check["ok"] else "FAILED"])
+        error = check["problem"]
+        if check["error"] is not None:
+            error = f"{check['error']:.1e}"
+        verdict = "ok" if check["ok"] else "FAILED"
+        rows.append([check["name"], error, f"{check['bound']:g}", verdict])
     show_table("", ("self-test", "error", "bound", ""), rows)
+    verdict = "passed" if result["ok"] else "FAILED"
+    passed = sum(check["ok"] for check in result["checks"])
+    summary = f"Self-test {verdict}: {passed} of {len(result['checks'])} checks"
+    summary += f" on {result['device']} in {result['precision']} with {result['attention']} attention"
     times = result["milliseconds"]
-    ratios = [f"{name} {times[name] / times['trl']:.2f}x" for name in ("catto", "shared") if times]
-    beside = f"; step {', '.join(ratios)} of TRL's {times['trl']:.0f} ms" if times else ""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl"))
-    passed = f"{sum(check['ok'] for check in result['checks'])} of {len(result['checks'])} checks"
-    verdict = f"{'passed' if result['ok'] else 'FAILED'}: {passed}"
-    where = f"{result['device']} in {result['precision']} with {result['attention']} attention"
-    say(f"Self-test {verdict} on {where}{beside}; catto {state['catto']}, {versions}")
+    if times:
+        trl_time = times["trl"]
+        ratios = [f"{name} {times[name] / trl_time:.2f}x" for name in ("catto", "shared")]
+        summary += f"; step {', '.join(ratios)} of TRL's {trl_time:.0f} ms"
+    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl")]
+    say(f"{summary}; catto {__version__}, {', '.join(versions)}")

@@ -61,15 +61,18 @@ def _read_json_rows(path: Path) -> Rows:
     text = read_text(path, MOST_JSON_BYTES)
     if _holds_json_lines(text):
         del text
-        yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+        for row, line in read_lines(path):
+            yield row, parse_object(path, row, line)
         return
     value = parse_json_text(path, text)
     rows = _find_rows(path, value)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            hint = "; names of columns are needed: write objects" if isinstance(row, list) else ""
-            raise DataError(path, number, f"expected a JSON object, got {type(row).__name__}{hint}")
-        yield number, row
+    for number, value_of_row in enumerate(rows, 1):
+        if not isinstance(value_of_row, dict):
+            problem = f"expected a JSON object, got {type(value_of_row).__name__}"
+            if isinstance(value_of_row, list):
+                problem = f"{problem}; names of columns are needed: write objects"
+            raise DataError(path, number, problem)
+        yield number, value_of_row
 
 
 def _holds_json_lines(text: str) -> bool:
@@ -105,10 +108,11 @@ def _find_rows(path: Path, value: Any) -> list[Any]:
 
 def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[str, Any]]:
     names = [str(column) for column in columns]
-    _refuse_twice(path, names)
+    _refuse_duplicates(path, names)
     rows = []
     for number, cells in enumerate(table, 1):
-        if not isinstance(cells, list) or len(cells) != len(names):
+        is_complete = isinstance(cells, list) and len(cells) == len(names)
+        if not is_complete:
             raise DataError(path, number, f"expected a list of {len(names)} cells ({join_names(names)})")
         rows.append(dict(zip(names, cells, strict=True)))
     return rows
@@ -124,71 +128,95 @@ def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
         if len(lengths) > 1:
             expected = f"expected columns of equal length, got {join_names(sorted(lengths))}"
             raise DataError(path, None, expected)
-        return [dict(zip(table, cells, strict=True)) for cells in zip(*entries, strict=True)]
+        rows = []
+        for cells in zip(*entries, strict=True):
+            rows.append(dict(zip(table, cells, strict=True)))
+        return rows
     if not all(isinstance(entry, dict) for entry in entries):
         raise DataError(path, None, EXPECTED_ROWS)
-    # The index of a table that was not given another one is made of whole numbers, and columns have names.
-    outer_numbers = all(name.isdecimal() for name in table)
-    inner_numbers = all(name.isdecimal() for entry in entries for name in entry)
-    if outer_numbers == inner_numbers:
+    # pandas numbers the rows of a table without an index of its own, and columns have names.
+    outer_are_numbers = all(name.isdecimal() for name in table)
+    inner_are_numbers = True
+    for entry in entries:
+        if not all(name.isdecimal() for name in entry):
+            inner_are_numbers = False
+    if outer_are_numbers == inner_are_numbers:
         hint = 'either could be the rows; with pandas write orient="records", lines=True to a .jsonl file'
         raise DataError(path, None, f"an object of objects: {hint}")
-    if outer_numbers:
+    if outer_are_numbers:
         return entries
     index = list(entries[0])
     for name, entry in table.items():
         if list(entry) != index:
             raise DataError(path, None, f"{name}: expected the same rows as in {next(iter(table))}")
-    return [{name: entry[place] for name, entry in table.items()} for place in index]
+    rows = []
+    for row_name in index:
+        rows.append({name: entry[row_name] for name, entry in table.items()})
+    return rows
 
 
 EXPECTED_ROWS = 'expected a JSON list of rows, or {"data": [...]}, or {"samples": [...]}, or an object of columns'
 
 
 def check_finished(path: Path, log: dict[str, Any]) -> None:
-    """Refuse a log of inspect_ai whose run failed, was cancelled or is still going on. log: its header."""
+    """Refuse a log of inspect_ai whose run failed, was cancelled or is still running. `log` is its header."""
     status = log.get("status")
     if status is None or status == "success":
         return
-    error = log.get("error")
-    reason = error.get("message") if isinstance(error, dict) else None
-    said = f": {shorten_text(str(reason), 200)}" if reason else ""
     outcome = "failed" if status == "error" else "did not finish"
-    raise DataError(path, None, f"the run {outcome} (status {shorten_text(str(status), 40)}{said}): nothing to measure")
+    details = f"status {shorten_text(str(status), 40)}"
+    error = log.get("error")
+    if isinstance(error, dict) and error.get("message"):
+        reason = shorten_text(str(error["message"]), 200)
+        details = f"{details}: {reason}"
+    raise DataError(path, None, f"the run {outcome} ({details}): nothing to measure")
 
 
-def _refuse_twice(path: Path, names: Sequence[str]) -> None:
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(path, None, f"column {twice[0]!r} occurs twice")
+def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise DataError(path, None, f"column {name!r} occurs twice")
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
-    number, lines = 0, (line for _, line in iterate_lines(path, "line"))
+    """Yield the rows of a CSV file; names: the columns of a file without a header."""
+    lines = (line for _, line in iterate_lines(path, "line"))
     first = next((line for line in lines if line.strip()), "")
-    csv.field_size_limit(MAX_LINE_BYTES)
     if names is None and first.startswith(('{"', "[{")):
         raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    # The header's most frequent one outside of quotes; a file without a header has commas.
-    signs = "\t" if find_suffix(path) == ".tsv" else ",;\t|" if names is None else ","
-    sign = max(signs, key=re.sub('"[^"]*"', "", first).count)
+    delimiter = _find_delimiter(path, first, has_header=names is None)
+    csv.field_size_limit(MAX_LINE_BYTES)
+    number = 0
     try:
-        for values in csv.reader(chain([first], lines), delimiter=sign, strict=True):
+        for values in csv.reader(chain([first], lines), delimiter=delimiter, strict=True):
             if names is None:
-                names = tuple(map(str.strip, values))
-                _refuse_twice(path, names)
-            elif values:
-                number += 1
-                if len(values) != len(names):
-                    expected = f"expected {len(names)} columns ({join_names(names)}), got {len(values)}"
-                    raise DataError(path, number, expected + _decimal_comma_hint(values, sign))
-                yield number, dict(zip(names, values, strict=True))
+                names = tuple(value.strip() for value in values)
+                _refuse_duplicates(path, names)
+                continue
+            if not values:
+                continue
+            number += 1
+            if len(values) != len(names):
+                problem = f"expected {len(names)} columns ({join_names(names)}), got {len(values)}"
+                raise DataError(path, number, problem + _decimal_comma_hint(values, delimiter))
+            yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise DataError(path, number + 1, f"not CSV: {error}") from None
 
 
-def _decimal_comma_hint(values: Sequence[str], sign: str) -> str:
-    """Return a hint where decimal commas may have cut numbers of a comma-separated row in two: 0,9."""
-    if sign != ",":
+def _find_delimiter(path: Path, first_line: str, *, has_header: bool) -> str:
+    """Return the most frequent delimiter in the header outside of quotes; a file without a header has commas."""
+    if find_suffix(path) == ".tsv":
+        return "\t"
+    if not has_header:
+        return ","
+    unquoted = re.sub('"[^"]*"', "", first_line)
+    return max(",;\t|", key=unquoted.count)
+
+
+def _decimal_comma_hint(values: Sequence[str], delimiter: str) -> str:
+    """Return a hint if decimal commas may have cut numbers of a comma-separated row in two: 0,9."""
+    if delimiter != ",":
         return ""
     for left, right in pairwise(values):
         if left.strip() in ("0", "1") and right.strip().isdecimal():
@@ -199,7 +227,7 @@ def _decimal_comma_hint(values: Sequence[str], sign: str) -> str:
 def read_hub(
     place: str, trouble: str, name: str, split: str, config: str | None = None, revision: str | None = None
 ) -> Any:
-    """The rows of a dataset on the hub. An error names `place` and reads `trouble`, where {} is the reason."""
+    """Return the rows of a dataset on the hub. An error names `place` and reads `trouble`, where {} is the reason."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -207,7 +235,9 @@ def read_hub(
     try:
         return load_dataset(name, config, split=split, revision=revision)
     except Exception as error:  # the errors of the hub, the network and the cache share no class
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = type(error).__name__
+        if str(error):
+            reason = str(error).splitlines()[0]
         raise DataError(place, None, trouble.format(reason)) from None
 
 

@@ -7,7 +7,6 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -24,59 +23,92 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 def find_suffix(path: Path) -> str:
-    """The format by the file's name, `.gz` aside; empty where it is none that we read.
+    """Return the suffix that names a file's format, without `.gz`; empty if the format is not read.
 
     >>> find_suffix(Path("rows.jsonl.gz")), find_suffix(Path("rows.txt"))
     ('.jsonl', '')
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    return suffix if suffix in SUFFIXES else ""
+    if suffix not in SUFFIXES:
+        return ""
+    return suffix
 
 
 @contextmanager
 def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
-    """Open a regular file, a gzipped one as what it holds unless `plain`; one that cannot be read is a DataError."""
+    """Open a regular file; raise a DataError if it cannot be read.
+
+    Args:
+        path: The file.
+        plain: Whether to leave a gzipped file packed.
+
+    Yields:
+        The open file.
+    """
     try:
-        kind = stat.S_IFMT(path.stat().st_mode)
-        if kind != stat.S_IFREG:  # a pipe would wait for ever, a device has no end
-            names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-            raise ValueError(f"expected a file, got {names.get(kind, 'a device')}")
-        file = gzip.open(path, "rb") if path.suffix == ".gz" and not plain else path.open("rb")  # noqa: SIM115 (closed below)
+        _require_regular_file(path)
+        is_unpacked = path.suffix == ".gz" and not plain
+        file: Any = gzip.open(path, "rb") if is_unpacked else path.open("rb")  # noqa: SIM115 (closed below)
     except (OSError, ValueError) as error:
         raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None
     with file:
         try:
-            yield file  # type: ignore[misc]
+            yield file
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(path, None, f"broken gzip file: {error}") from None
         except OSError as error:  # some files of /proc open and cannot be read
             raise DataError(path, None, error.strerror or str(error)) from None
 
 
+def _require_regular_file(path: Path) -> None:
+    """Raise ValueError for anything else: a pipe would wait for ever, and a device has no end."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind == stat.S_IFREG:
+        return
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    raise ValueError(f"expected a file, got {names.get(kind, 'a device')}")
+
+
 def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of every line, with its end. What is no UTF-8 text is a DataError.
+    """Yield (number, text) of every line, including its line break; raise a DataError if it is not UTF-8.
 
-    A quoted field of a CSV file may hold line breaks: there `unit` is `line`, which is not the row's number.
+    Args:
+        path: The file.
+        unit: What errors call the number. A quoted field of a CSV file may hold line breaks, so a line is no row there.
     """
-
-    def problem(message: str) -> DataError:
-        return DataError(path, number, message) if unit == "row" else DataError(path, None, f"line {number}: {message}")
-
     with open_input(path) as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise problem(f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
-            if b"\0" in line:
-                raise problem("holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
+        number = 0
+        while True:
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            number += 1
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise problem(f"not UTF-8 at byte {error.start} of the line") from None
+                text = _decode_line(line, is_first=number == 1)
+            except ValueError as error:
+                if unit == "row":
+                    raise DataError(path, number, str(error)) from None
+                raise DataError(path, None, f"line {number}: {error}") from None
+            yield number, text
+
+
+def _decode_line(line: bytes, *, is_first: bool) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
+    if b"\0" in line:
+        raise ValueError("holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
+    try:
+        return line.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (row, text) of every non-empty line, rows counted from 1, streaming."""
-    return ((row, text) for row, line in iterate_lines(path) if (text := line.strip()))
+    """Yield (row, text) of every line that is not blank, without white space around it; rows count from 1."""
+    for row, line in iterate_lines(path):
+        text = line.strip()
+        if text:
+            yield row, text
 
 
 def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
@@ -102,21 +134,24 @@ def parse_json_text(path: Path, text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        hint = "; JSON lines must be named .jsonl" if "Extra data" in str(error) else ""
-        raise DataError(path, None, f"{error}{hint}") from None
+        problem = str(error)
+        if "Extra data" in problem:
+            problem = f"{problem}; JSON lines must be named .jsonl"
+        raise DataError(path, None, problem) from None
 
 
 def check_value_count(path: Path, row: int | None, text: str) -> None:
-    """Refuse a JSON text of more values than memory may hold. Every value follows a comma or an opening bracket."""
+    """Refuse a JSON text with too many values for memory."""
     if len(text) <= MAX_LINE_BYTES:
         return
+    # Every value follows a comma or an opening bracket.
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MOST_JSON_VALUES:
         raise DataError(path, row, f"holds more than {MOST_JSON_VALUES:,} values: write JSON lines")
 
 
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
-    """Parse one line; where the first is of another format, the error says so."""
+    """Parse one line; if the first line is of another format, the error says so."""
     try:
         value = parse_json(line)
         if isinstance(value, dict):
@@ -125,6 +160,9 @@ def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         problem = str(error)
     if row == 1 and not line.startswith("{"):
-        other = find_suffix(path) in (".json", ".csv", ".tsv", ".parquet")
-        problem += "; only JSON lines are read here" if other else "; JSON lists must be named .json and CSV named .csv"
+        has_other_suffix = find_suffix(path) in (".json", ".csv", ".tsv", ".parquet")
+        if has_other_suffix:
+            problem += "; only JSON lines are read here"
+        else:
+            problem += "; JSON lists must be named .json and CSV named .csv"
     raise DataError(path, row, problem)

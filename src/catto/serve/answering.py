@@ -1,7 +1,7 @@
-"""One request -> k samples of the upstream -> one answer with its confidence, or an abstention. No web framework.
+"""Turn one request into k samples of the upstream and one answer with its confidence, or an abstention.
 
 Labels are read, confidences calibrated and answers chosen by the functions of evaluation: the same samples give the
-same numbers as `catto eval` and `catto select`.
+same numbers as `catto eval` and `catto select`. This module uses no web framework.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUT = "a response was cut at max_tokens"
 OTHER_MODEL = "the threshold was fitted on answers of another model"
 OTHER_LABELS = "the options of the request have labels that the task does not have"
 MAJORITY = "majority vote"
-# More threads would read no faster, since one at a time runs Python, and the event loop would wait for each of them.
+# More threads would not read faster: only one at a time runs Python, and the event loop would wait for each of them.
 _READING_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="catto-read")
 _NONE = np.zeros((1, 0))
 NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Do work that takes long in one of the few threads for it, so that the event loop goes on serving."""
+    """Do slow work in one of a few threads, so that the event loop goes on serving."""
     return await asyncio.get_running_loop().run_in_executor(_READING_THREADS, work, *arguments)
 
 
@@ -58,10 +58,17 @@ class ServedQuestion:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request: `question` holds its id and labels, `protocol` says how one answer is made of the samples.
+class AnswerRequest:
+    """A checked request of a client.
 
-    `has_other_labels`: the request's own options have labels that the served task does not have.
+    Attributes:
+        question: Its id and options.
+        messages: The prompt.
+        protocol: How one answer is made of the samples.
+        max_tokens: Maximum number of generated tokens per sample.
+        seed: Seed of the samples.
+        return_candidates: Whether the reply lists all samples.
+        has_other_labels: Whether its options have labels that the served task does not have.
     """
 
     question: ServedQuestion
@@ -73,8 +80,15 @@ class Asked:
     has_other_labels: bool = False
 
 
-class Answered(NamedTuple):
-    """The answer's text, or that of the abstention; tokens of all upstream requests; the `catto` object."""
+class GatewayAnswer(NamedTuple):
+    """The reply to a client.
+
+    Attributes:
+        text: The text of the answer, or that of the abstention.
+        finish_reason: OpenAI's `finish_reason`.
+        usage: Tokens of all upstream requests.
+        catto: The `catto` object of the reply.
+    """
 
     text: str
     finish_reason: str
@@ -83,9 +97,12 @@ class Answered(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A response, and its continuation where it left something open; `unreadable`: why its label has no probability.
+    """A sample of the upstream.
 
-    The confidence of such a prediction is unknown, and 0 in its place.
+    Attributes:
+        prediction: What was read. Its confidence is 0 if the probability of the label cannot be read.
+        replies: The response, and its continuation if one was needed.
+        unreadable: Why the label has no probability; None if it has one.
     """
 
     prediction: Prediction
@@ -99,21 +116,23 @@ class Sample(NamedTuple):
 
     @property
     def shown_text(self) -> str:
-        """What a client is shown: the response, or the label where the response does not state it.
+        """What a client sees: the response, or the label if the response does not state it.
 
-        The confidence is that of the label, and a text that says something else would be taken for the answer.
+        The confidence belongs to the label, so a text with another content must not be taken for the answer.
         """
-        return str(self.prediction.label) if self.is_forced else self.prediction.text
+        if self.is_forced:
+            return str(self.prediction.label)
+        return self.prediction.text
 
     @property
     def stated_confidence(self) -> float | None:
-        """The model's own probability of the label; None without a label, or where it cannot be read."""
+        """The model's own probability of the label; None without a label, or if it cannot be read."""
         if self.prediction.label is None or self.unreadable is not None:
             return None
         return self.prediction.confidence
 
     def describe(self) -> dict[str, Any]:
-        """The sample as a candidate; `response` is what the upstream wrote, where that is not the text shown."""
+        """Return the sample as a candidate; `response` is the upstream's text if another text is shown."""
         return {
             "text": self.shown_text,
             "response": self.prediction.text if self.is_forced else None,
@@ -124,7 +143,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Answerer:
-    """Asks the upstream. The threshold is of this calibrator; its guarantee is given to requests of its protocol."""
+    """Answers requests by asking the upstream.
+
+    Attributes:
+        engine: The upstream.
+        client: The HTTP client of the upstream.
+        fitted: The calibrator; None for raw confidences.
+        threshold: The risk threshold, fitted with this calibrator; its guarantee covers requests of its protocol.
+        abstention: The text of an abstention.
+    """
 
     engine: ServerEngine
     client: httpx.AsyncClient
@@ -132,38 +159,49 @@ class Answerer:
     threshold: RiskThreshold | None
     abstention: str
 
-    async def answer(self, asked: Asked) -> Answered:
-        """Sample until the choice is settled, choose, calibrate, compare with the threshold.
+    async def answer(self, asked: AnswerRequest) -> GatewayAnswer:
+        """Sample until the choice is final, choose, calibrate, and compare with the threshold.
 
-        FaultError where the upstream fails, with code 400 where a sample has no confidence that can be read: a choice
-        among the others would favour the labels that can be read. A majority needs no confidence.
+        Raises:
+            FaultError: The upstream fails. The code is 400 if the confidence of a sample cannot be read: a choice
+                among the others would favour the labels that can be read. A majority needs no confidence.
         """
         samples: list[Sample] = []
-        while more := self._further(asked.protocol, [sample.prediction for sample in samples]):
-            numbers = range(len(samples), len(samples) + more)
+        while True:
+            missing = self._count_missing_samples(asked.protocol, samples)
+            if missing == 0:
+                return self._compose_answer(asked, samples)
+            first_number = len(samples)
+            tasks = []
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._sample(asked, number)) for number in numbers]
+                    for number in range(first_number, first_number + missing):
+                        tasks.append(group.create_task(self._take_sample(asked, number)))
             except ExceptionGroup as faults:
                 raise faults.exceptions[0] from None
             samples += [task.result() for task in tasks]
-        return self._answered(asked, samples)
 
-    def _further(self, protocol: Protocol, predictions: list[Prediction]) -> int:
-        """How many samples to take next, 0 where the choice is settled."""
+    def _count_missing_samples(self, protocol: Protocol, samples: list[Sample]) -> int:
+        """Return how many samples to take next; 0 if no further sample can change the choice."""
         if protocol.stop is None:
-            return protocol.k - len(predictions)
-        given = gather_candidates(self._calibrated(predictions)[0]) if predictions else NO_SAMPLES
-        return int(samples_still_needed(given, protocol.rule, protocol.k, protocol.stop)[0])
+            return protocol.k - len(samples)
+        candidates = NO_SAMPLES
+        if samples:
+            calibrated, _ = self._calibrate([sample.prediction for sample in samples])
+            candidates = gather_candidates(calibrated)
+        needed = samples_still_needed(candidates, protocol.rule, protocol.k, protocol.stop)
+        return int(needed[0])
 
-    def _calibrated(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
-        """The samples with calibrated confidences, or as they are and why they have none."""
+    def _calibrate(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
+        """Return the predictions with calibrated confidences; or unchanged, with the reason."""
+        if self.fitted is None:
+            return predictions, None
         try:
-            return (predictions if self.fitted is None else self.fitted.calibrate_samples(predictions)), None
+            return self.fitted.calibrate_samples(predictions), None
         except ValueError as error:
             return predictions, str(error)
 
-    async def _sample(self, asked: Asked, number: int) -> Sample:
+    async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
         """Take one sample. Replies are read in a thread, so that the event loop goes on serving."""
         request = Request(
             question=asked.question.id,
@@ -185,7 +223,7 @@ class Answerer:
         return await run_in_thread(self._make_sample, asked, request, replies, answer)
 
     def _read_response(self, case: Case) -> tuple[Answer | Refusal, Request | None]:
-        """The answer of a response, and the request for what it leaves open."""
+        """Return the answer of a response, and a request for what it leaves open."""
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
         if answer is NO_ANSWER or reads_all_labels:
@@ -193,9 +231,9 @@ class Answerer:
         return answer, None
 
     def _make_sample(
-        self, asked: Asked, request: Request, replies: list[Generation], answer: Answer | Refusal
+        self, asked: AnswerRequest, request: Request, replies: list[Generation], answer: Answer | Refusal
     ) -> Sample:
-        """Record what was read. FaultError where the rule needs a confidence and none can be read."""
+        """Record what was read; raise FaultError if the rule needs a confidence and none can be read."""
         unreadable = None
         response = replies[0]
         if isinstance(answer, Refusal):
@@ -204,7 +242,8 @@ class Answerer:
                 raise FaultError(f"no confidence can be read: {unreadable}", is_retryable=False, code=400)
             parsed = parse_answer(response.text, asked.question)
             answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
-        if find_stop_end(response.text, STOP) is not None:  # the answer is whole, whatever the upstream wrote after it
+        is_complete = find_stop_end(response.text, STOP) is not None
+        if is_complete:  # whatever the upstream wrote after the answer
             response = response.model_copy(update={"finish_reason": "stop"})
         # Nobody knows the right answer of a served question: an empty gold label equals no answer.
         prediction = Prediction(
@@ -219,32 +258,43 @@ class Answerer:
         )
         return Sample(prediction, (response, *replies[1:]), unreadable)
 
-    def _answered(self, asked: Asked, samples: list[Sample]) -> Answered:
-        """The rule's choice of the samples and what is known of it."""
-        protocol, threshold, fitted = asked.protocol, self.threshold, self.fitted
+    def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
+        """Choose among the samples by the rule, and report what is known of the choice."""
+        protocol = asked.protocol
+        threshold = self.threshold
+        fitted = self.fitted
         predictions = [sample.prediction for sample in samples]
-        calibrated, uncalibrated = self._calibrated(predictions)
+        calibrated, uncalibrated = self._calibrate(predictions)
         if fitted is not None and fitted.protocol not in (None, protocol):
-            fitted, uncalibrated = None, OTHER_PROTOCOL
+            fitted = None
+            uncalibrated = OTHER_PROTOCOL
         # All samples that were taken count, so the choice is that of a fixed k.
-        taken = protocol.model_copy(update={"k": len(samples), "stop": None})
+        fixed_protocol = protocol.model_copy(update={"k": len(samples), "stop": None})
         try:
-            (final,) = final_answers(predictions, taken, None if uncalibrated else fitted)
+            (final,) = final_answers(predictions, fixed_protocol, None if uncalibrated else fitted)
         except ValueError as error:  # a rule that reads what no sample has
             raise FaultError(str(error), is_retryable=False, code=400) from None
+
         chosen = samples[final.sample]
-        confidence = None if uncalibrated or final.label is None else final.confidence
-        abstained = threshold is not None and (confidence is None or confidence < threshold.threshold)
-        faults = self._faults(asked, samples)
+        confidence = None
+        if not uncalibrated and final.label is not None:
+            confidence = final.confidence
+        abstains = False
+        if threshold is not None:
+            abstains = confidence is None or confidence < threshold.threshold
+        caveats = self._list_caveats(asked, samples)
         guarantee = None
-        if threshold is not None and threshold.protocol == protocol and not faults:
+        if threshold is not None and threshold.protocol == protocol and not caveats:
             guarantee = threshold.promise
-        reasons = [uncalibrated] if uncalibrated else []
+
+        reasons = []
+        if uncalibrated:
+            reasons.append(uncalibrated)
         if final.label is None:
             reasons.append(NO_LABEL)
         elif chosen.is_forced:
             reasons.append(FORCED)
-        reasons += faults
+        reasons += caveats
         about = {
             "confidence": confidence,
             "confidence_raw": chosen.stated_confidence,
@@ -254,39 +304,62 @@ class Answerer:
             "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,
             "threshold": threshold.threshold if threshold else None,
             "guarantee": guarantee,
-            "abstained": abstained,
+            "abstained": abstains,
             "reason": "; ".join(reasons) or None,
         }
         if asked.return_candidates:
-            candidates_shown = []
-            for sample, scaled in zip(samples, calibrated, strict=True):
-                raw = sample.stated_confidence
-                known = None if uncalibrated or raw is None else scaled.confidence
-                candidates_shown.append({**sample.describe(), "confidence": known, "confidence_raw": raw})
-            about["candidates"] = candidates_shown
-        replies = [reply for sample in samples for reply in sample.replies]
-        prompt_tokens = sum(reply.prompt_tokens or 0 for reply in replies)
-        completion_tokens = sum(reply.tokens or 0 for reply in replies)
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
-        if abstained:
-            return Answered(self.abstention, "stop", usage, about)
-        finish_reason = "stop" if chosen.is_forced else chosen.replies[0].finish_reason or "stop"
-        return Answered(chosen.shown_text, finish_reason, usage, about)
+            about["candidates"] = _describe_candidates(samples, calibrated, is_calibrated=not uncalibrated)
+        usage = _count_usage(samples)
+        if abstains:
+            return GatewayAnswer(self.abstention, "stop", usage, about)
+        finish_reason = "stop"
+        if not chosen.is_forced:
+            finish_reason = chosen.replies[0].finish_reason or "stop"
+        return GatewayAnswer(chosen.shown_text, finish_reason, usage, about)
 
-    def _faults(self, asked: Asked, samples: list[Sample]) -> list[str]:
-        """Why the promise of a threshold does not cover this answer, each reason once."""
+    def _list_caveats(self, asked: AnswerRequest, samples: list[Sample]) -> list[str]:
+        """List why the guarantee of a threshold does not cover this answer, each reason once."""
         threshold = self.threshold
-        models = (threshold.models if threshold else ()) or (self.engine.model,)
-        faults = [sample.unreadable for sample in samples if sample.unreadable is not None]
+        fitted_models: tuple[str, ...] = ()
+        if threshold is not None:
+            fitted_models = threshold.models or (self.engine.model,)
+        caveats = [sample.unreadable for sample in samples if sample.unreadable is not None]
         for sample in samples:
             if sample.replies[0].finish_reason == "length":
-                faults.append(CUT)
-            if threshold is not None and any(reply.model not in models for reply in sample.replies):
-                faults.append(OTHER_MODEL)
-        if asked.has_other_labels and (threshold is not None or self.fitted is not None):
-            faults.append(OTHER_LABELS)
-        return list(dict.fromkeys(faults))
+                caveats.append(CUT)
+            is_other_model = any(reply.model not in fitted_models for reply in sample.replies)
+            if threshold is not None and is_other_model:
+                caveats.append(OTHER_MODEL)
+        is_fitted = threshold is not None or self.fitted is not None
+        if asked.has_other_labels and is_fitted:
+            caveats.append(OTHER_LABELS)
+        return list(dict.fromkeys(caveats))
+
+
+def _describe_candidates(
+    samples: list[Sample], calibrated: list[Prediction], *, is_calibrated: bool
+) -> list[dict[str, Any]]:
+    """Return all samples with their raw and calibrated confidences; None where one is unknown."""
+    candidates = []
+    for sample, prediction in zip(samples, calibrated, strict=True):
+        raw_confidence = sample.stated_confidence
+        confidence = None
+        if is_calibrated and raw_confidence is not None:
+            confidence = prediction.confidence
+        candidates.append({**sample.describe(), "confidence": confidence, "confidence_raw": raw_confidence})
+    return candidates
+
+
+def _count_usage(samples: list[Sample]) -> dict[str, int]:
+    """Count the tokens of all upstream requests."""
+    prompt_tokens = 0
+    completion_tokens = 0
+    for sample in samples:
+        for reply in sample.replies:
+            prompt_tokens += reply.prompt_tokens or 0
+            completion_tokens += reply.tokens or 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

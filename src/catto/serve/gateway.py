@@ -31,7 +31,7 @@ from catto.engines.server import FaultError
 from catto.errors import shorten_text
 from catto.metrics.selection import RULES
 from catto.records import Option, Protocol
-from catto.serve.answering import Answered, Answerer, Asked, ServedQuestion, run_in_thread
+from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, ServedQuestion, run_in_thread
 from catto.serve.feedback_log import FeedbackLog
 from catto.serve.metrics import GatewayMetrics
 from catto.serve.requests import ChatRequest, Feedback
@@ -193,23 +193,23 @@ class Gateway:
         self._in_flight += 1
         self.metrics.in_flight.set(self._in_flight)
         try:
-            answered = await self._answer_unless_closed(asked, request)
+            answer = await self._answer_unless_closed(asked, request)
         finally:
             self._in_flight -= 1
             self.metrics.in_flight.set(self._in_flight)
-        if answered is None:
+        if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        self.metrics.count_answer(answered.catto)
-        self.log.add_answer(asked.question.id, answered.catto)
+        self.metrics.count_answer(answer.catto)
+        self.log.add_answer(asked.question.id, answer.catto)
         head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
         if not body.stream:
-            return JSONResponse(_render_completion(head, answered))
+            return JSONResponse(_render_completion(head, answer))
         include_usage = (body.stream_options or {}).get("include_usage", False)
         # A long text has tens of thousands of words, and each is an event.
-        events = await run_in_thread(_render_events, head, answered, include_usage)
+        events = await run_in_thread(_render_events, head, answer, include_usage)
         return Response(events, media_type="text/event-stream")
 
-    async def _answer_unless_closed(self, asked: Asked, request: Request) -> Answered | None:
+    async def _answer_unless_closed(self, asked: AnswerRequest, request: Request) -> GatewayAnswer | None:
         """Answer within the deadline; return None if the client hangs up, which cancels the upstream requests."""
         work = asyncio.create_task(self._answer_in_time(asked))
         # The body has been read, so the next message says that the client has left.
@@ -224,19 +224,20 @@ class Gateway:
         finally:
             disconnect.cancel()
 
-    async def _answer_in_time(self, asked: Asked) -> Answered:
+    async def _answer_in_time(self, asked: AnswerRequest) -> GatewayAnswer:
         try:
             async with asyncio.timeout(self.limits.deadline):
                 return await self.answerer.answer(asked)
         except TimeoutError:
             raise FaultError(f"no answer within {self.limits.deadline:g} s", is_retryable=True, code=504) from None
 
-    def _read_request(self, answer_id: str, body: ChatRequest) -> Asked:
+    def _read_request(self, answer_id: str, body: ChatRequest) -> AnswerRequest:
         """Check a request and fill in the defaults; HTTPException if it cannot be served."""
         if body.model != self.model:
             raise HTTPException(404, f"model {body.model!r} is not served, {self.model!r} is")
         protocol = self._read_protocol(body)
-        max_tokens = body.max_completion_tokens or body.max_tokens or min(DEFAULT_MAX_TOKENS, self.limits.max_tokens)
+        default_max_tokens = min(DEFAULT_MAX_TOKENS, self.limits.max_tokens)
+        max_tokens = body.max_completion_tokens or body.max_tokens or default_max_tokens
         if max_tokens > self.limits.max_tokens:
             raise HTTPException(400, f"max_tokens: at most {self.limits.max_tokens}")
         seed = body.seed
@@ -244,7 +245,7 @@ class Gateway:
             seed = secrets.randbits(31)
         options = self._read_options(body)
         has_other_labels = any(option.label not in self.labels for option in options)
-        return Asked(
+        return AnswerRequest(
             question=ServedQuestion(answer_id, options),
             messages=tuple(body.messages),
             protocol=protocol,
@@ -256,8 +257,8 @@ class Gateway:
 
     def _read_protocol(self, body: ChatRequest) -> Protocol:
         """Return the gateway's protocol with the changes that a request asks for."""
-        wanted = {"k": body.catto.k, "rule": body.catto.rule, "temperature": body.temperature}
-        changes = {name: value for name, value in wanted.items() if value is not None}
+        requested = {"k": body.catto.k, "rule": body.catto.rule, "temperature": body.temperature}
+        changes = {name: value for name, value in requested.items() if value is not None}
         protocol = self.protocol.model_copy(update=changes)
         if protocol.rule not in RULES:
             raise HTTPException(400, f"catto.rule: expected one of {', '.join(RULES)}")
@@ -317,38 +318,46 @@ def run_gateway(gateway: Gateway, host: str, port: int) -> None:
     uvicorn.run(gateway.make_app(), host=host, port=port, **server_options(gateway.limits))
 
 
-def _render_completion(head: dict[str, Any], answered: Answered) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answered.text, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": answered.finish_reason, "logprobs": None}
-    body = {**head, "object": "chat.completion", "choices": [choice]}
-    return {**body, "usage": answered.usage, "catto": answered.catto}
+def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    return {
+        **head,
+        "object": "chat.completion",
+        "choices": [choice],
+        "usage": answer.usage,
+        "catto": answer.catto,
+    }
 
 
-def _render_events(head: dict[str, Any], answered: Answered, include_usage: bool) -> str:
+def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: bool) -> str:
     """Render an answer as server-sent events, word by word; the last chunk has the `catto` object."""
     deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
-    for word in re.findall(r"\s*\S+|\s+$", answered.text):
+    for word in re.findall(r"\s*\S+|\s+$", answer.text):
         deltas.append({"content": word})
     deltas.append({})
     chunks: list[dict[str, Any]] = []
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         chunks.append({"choices": [choice]})
-    chunks[-1]["choices"][0]["finish_reason"] = answered.finish_reason
-    chunks[-1]["catto"] = answered.catto
+    chunks[-1]["choices"][0]["finish_reason"] = answer.finish_reason
+    chunks[-1]["catto"] = answer.catto
     if include_usage:
-        chunks.append({"choices": [], "usage": answered.usage, "catto": answered.catto})
-    lines = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
-    lines.append("[DONE]")
-    return "".join(f"data: {line}\n\n" for line in lines)
+        chunks.append({"choices": [], "usage": answer.usage, "catto": answer.catto})
+    events = []
+    for chunk in chunks:
+        line = json.dumps({**head, "object": "chat.completion.chunk", **chunk})
+        events.append(f"data: {line}\n\n")
+    events.append("data: [DONE]\n\n")
+    return "".join(events)
 
 
 def make_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Make an error reply in OpenAI's form."""
     default_type = "upstream_error" if status > 500 else "invalid_request_error"
     error_type, code = _ERROR_TYPES.get(status, (default_type, None))
-    body = {"error": {"message": shorten_text(message), "type": error_type, "param": None, "code": code}}
-    return JSONResponse(body, status, headers)
+    error = {"message": shorten_text(message), "type": error_type, "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers)
 
 
 async def _handle_error(_: Request, error: Any) -> Response:
@@ -368,7 +377,9 @@ def _describe_invalid_body(error: RequestValidationError) -> str:
     location = first["loc"]
     if first["type"] == "json_invalid" or location == ("body",):
         return "expected a JSON object, with Content-Type: application/json"
-    place = ".".join(str(part) for part in location if part not in ("body", "[key]"))
+    names = [str(part) for part in location if part not in ("body", "[key]")]
     is_unknown_field = first["type"] == "extra_forbidden" or location[-1] == "[key]"
     problem = "this field is not supported" if is_unknown_field else str(first["msg"])
-    return f"{place}: {problem}" if place else problem
+    if not names:
+        return problem
+    return f"{'.'.join(names)}: {problem}"
