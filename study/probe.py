@@ -1,6 +1,6 @@
 """A linear probe in place of the score: how well do a frozen model's hidden states know whether a label is right?
 
-    python docs/study/probe.py RUN [METHOD]
+    python -m study.probe RUN [METHOD]
 
 RUN is the folder of a finished run, METHOD the model that is probed (dpo). The probe is a multinomial logistic
 regression on the last hidden state at the position that predicts the label. It is fitted on what `outcome` learns from:

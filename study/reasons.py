@@ -1,6 +1,6 @@
 """Write responses with one sentence of reasoning to SNLI's questions, for a recipe's `source: responses`.
 
-    python docs/study/reasons.py data/snli reasons.jsonl
+    python -m study.reasons data/snli reasons.jsonl
 
 SmolLM2-135M cannot reason when it is asked to, so the sentence is built: it quotes words of the hypothesis that the
 premise has ("Both: man, wall.") and words that it does not have ("New: tall."). Every question gets one response for

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from statistics import fmean
 from typing import NamedTuple
-
-import numpy as np
 
 from catto.methods import AMONG_LABELS, method_sort_key, strip_scaling
 from catto.metrics.catalogue import METRICS
-from catto.metrics.errors import accuracy, brier, ece, mean_confidence
-from catto.metrics.ranking import auroc
-from catto.report.measuring import PREFERENCE, CellAnswers
-from catto.report.numbers import GroupNumbers, Numbers, Training
+from catto.report.measuring import PREFERENCE
+from catto.report.numbers import GroupNumbers, Numbers
 from catto.report.tables import setting_title, task_order
 
-from .load import MeasuredStudy
 from .names import (
     TUNED,
     is_scaled,
@@ -27,7 +21,6 @@ from .names import (
     variant_sort_key,
     variant_title,
 )
-from .store import StoredCell, StudySummary
 
 # The scalings that tables show.
 SCALINGS = ("+ts", AMONG_LABELS)
