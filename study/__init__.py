@@ -9,7 +9,7 @@ Read the modules in this order:
 - store: the files of a study, `study/data/NAME.parquet` and `study/data/NAME.json`;
 - collect: a run folder -> the files of a study;
 - load: the files of a study -> measured numbers;
-- tables, objectives, claims, figures: numbers -> Markdown tables and the figure;
+- tables, ablation, objectives, claims, figures: numbers -> Markdown tables and the figure;
 - write: the blocks of the pages.
 
 `study.reasons` writes the teacher's responses of the study with reasoning, and `study.probe` fits a linear probe on the

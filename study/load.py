@@ -94,7 +94,7 @@ def unpack_cells(cells: Collection[StoredCell], study_rows: StudyRows, folder: P
         unpacked.append(_unpack_cell(cell, rows, folder, stem=str(index)))
         for question in rows.make_questions():
             questions.setdefault(cell.task, {})[question.id] = question
-    paths = {}
+    paths: dict[str, tuple[str, ...]] = {}
     for task, by_id in questions.items():
         path = f"{task}-questions.jsonl"
         write_records(folder / path, by_id.values())

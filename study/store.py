@@ -22,7 +22,7 @@ from catto.io.atomic import replace_binary_file, write_text
 from catto.io.record_files import read_record
 from catto.methods import Budget, method_sort_key
 from catto.metrics.calibrators import VectorScaling
-from catto.records import PairMargin, Prediction, Question, Record
+from catto.records import Option, PairMargin, Prediction, Question, Record
 from catto.report.numbers import CellPlace, Training
 
 DATA = Path(__file__).parent / "data"
@@ -153,7 +153,7 @@ class CellRows:
                 task=answer.task,
                 split=answer.split,
                 fields={},
-                options=[{"label": label, "text": label} for label in posterior],
+                options=tuple(Option(label=label, text=label) for label in posterior),
                 gold=answer.gold,
                 posterior=posterior,
             )

@@ -67,8 +67,8 @@ def list_places(numbers: Numbers) -> list[Place]:
         order = (group.setting, task_order(group.task), group.trained_on)
         places.setdefault(order, []).append(group)
     listed = []
-    for order in sorted(places):
-        listed.append(Place(setting_title(places[order][0]), places[order]))
+    for _, groups in sorted(places.items(), key=lambda item: item[0]):
+        listed.append(Place(setting_title(groups[0]), groups))
     return listed
 
 

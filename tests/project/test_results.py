@@ -6,7 +6,6 @@ import doctest
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ from catto.recipe.settings import ResponseFields
 from catto.records import PairMargin, Prediction, Question
 from catto.report.numbers import Cell, Results
 from catto.teacher.sources import StoredResponses
+from study import claims, collect, load, names, objectives, reasons, store, tables, write
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the study is not installed with the package
-
-from study import claims, collect, load, names, objectives, reasons, store, tables, write  # noqa: E402
-
 OUTCOME = {"score": "brier", "held_out": False, "rows_per_pair": 1}
 RECIPE = {"tasks": {"snli": {}}, "teacher": {"reasoning": False}}
 EVALUATION = {"bins": 20, "resamples": 20}
