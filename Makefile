@@ -48,7 +48,7 @@ fuzz: install ## explore the property tests with fresh seeds for MINUTES (10); S
 	$(BIN)/python tests/fuzz.py $(MINUTES) $(SEED)
 
 results: install ## write the tables and the figure of the results from the study's summary
-	$(BIN)/python docs/study/study.py write
+	$(BIN)/python -m study.write
 
 quickstart: install ## compare SFT, DPO, CATTO and outcome on the embedded world: a table and a page
 	$(BIN)/catto run quickstart

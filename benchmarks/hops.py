@@ -1,13 +1,14 @@
-"""Count the files and functions of catto that an experiment, a training step and a measurement pass through.
+"""Count the files and functions of catto that an experiment, a training step, a measurement and a request pass through.
 
-A reader who follows one question from the recipe to the page, one pair through a training step, or one answer through
-`catto measure` has to visit these. Every function that runs is counted once, wherever it is called from.
+A reader who follows one question from the recipe to the page, one pair through a training step, one answer through
+`catto measure`, or one request through the gateway has to visit these. Every function that runs is counted once, wherever it is called from.
 
     python benchmarks/hops.py
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +25,7 @@ import yaml
 
 import catto
 from catto.cli import main as command
+from serve import MODEL, reply
 
 PACKAGE = str(Path(catto.__file__).parent)
 RECIPE = {
@@ -120,6 +123,62 @@ def training_step(folder: Path) -> set[CodeType]:
     return visited
 
 
+class Upstream(BaseHTTPRequestHandler):
+    """A model's server that answers B to everything."""
+
+    def do_POST(self) -> None:
+        """Answer one request."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        payload = reply(body)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+def gateway_request(_: Path) -> set[CodeType]:
+    """Return what runs for one chat completion; the application is built before."""
+    from catto.engines.server import ServerEngine
+    from catto.records import Protocol
+    from catto.serve.answering import Answerer
+    from catto.serve.gateway import Gateway, Limits
+
+    upstream = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    threading.Thread(target=upstream.serve_forever, daemon=True).start()
+    engine = ServerEngine(f"http://127.0.0.1:{upstream.server_port}/v1", MODEL, top_logprobs=20)
+    protocol = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
+    answerer = Answerer(engine, engine.make_client(), None, None, "I do not know.")
+    app = Gateway(answerer, tuple("ABCD"), protocol, Limits()).make_app()
+    question = {"model": MODEL, "messages": [{"role": "user", "content": "Which of four?"}]}
+    body = json.dumps(question).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if not waiting:
+            await asyncio.Event().wait()  # the client stays connected
+        return waiting.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with counted() as visited:
+        asyncio.run(app(scope, receive, send))
+    upstream.shutdown()
+    assert sent[0]["status"] == 200, sent
+    return visited
+
+
 def main() -> None:
     def through(journey: Callable[[Path], None], folder: Path) -> set[CodeType]:
         with counted() as visited:
@@ -130,6 +189,7 @@ def main() -> None:
         "one question, from recipe to page": lambda folder: through(experiment, folder),
         "one training step": training_step,
         "one `catto measure`": lambda folder: through(measurement, folder),
+        "one request to the gateway": gateway_request,
     }
     for name, journey in journeys.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from catto.errors import DataError
+    from catto.integrations.trainer_callback import ReliabilityCallback
     from catto.methods import METHODS
     from catto.metrics.catalogue import METRICS
     from catto.metrics.errors import ece
@@ -28,6 +29,7 @@ __all__ = [
     "CATTOConfig",
     "CATTOTrainer",
     "DataError",
+    "ReliabilityCallback",
     "TokenStats",
     "__version__",
     "bce_loss",
@@ -47,6 +49,7 @@ _HOME = {
     "DataError": ("errors", "DataError"),
     "METHODS": ("methods", "METHODS"),
     "METRICS": ("metrics.catalogue", "METRICS"),
+    "ReliabilityCallback": ("integrations.trainer_callback", "ReliabilityCallback"),
     "TASKS": ("tasks", "TASKS"),
     "TokenStats": ("objectives", "TokenStats"),
     "bce_loss": ("objectives", "bce_loss"),

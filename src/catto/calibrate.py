@@ -39,7 +39,7 @@ from catto.metrics.calibrators import (
     load_calibrator,
     pad_label_logprobs,
 )
-from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.risk import estimate_rows_needed, threshold_for_risk
 from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
 from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, Unparsed, content_hash
 
@@ -336,7 +336,15 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
     if fitted.threshold is None:
         promise = f"an error rate of at most {100 * risk:g} % with {100 * (1 - delta):g} % confidence"
         wrong = int((~answers.correct).sum())
-        raise DataError(path, None, f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong")
+        needed = estimate_rows_needed(answers.confidence, answers.correct, risk, delta)
+        advice = "more answers would probably not help"
+        if needed is not None:
+            advice = f"about {needed:,} answers would probably be enough"
+        raise DataError(
+            path,
+            None,
+            f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong; {advice}",
+        )
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     with data_errors_at(manifest_path(path), field="notes: "):
         threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})

@@ -721,7 +721,7 @@ def verdict(summary: Summary) -> str | None:
     gap = summary.gap
     points = 100 * gap.value
     direction = "over" if points > 0 else "under"
-    confident = f"{direction}-confident by {abs(points):.1f} points on average"
+    confident = f"{direction}confident by {abs(points):.1f} points on average"
     if value > 100 * ece.null.high:
         # |mean confidence - accuracy| <= ECE. If it is less than half of it, the signs of the bins cancel.
         signs_cancel = abs(points) < value / 2

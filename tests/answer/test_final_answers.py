@@ -16,7 +16,7 @@ from catto.calibrate import Fitted, RiskThreshold, final_answers, open_fitted, w
 from catto.io.record_files import manifest_path, read_manifest, read_record, write_manifest, write_records
 from catto.metrics import selection
 from catto.metrics.calibrators import Temperature
-from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.risk import threshold_for_risk
 from catto.metrics.selection import (
     RULES,
     VOTES,

@@ -22,7 +22,7 @@ from measure_rows import CONFIDENCE, CORRECT, plain
 from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split, ece
-from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.risk import threshold_for_risk
 from catto.metrics.statistics import Answers, bootstrap, compare, null_band
 from catto.records import Prediction
 
@@ -173,11 +173,11 @@ def test_compare_pairs_by_question_whatever_the_order(tmp_path: Path, capsys: Ca
 
 
 def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> None:
-    """100 answers at confidence 0.9, 70 right: ECE 20, over-confident by 20.0 points on average."""
+    """100 answers at confidence 0.9, 70 right: ECE 20, overconfident by 20.0 points on average."""
     path = write_lines(tmp_path / "a.jsonl", plain([0.9] * 100, [True] * 70 + [False] * 30))
     done = run(capsys, "measure", path)
     assert "ECE 20.0 lies above what a perfectly calibrated model would score by chance" in done.out
-    assert "over-confident by 20.0 points on average." in done.out
+    assert "overconfident by 20.0 points on average." in done.out
     assert "N = 100 answers, 20 bins, 1000 resamples." in done.out
     assert "would score by chance in 50 % of cases (" in run(capsys, "measure", path, "--level", "0.5").out
 
@@ -192,7 +192,7 @@ def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
     spread = [0.1, 0.3, 0.5, 0.7, 0.9] * 40
     exact = [row // 5 < 4 * (1 + 2 * (row % 5)) for row in range(200)]
     assert "lies below" in sentence(tmp_path, spread, exact)
-    assert "under-confident by 40.0 points" in sentence(tmp_path, [0.6] * 50, [True] * 50)
+    assert "underconfident by 40.0 points" in sentence(tmp_path, [0.6] * 50, [True] * 50)
     mixed = sentence(tmp_path, [0.9] * 100 + [0.2] * 100, [row % 2 == 0 for row in range(200)])
     assert "too sure in some bins and not sure enough in others, +5.0 points" in mixed
 
@@ -203,7 +203,7 @@ def test_a_gap_that_is_certain_is_said_although_the_bins_hide_it(tmp_path: Path)
     confidence = [draw.uniform(0.3, 0.99) for _ in range(300)]
     for shift, word in ((-0.07, "over"), (0.07, "under")):
         told = sentence(tmp_path, confidence, [random.Random(i).random() < c + shift for i, c in enumerate(confidence)])
-        assert re.search(rf"lies within .*, but the answers are {word}-confident by \d\.\d points on average \(", told)
+        assert re.search(rf"lies within .*, but the answers are {word}confident by \d\.\d points on average \(", told)
     assert "no miscalibration shows" in sentence(tmp_path, [0.99] * 100, [True] * 100)
 
 
@@ -223,24 +223,24 @@ def test_figure_is_written(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_target_risk_prints_the_threshold_of_the_library(tmp_path: Path, capsys: Capture) -> None:
-    """100 right at 1.0 and 10 wrong at 0.5: at 0.52 no error in 100, bound 1 - (0.05 / 76)^(1/100) = 7.1 %."""
+    """100 right at 1.0 and 10 wrong at 0.5: no error in the 100 above 0.5, bound 1 - (0.05 / 4)^(1/100) = 4.3 %."""
     path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10))
     found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
     assert found == asdict(threshold_for_risk([1.0] * 100 + [0.5] * 10, [1] * 100 + [0] * 10, 0.1, 0.05))
     shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
-    assert "confidence >= 0.52 has an error rate of at most 10 % with 95 % confidence: coverage 90.9 %" in shown
-    assert "0 of 100 wrong, error rate at most 7.1 %" in shown
+    assert f"confidence >= {found['threshold']!r} has an error rate of at most 10 % with 95 % confidence" in shown
+    assert "0 of 100 wrong, error rate at most 4.3 %" in shown
     strict = measured(capsys, path, "--target-risk", "0.1", "--confidence-level", "0.99", "--metrics", "ece")
     assert strict["target_risk"]["delta"] == 0.01
     assert strict["target_risk"]["bound"] > found["bound"]
 
 
 def test_a_risk_that_cannot_be_promised_is_said_to_be_so(tmp_path: Path, capsys: Capture) -> None:
-    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 69, [True] * 69))
+    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 41, [True] * 41))
     found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
     assert (found["threshold"], found["coverage"], found["bound"]) == (None, 0.0, 1.0)
     shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
-    assert "No threshold can promise an error rate of at most 10 % with 95 % confidence from these 69 answers" in shown
+    assert "No threshold can promise an error rate of at most 10 % with 95 % confidence from these 41 answers" in shown
 
 
 def test_target_risk_needs_one_answer_per_question(tmp_path: Path, capsys: Capture) -> None:

@@ -22,7 +22,6 @@ from report_world import SMALL, measured
 from catto.errors import DataError
 from catto.io import parquet_rows, text_files
 from catto.io.tables import read_rows
-from catto.metrics.ranking import threshold_for_risk
 from catto.report.tables import build_tables
 
 pytestmark = pytest.mark.slow
@@ -379,12 +378,6 @@ def test_rows_that_are_no_single_question_get_one_clear_line(
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def test_an_answer_exactly_at_the_threshold_is_answered() -> None:
-    """100 right at 0.52 and 10 wrong at 0.5, both on the grid: 0.52 answers the 100, and 0.5 answers all 110."""
-    found = threshold_for_risk([0.52] * 100 + [0.5] * 10, [1] * 100 + [0] * 10)
-    assert (found.threshold, found.answered, found.errors) == (0.52, 100, 0)
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)], ids=len)

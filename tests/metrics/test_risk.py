@@ -7,7 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 from scipy.stats import binom
 
-from catto.metrics.ranking import THRESHOLDS, risk_coverage, threshold_for_risk, upper_bound
+from catto.metrics.ranking import risk_coverage
+from catto.metrics.risk import estimate_rows_needed, threshold_for_risk, upper_bound
 from catto.report.figures import choose_looks, draw_risk
 
 # world -> (confidence of a uniform number, chance of being right at that confidence)
@@ -21,23 +22,61 @@ WORLDS = {
 }
 
 
+class TrueRisk:
+    """The error rate of a world above any threshold, from a million answers."""
+
+    def __init__(self, world: str) -> None:
+        shape, chance = WORLDS[world]
+        confidence = shape(np.random.default_rng(0).random(1_000_000))
+        self.falling = np.sort(confidence)[::-1]
+        self.errors = np.cumsum(1 - chance(self.falling))
+
+    def above(self, threshold: float) -> float:
+        answered = int(np.searchsorted(-self.falling, -threshold, side="right"))
+        return float(self.errors[answered - 1] / answered) if answered else 0.0
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("rows", [150, 600])
 def test_the_risk_is_exceeded_no_more_often_than_delta(world: str, rows: int) -> None:
-    """1,000 draws; the true risk at each threshold comes from a million. delta = 0.1 allows 100 +- 3 sd = 129."""
+    """1,000 draws; delta = 0.1 allows 100, and more than 123 have a probability below 1 %."""
     shape, chance = WORLDS[world]
+    true_risk = TrueRisk(world)
     rng = np.random.default_rng(len(world))
-    c = shape(rng.random(1_000_000))
-    order = np.argsort(-c)
-    wrong = np.cumsum(1 - chance(c[order]))
-    counts = np.searchsorted(-c[order], -np.array(THRESHOLDS), side="right")
-    true = {t: wrong[n - 1] / n if n else 0.0 for t, n in zip(THRESHOLDS, counts, strict=True)}
     violations = 0
     for _ in range(1000):
         c = shape(rng.random(rows))
         found = threshold_for_risk(c, rng.random(rows) < chance(c), risk=0.1, delta=0.1)
-        violations += found.threshold is not None and true[found.threshold] > 0.1
-    assert violations <= 129
+        violations += found.threshold is not None and true_risk.above(found.threshold) > 0.1
+    assert violations <= 123
+
+
+def test_a_few_hundred_answers_are_enough_where_the_error_is_well_below_the_target() -> None:
+    """With 7 % wrong, 400 answers and a target of 10 %, a threshold is found in at least a third of the draws."""
+    rng = np.random.default_rng(7)
+    found = 0
+    for _ in range(300):
+        confidence = 0.8 + 0.2 * rng.random(400)
+        found += threshold_for_risk(confidence, rng.random(400) < 0.93).threshold is not None
+    assert found > 100
+
+
+def test_the_estimated_number_of_rows_is_enough_in_most_draws() -> None:
+    rng = np.random.default_rng(3)
+    confidence = 0.8 + 0.2 * rng.random(4000)
+    correct = rng.random(4000) < 0.93
+    needed = estimate_rows_needed(confidence, correct)
+    assert needed is not None
+    found = 0
+    for _ in range(200):
+        c = 0.8 + 0.2 * rng.random(needed)
+        found += threshold_for_risk(c, rng.random(needed) < 0.93).threshold is not None
+    assert found >= 140
+
+
+def test_more_rows_do_not_help_where_even_the_most_confident_are_too_often_wrong() -> None:
+    rng = np.random.default_rng(0)
+    assert estimate_rows_needed(rng.random(500), rng.random(500) < 0.5) is None
 
 
 def test_a_good_model_gets_a_threshold_that_answers_most() -> None:
@@ -50,20 +89,27 @@ def test_a_good_model_gets_a_threshold_that_answers_most() -> None:
 
 
 def test_the_lowest_threshold_that_passes_by_hand() -> None:
-    """100 right at 1.0 and 10 wrong at 0.5: at 0.52 no error in 100; (1 - 0.1)^100 = 2.7e-5 < 0.05 / 76 = 6.6e-4."""
-    assert len(THRESHOLDS) == 76
+    """100 right at 1.0 and 10 wrong at 0.5: no error in the 100 above 0.5; 10 of 110 is too close to one in ten."""
     found = threshold_for_risk([1.0] * 100 + [0.5] * 10, [1] * 100 + [0] * 10)
-    assert (found.threshold, found.answered, found.errors) == (0.52, 100, 0)
+    assert (found.threshold, found.answered, found.errors) == (np.nextafter(0.5, 1), 100, 0)
     assert found.coverage == pytest.approx(100 / 110)
-    assert found.bound == pytest.approx(1 - (0.05 / 76) ** (1 / 100))
+    assert found.bound == pytest.approx(1 - (0.05 / 4) ** (1 / 100))
 
 
 def test_too_few_rows_give_no_threshold() -> None:
-    """0.9^69 = 7.0e-4 is still above 0.05 / 76 = 6.6e-4; one row more is enough."""
-    assert threshold_for_risk([1.0] * 69, [1] * 69).threshold is None
-    assert threshold_for_risk([1.0] * 70, [1] * 70).threshold == 0.0
-    nothing = threshold_for_risk([1.0] * 69, [1] * 69)
-    assert (nothing.coverage, nothing.answered, nothing.bound) == (0.0, 0, 1.0)
+    """0.9^41 = 0.0133 is still above 0.05 / 4 = 0.0125; one row more is enough."""
+    assert threshold_for_risk([1.0] * 42, [1] * 42).threshold == 0.0
+    nothing = threshold_for_risk([1.0] * 41, [1] * 41)
+    assert (nothing.threshold, nothing.coverage, nothing.answered, nothing.bound) == (None, 0.0, 0, 1.0)
+
+
+def test_the_labels_do_not_choose_the_candidates() -> None:
+    """A sequence ends at its first failure, even if a lower threshold would pass."""
+    confidence = np.linspace(1, 0.5, 400)
+    correct = np.ones(400, dtype=bool)
+    correct[100:140] = False
+    found = threshold_for_risk(confidence, correct)
+    assert found.answered == 100
 
 
 def test_the_upper_bound_is_clopper_pearsons() -> None:

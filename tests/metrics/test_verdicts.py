@@ -72,8 +72,8 @@ def test_mostly_forced_answers_are_told_first_and_get_no_verdict(tmp_path: Path,
 
 def test_a_fifth_of_forced_answers_is_still_judged(tmp_path: Path, capsys: Capture) -> None:
     """4 of 20 is a fifth, not above it; 5 of 20 is above."""
-    assert "under-confident by 45.0 points" in run(capsys, "measure", answers(tmp_path, 4), "--resamples", "50").out
-    assert "under-confident" not in run(capsys, "measure", answers(tmp_path, 5), "--resamples", "50").out
+    assert "underconfident by 45.0 points" in run(capsys, "measure", answers(tmp_path, 4), "--resamples", "50").out
+    assert "underconfident" not in run(capsys, "measure", answers(tmp_path, 5), "--resamples", "50").out
 
 
 def test_a_slice_of_forced_answers_is_named(tmp_path: Path, capsys: Capture) -> None:

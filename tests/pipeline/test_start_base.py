@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from catto.io.record_files import read_records
 from catto.pipeline.plan import Graph
 from catto.records import Prediction, Response, SftRow
+from study import probe
 
 pytestmark = pytest.mark.slow
 
@@ -127,22 +128,13 @@ def test_what_is_not_trained_is_refused_by_train(experiment: Experiment) -> None
 
 # ---- the linear probe of the study ----------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "study" / "probe.py"
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("study_probe", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["study_probe"] = module
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_probe_keeps_the_answers_and_states_a_confidence_that_measure_reads(experiment: Experiment) -> None:
-    command = [sys.executable, str(SCRIPT), "runs/second"]
-    done = subprocess.run(command, cwd=experiment.folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "study.probe", "runs/second"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), ENVIRONMENT.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=experiment.folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (written,) = (experiment.folder / "runs" / "second" / "probe").glob("dpo-*/predictions.jsonl")
     probed = list(read_records(written, Prediction))
@@ -158,18 +150,17 @@ def test_the_probe_reads_the_state_that_predicts_the_label(
 ) -> None:
     """The model's own head on these states gives the label probabilities that the evaluation has stored."""
     monkeypatch.chdir(experiment.folder)
-    script = load_script()
     root = Path("runs/second")
-    recipe = script.newest_recipe(root)
+    recipe = probe.newest_recipe(root)
     graph = Graph(recipe)
     (cell,) = [cell for cell in graph.cells() if cell.place.method == "dpo"]
-    inputs = script.read_inputs(root, graph, cell)
+    inputs = probe.read_inputs(root, graph, cell)
     model = AutoModelForCausalLM.from_pretrained(inputs.model)
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
     for row in inputs.predictions:
-        context = script.label_context(tokenizer, inputs, row, reasoning=True)
-        state = torch.tensor(script.hidden_states(model.model.eval(), [context])[0])
+        context = probe.label_context(tokenizer, inputs, row, reasoning=True)
+        state = torch.tensor(probe.hidden_states(model.model.eval(), [context])[0])
         with torch.inference_mode():
             logprobs = model.lm_head(state).log_softmax(-1)
-        for label, path in script.find_place(tokenizer, inputs, row).paths.items():
+        for label, path in probe.find_place(tokenizer, inputs, row).paths.items():
             assert logprobs[path[0]].item() == pytest.approx(row.label_logprobs[label], abs=1e-3)

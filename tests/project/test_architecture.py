@@ -40,6 +40,7 @@ LEVELS = {
     "serve": 4,
     "pipeline": 5,
     "report": 5,
+    "integrations": 5,
     "cli": 6,
     "__main__": 7,
     "__init__": 7,

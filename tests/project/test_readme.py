@@ -74,7 +74,7 @@ def question_line(question: Question) -> str:
 
 
 def answer_lines(count: int) -> list[str]:
-    """Graded answers of an over-confident model."""
+    """Graded answers of an overconfident model."""
     generator = random.Random(0)
     lines = []
     for _ in range(count):

@@ -71,7 +71,7 @@ def write_questions(path: Path) -> None:
 
 
 def write_model(path: Path) -> None:
-    """Train a small model on questions of the same kind, and sharpen it until it is over-confident."""
+    """Train a small model on questions of the same kind, and sharpen it until it is overconfident."""
     import torch
 
     from catto.training.models import scratch_model, word_tokenizer

@@ -312,9 +312,10 @@ def test_the_first_screen_holds_answer_table_and_picture(tab: Page) -> None:
     tab.resize(1280, 900)
     tab.open(built(TINY) / "out" / "report.html")
     bottom = (
-        "Math.max(...[...document.querySelectorAll('h1, .first > *')].map(one => one.getBoundingClientRect().bottom))"
+        "Math.max(...[...document.querySelectorAll('h1, .first .scroll, .first > figure')]"
+        ".map(one => one.getBoundingClientRect().bottom))"
     )
-    assert tab.run("document.querySelectorAll('.first > .scroll, .first > figure').length") == 2
+    assert tab.run("document.querySelectorAll('.findings > .scroll, .first > figure').length") == 2
     assert tab.run(bottom) < 900
     tab.resize(390, 844, mobile=True)
     tab.run("new Promise(requestAnimationFrame)")

@@ -323,7 +323,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
     none = write_headline(regrouped(*((*place, OUTSIDE) for place in places)))
     assert none.lead == "SFT and 4 others are measurably miscalibrated at the matched budget."
     sure = write_headline(regrouped(*((*place, OVER) for place in places)))
-    assert sure.lead == "SFT and 4 others are over-confident by 90 points at the matched budget."
+    assert sure.lead == "SFT and 4 others are overconfident by 90 points at the matched budget."
     one = [(*place, INSIDE if place[0] == "rcft" else OUTSIDE) for place in places]
     told = "No miscalibration of RCFT shows in 30 questions of each task at the matched budget"
     assert write_headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
@@ -347,7 +347,7 @@ def alone(n: int, stated: float, right: float, gap: tuple[float, float], ece: fl
 
 
 ALONE = {
-    "SFT is over-confident by 20 points: it states 92 % and is right 72 % of the time (ECE 21; by chance 2 to 5).": (
+    "SFT is overconfident by 20 points: it states 92 % and is right 72 % of the time (ECE 21; by chance 2 to 5).": (
         400,
         0.92,
         0.72,
@@ -360,7 +360,7 @@ ALONE = {
     "No miscalibration of SFT shows in 400 questions: it states 74 % and is right 72 % of the time (ECE 4; by chance 2 "
     "to 5).": (400, 0.74, 0.72, (-0.01, 0.05), 0.04, 0.05),
     # The null band holds the ECE, and the interval of the gap excludes 0.
-    "SFT is under-confident by 1 point: it states 71 % and is right 72 % of the time (ECE 4; by chance 2 to 5).": (
+    "SFT is underconfident by 1 point: it states 71 % and is right 72 % of the time (ECE 4; by chance 2 to 5).": (
         400,
         0.71,
         0.72,

@@ -119,7 +119,7 @@ def measure(
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
     from catto.measure import MeasureSettings, read_graded
-    from catto.metrics import catalogue, errors, ranking
+    from catto.metrics import catalogue, errors, risk
 
     if figure is not None:
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
@@ -146,7 +146,7 @@ def measure(
         sentences.append(_describe_brier_split(split))
     if target_risk is not None:
         delta = round(1.0 - confidence_level, 9)
-        limit = ranking.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
+        limit = risk.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
         document["target_risk"] = _to_json(limit)
         sentences.append(describe_threshold(limit, len(answers)))
     if figure is not None:

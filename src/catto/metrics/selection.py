@@ -23,7 +23,7 @@ import numpy as np
 
 from catto.metrics.binning import Bools, Floats, Ints
 from catto.metrics.errors import ece
-from catto.metrics.ranking import THRESHOLDS, Within, auroc_within
+from catto.metrics.ranking import Within, auroc_within
 from catto.metrics.statistics import ratio_interval
 from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
@@ -31,6 +31,11 @@ from catto.records import Prediction
 MOST_SUBSETS = 2000
 LEVEL = 0.95
 ROUNDING = 1e-12
+# Confidences at which sampling may stop: 0, 0.02, ..., 0.98, then 1 - 10^-2, 1 - 10^-2.25, ..., 1 - 10^-8, and 1. The
+# steps shrink towards 1, where confidences pile up.
+_EVEN_STOPS = [round(0.02 * step, 2) for step in range(50)]
+_SHRINKING_STOPS = [1.0 - 10.0 ** -(2.0 + step / 4.0) for step in range(25)]
+STOPS: tuple[float, ...] = (*_EVEN_STOPS, *_SHRINKING_STOPS, 1.0)
 MOST_CONFIDENT = "most confident"
 LIKELIEST = "mean log-probability"
 RANDOM = "one random sample"
@@ -399,7 +404,7 @@ def choose_adaptively(
 
 
 def choose_stop(given: Candidates) -> float:
-    """Choose where the most confident of k may stop: the lowest of `ranking.THRESHOLDS` from which on none is worse.
+    """Choose where the most confident of k may stop: the lowest of STOPS from which on none is worse.
 
     Worse means fewer right answers than with all k samples. Choose it on validation questions.
 
@@ -412,7 +417,7 @@ def choose_stop(given: Candidates) -> float:
     all_samples = RULES[MOST_CONFIDENT](given)
     wanted = given.right(all_samples.place).sum()
     best = 1.0
-    for stop in reversed(THRESHOLDS):
+    for stop in reversed(STOPS):
         choice, _ = choose_adaptively(given, MOST_CONFIDENT, stop)
         if given.right(choice.place).sum() < wanted:
             break

@@ -176,9 +176,9 @@ def _draw_diagram(axes: Axes, panel: Panel) -> None:
     # The title is above the note on the left and the legend on the right, and no wider than the panel.
     note = panel.note()
     lines_below_title = max(len(note.splitlines()), legend_lines)
-    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 10 * lines_below_title)
-    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=8.0, va="bottom")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=legend_title, title_fontsize=7)
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 12 * lines_below_title)
+    axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=8.5, va="bottom")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=legend_title, title_fontsize=8.5)
     # After the legend, whose own patches stay as they are. Every bin has two: its accuracy, then its gap.
     for patch, is_pale in zip(axes.patches, np.tile(has_few, 2), strict=True):
         if is_pale:

@@ -461,7 +461,7 @@ def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
         xytext=(8, 0),
         textcoords="offset points",
         va="center",
-        fontsize=7,
+        fontsize=8.5,
         color=INK,
     )
 

@@ -271,7 +271,7 @@ def _describe_clear(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> st
 
 
 def _describe_gaps(gaps: Sequence[float], judged: Sequence[GroupNumbers]) -> str:
-    """Say by how much methods are over- or under-confident, if all of them are the same."""
+    """Say by how much methods are over- or underconfident, if all of them are the same."""
     all_over = all(gap > 0 for gap in gaps)
     all_under = all(gap < 0 for gap in gaps)
     if not all_over and not all_under:
@@ -286,7 +286,7 @@ def _describe_gaps(gaps: Sequence[float], judged: Sequence[GroupNumbers]) -> str
     unit = "points"
     if points == "1":
         unit = "point"
-    return f"{direction}-confident by {points} {unit}"
+    return f"{direction}confident by {points} {unit}"
 
 
 def _open_with_accuracy(judged: Sequence[GroupNumbers]) -> str:

@@ -29,7 +29,7 @@ from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
 from catto.metrics.preference import Part, preference_interval
-from catto.metrics.ranking import threshold_for_risk
+from catto.metrics.risk import threshold_for_risk
 from catto.metrics.selection import LEVEL, gather_candidates, measure_rules, within_questions
 from catto.metrics.statistics import Answers, Interval, SeedSummary, summarise_seeds
 from catto.metrics.temperature import rescale_predictions

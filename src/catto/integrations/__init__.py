@@ -1,0 +1,1 @@
+"""Plug-ins into other tools, one file per tool. Each is imported only by those who use it."""

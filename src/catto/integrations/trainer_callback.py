@@ -1,0 +1,237 @@
+"""Measure the confidence of a model while any Trainer of Transformers or TRL trains it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from transformers import TrainerCallback
+
+from catto.measure import MeasureSettings, ParseCounts, measure_runs
+from catto.metrics.binning import reliability
+from catto.metrics.statistics import Answers
+from catto.predict import evaluate_model
+from catto.prompts import check_ids
+from catto.records import Prediction, Question
+from catto.report.drawing import STYLE, Panel, reliability_figure
+
+logger = logging.getLogger(__name__)
+
+MEASURED = ("accuracy", "mean_confidence", "ece", "brier")
+PREFIX = "eval_reliability_"
+# Enough for the band in a figure. An evaluation in the middle of a training should not wait for more.
+NULL_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class ReliabilityLog:
+    """What one evaluation sends to the trackers.
+
+    Attributes:
+        step: Number of optimizer steps so far.
+        numbers: Name without prefix -> value in [0, 1].
+        figure: The reliability diagram.
+        output_dir: The trainer's output folder.
+    """
+
+    step: int
+    numbers: dict[str, float]
+    figure: Figure
+    output_dir: Path
+
+    def with_prefix(self, prefix: str) -> dict[str, float]:
+        """Return the numbers under full names."""
+        return {prefix + name: value for name, value in self.numbers.items()}
+
+
+class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
+    """Answer held-out questions at every evaluation, and log how reliable the confidences are.
+
+    The numbers are `eval_reliability_accuracy`, `_mean_confidence`, `_ece`, `_brier` and `_fallback_rate`. They are
+    added to the metrics of the evaluation, so `metric_for_best_model="reliability_ece"` works. They and the reliability
+    diagram go to every tracker in `report_to` that is a key of `TRACKERS`.
+
+    Questions are asked as `catto.evaluate` asks them. Every process answers all questions, because a sharded model
+    needs every process in each forward pass; the main process logs. With several evaluation datasets the questions are
+    answered once per dataset.
+
+    Args:
+        questions: Held-out questions, as `catto.load_questions` returns them.
+        tokenizer: Tokenizer with a chat template.
+        batch_size: Number of responses that are generated at once.
+        bins: Number of bins of the ECE and the diagram.
+        reasoning: Whether the model is asked to reason before it answers.
+        max_tokens: Maximum number of generated tokens per response.
+    """
+
+    def __init__(
+        self,
+        questions: Iterable[Question],
+        tokenizer: Any,
+        *,
+        batch_size: int = 16,
+        bins: int = 20,
+        reasoning: bool = True,
+        max_tokens: int = 512,
+    ) -> None:
+        self.questions = list(questions)
+        if not self.questions:
+            raise ValueError("ReliabilityCallback needs at least one question")
+        check_ids(self.questions)
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.bins = bins
+        self.reasoning = reasoning
+        self.max_tokens = max_tokens
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Answer the questions, add the numbers to the evaluation's metrics, and log numbers and diagram."""
+        predictions = evaluate_model(
+            kwargs["model"],
+            self.tokenizer,
+            self.questions,
+            batch_size=self.batch_size,
+            reasoning=self.reasoning,
+            max_tokens=self.max_tokens,
+        )
+        record = make_log(predictions, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
+        named = record.with_prefix(PREFIX)
+        metrics = kwargs.get("metrics")
+        if metrics is not None:
+            metrics.update(named)
+        if not state.is_world_process_zero:
+            return
+        state.log_history.append({**named, "step": state.global_step})
+        logger.info("step %d: %s", state.global_step, named)
+        for tracker in list_trackers(args.report_to):
+            TRACKERS[tracker](record)
+
+
+def make_log(predictions: Sequence[Prediction], *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
+    """Measure predictions and draw their reliability diagram.
+
+    Args:
+        predictions: At least one prediction.
+        step: Number of optimizer steps so far.
+        bins: Number of bins.
+        output_dir: The trainer's output folder.
+    """
+    confidence = np.array([prediction.confidence for prediction in predictions], dtype=np.float64)
+    correct = np.array([prediction.is_correct for prediction in predictions], dtype=np.bool_)
+    settings = MeasureSettings(MEASURED, bins=bins, resamples=NULL_DRAWS)
+    results = measure_runs([Answers(None, confidence, correct)], settings)
+    sources = ParseCounts.of(prediction.source for prediction in predictions)
+    numbers = {name: float(results[name].interval.value) for name in MEASURED}
+    numbers["fallback_rate"] = sources.share("fallback")
+    panel = Panel(f"Step {step}", reliability(confidence, correct, bins), results["ece"].null, sources)
+    return ReliabilityLog(step=step, numbers=numbers, figure=draw_panel(panel), output_dir=output_dir)
+
+
+def draw_panel(panel: Panel) -> Figure:
+    """Draw one reliability diagram in the common style."""
+    with matplotlib.rc_context({"figure.dpi": 100}, STYLE):
+        figure = reliability_figure([panel])
+        ConstrainedLayoutEngine(w_pad=0.1).execute(figure)
+    return figure
+
+
+# ---- trackers
+
+
+def list_trackers(report_to: str | Sequence[str] | None) -> list[str]:
+    """Return the names in `report_to` that this module can log to.
+
+    >>> list_trackers(["tensorboard", "comet_ml"])
+    ['tensorboard']
+    """
+    if report_to is None:
+        return []
+    names = [report_to] if isinstance(report_to, str) else list(report_to)
+    if "all" in names:
+        from transformers.integrations import get_available_reporting_integrations
+
+        names = get_available_reporting_integrations()
+    return [name for name in names if name in TRACKERS]
+
+
+def _log_to_tensorboard(record: ReliabilityLog) -> None:
+    """Write a run of its own below the trainer's: TensorBoard follows only the newest event file of a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = find_tensorboard_folder(record.output_dir) / "reliability"
+    with SummaryWriter(log_dir=str(folder)) as writer:
+        for name, value in record.with_prefix("eval/reliability_").items():
+            writer.add_scalar(name, value, record.step)
+        writer.add_figure("eval/reliability", record.figure, record.step)
+
+
+def find_tensorboard_folder(output_dir: Path) -> Path:
+    """Return the folder that the trainer's own TensorBoard callback writes to.
+
+    It is `TENSORBOARD_LOGGING_DIR`, else the newest folder in `runs` of the output folder.
+    """
+    from_environment = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if from_environment:
+        return Path(from_environment).expanduser()
+    runs = output_dir / "runs"
+    folders = [path for path in runs.glob("*") if path.is_dir()]
+    if not folders:
+        return runs
+    return max(folders, key=lambda path: path.stat().st_mtime)
+
+
+def _log_to_wandb(record: ReliabilityLog) -> None:
+    import wandb
+
+    if wandb.run is None:
+        logger.warning("W&B has no active run: the reliability diagram is not logged")
+        return
+    values: dict[str, Any] = dict(record.with_prefix("eval/reliability_"))
+    values["eval/reliability"] = wandb.Image(_read_pixels(record.figure))
+    wandb.log({**values, "train/global_step": record.step})
+
+
+def _log_to_mlflow(record: ReliabilityLog) -> None:
+    import mlflow
+
+    if mlflow.active_run() is None:
+        logger.warning("MLflow has no active run: the reliability diagram is not logged")
+        return
+    mlflow.log_metrics(record.with_prefix(PREFIX), step=record.step)
+    mlflow.log_image(_read_pixels(record.figure), f"reliability/step-{record.step}.png")
+
+
+def _log_to_trackio(record: ReliabilityLog) -> None:
+    import trackio
+
+    values: dict[str, Any] = dict(record.with_prefix("eval/reliability_"))
+    values["eval/reliability"] = trackio.Image(_read_pixels(record.figure))
+    trackio.log({**values, "train/global_step": record.step})
+
+
+def _read_pixels(figure: Figure) -> Any:
+    from PIL import Image
+
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    content.seek(0)
+    image = Image.open(content)
+    return image.convert("RGB")
+
+
+# Name in `report_to` -> function that logs to it.
+TRACKERS: dict[str, Callable[[ReliabilityLog], None]] = {
+    "tensorboard": _log_to_tensorboard,
+    "wandb": _log_to_wandb,
+    "mlflow": _log_to_mlflow,
+    "trackio": _log_to_trackio,
+}

@@ -1,0 +1,81 @@
+"""The figure of docs/results.md: reliability diagrams of a few methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from catto.measure import ParseCounts
+from catto.metrics.binning import reliability
+from catto.metrics.errors import ece
+from catto.report.drawing import Panel, reliability_figure, write_figure
+from catto.report.measuring import CellAnswers
+from catto.report.tables import task_title
+
+from .load import MeasuredStudy
+from .names import TUNED, short_title
+
+PANELS = ("sft", "dpo", "dpo+catto", "dpo+outcome", f"dpo+outcome{TUNED}")
+
+# Seed -> answers.
+SeedAnswers = dict[int, CellAnswers]
+
+
+@dataclass(frozen=True)
+class SeedsPanel(Panel):
+    """A diagram of several seeds together, with the mean of their ECEs, which is the number in the tables."""
+
+    mean_ece: float = math.nan
+
+    def note(self) -> str:
+        """Return the lines under the title."""
+        lines = []
+        for line in super().note().splitlines():
+            if line.startswith("ECE "):
+                line = f"ECE {100 * self.mean_ece:.1f}"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def draw_reliability(study: MeasuredStudy, task: str, path: Path) -> None:
+    """Draw the reliability of the methods of PANELS on a task, over the seeds that all of them have."""
+    by_method = group_answers(study.answers, task)
+    seeds = set.intersection(*(set(by_seed) for by_seed in by_method.values()))
+    panels = []
+    for method, by_seed in by_method.items():
+        title = short_title(method)
+        if method == PANELS[0]:
+            title += f", {task_title(task)}"
+        runs = [by_seed[seed] for seed in sorted(seeds)]
+        panels.append(make_panel(title, runs, bins=study.numbers.bins))
+    write_figure(partial(reliability_figure, panels), path)
+
+
+def group_answers(answers: Sequence[CellAnswers], task: str) -> Mapping[str, SeedAnswers]:
+    """Return method -> seed -> answers of the models that were trained and tested on a task, in the order of PANELS."""
+    by_method: dict[str, SeedAnswers] = {}
+    for method in PANELS:
+        for run in answers:
+            cell = run.cell
+            if cell.method == method and cell.task == task and cell.setting == "in":
+                by_method.setdefault(method, {})[cell.seed] = run
+    return by_method
+
+
+def make_panel(title: str, runs: Sequence[CellAnswers], bins: int) -> SeedsPanel:
+    """Return the diagram of a method over its seeds."""
+    confidence = np.concatenate([run.confidence for run in runs])
+    correct = np.concatenate([run.correct for run in runs])
+    errors = [ece(run.confidence, run.correct, bins=bins) for run in runs]
+    return SeedsPanel(
+        title=title,
+        bins=reliability(confidence, correct, bins),
+        sources=ParseCounts.total_of(ParseCounts.of(run.read_as or ()) for run in runs),
+        mean_ece=fmean(errors),
+    )
