@@ -1,7 +1,8 @@
 """Count the files and functions of catto that an experiment, a training step, a measurement and a request pass through.
 
 A reader who follows one question from the recipe to the page, one pair through a training step, one answer through
-`catto measure`, or one request through the gateway has to visit these. Every function that runs is counted once, wherever it is called from.
+`catto measure`, or one request through the gateway has to visit these. Every function that runs is counted once,
+wherever it is called from.
 
     python benchmarks/hops.py
 """
