@@ -53,7 +53,7 @@ OTHER_RUN = "belongs to other settings, questions or another model: give those, 
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments that say how questions are asked; see `PredictionSettings`."""
+    """Keyword arguments that say how questions are asked; see `EvaluationRunSettings`."""
 
     k: int
     temperature: float | Sequence[float]
@@ -63,7 +63,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class EvaluationOptions(SamplingOptions, total=False):
-    """All keyword arguments of an evaluation; see `PredictionSettings`."""
+    """All keyword arguments of an evaluation; see `EvaluationRunSettings`."""
 
     out: Path | None
     progress: EvaluationProgress | None
@@ -72,7 +72,7 @@ class EvaluationOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True)
-class PredictionSettings:
+class EvaluationRunSettings:
     """How questions are asked, and how the evaluation runs. No prediction depends on the fields from `out` on.
 
     Attributes:
@@ -110,13 +110,13 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Ev
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        **options: The fields of `PredictionSettings`; by default one greedy response of at most 512 tokens with
+        **options: The fields of `EvaluationRunSettings`; by default one greedy response of at most 512 tokens with
             reasoning.
 
     Returns:
         The predictions in the order of the questions, then of the samples.
     """
-    run = EvaluationRun(engine, questions, PredictionSettings(**options))
+    run = EvaluationRun(engine, questions, EvaluationRunSettings(**options))
     return run.collect(Prediction, run.answer_keys)
 
 
@@ -131,12 +131,12 @@ def generate(
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        **options: The fields of `PredictionSettings`.
+        **options: The fields of `EvaluationRunSettings`.
 
     Returns:
         The generations in the order of the questions, then of the samples.
     """
-    run = EvaluationRun(engine, questions, PredictionSettings(**options))
+    run = EvaluationRun(engine, questions, EvaluationRunSettings(**options))
     return run.collect(ScoredGeneration, run.score_keys)
 
 
@@ -160,13 +160,13 @@ def read(
         questions: The questions that were asked.
         generations: The stored generations.
         out: The file of predictions; None writes no file.
-        progress: See `PredictionSettings`.
-        **sampling: How the questions were asked; see `PredictionSettings`.
+        progress: See `EvaluationRunSettings`.
+        **sampling: How the questions were asked; see `EvaluationRunSettings`.
 
     Returns:
         The predictions. A sample without a generation was refused and has no prediction.
     """
-    settings = PredictionSettings(out=out, progress=progress, max_refused=1.0, **sampling)
+    settings = EvaluationRunSettings(out=out, progress=progress, max_refused=1.0, **sampling)
     run = EvaluationRun(engine, questions, settings)
     generation_of = {generation.key: generation for generation in generations}
     not_asked = generation_of.keys() - run.keys.keys()
@@ -329,7 +329,7 @@ class RunOutcomes(Generic[R]):
 class EvaluationRun:
     """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
 
-    def __init__(self, engine: Engine, questions: Iterable[Question], settings: PredictionSettings) -> None:
+    def __init__(self, engine: Engine, questions: Iterable[Question], settings: EvaluationRunSettings) -> None:
         listed = list(questions)
         self.engine = engine
         self.settings = settings

@@ -355,7 +355,7 @@ def calibrated() -> Iterable[Case]:
         ("no version", '{"kind": "temperature", "tau": 2.0}', "schema_version is None, this catto reads 1"),
         ("no tau", '{"schema_version": 1, "kind": "temperature"}', "tau: missing"),
         ("values above 1", '{"schema_version": 1, "kind": "histogram", "values": [0.5, 1.5]}', "values.1: expected a number of at most 1, got 1.5"),
-        ("knots that fall", '{"schema_version": 1, "kind": "isotonic", "knots": [0.9, 0.1], "values": [0, 1]}', "must rise"),
+        ("knots that fall", '{"schema_version": 1, "kind": "isotonic", "knots": [0.9, 0.1], "values": [0, 1]}', "must not decrease"),
         ("unequal knots", '{"schema_version": 1, "kind": "isotonic", "knots": [0.9], "values": [0, 1]}', "1 knots and 2 values"),
         ("slope beyond floats", '{"schema_version": 1, "kind": "platt", "slope": 1e300, "intercept": 0}', "slope: expected a number of at most 1000000000, got 1e+300"),
         ("a folder", FOLDER, "c.json: expected a file, got a folder"),

@@ -8,7 +8,7 @@ statistic follows from sums that leave out these two tokens, so a probability ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,11 +35,18 @@ EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics of the next-token distribution at every position, each of the targets' shape; 0 where masked.
+    """Statistics of the next-token distribution at every position.
 
-    target: log p_t, of the response's token. rival: log p_r, of the best other token. logsumexp: of the logits.
-    log_doubt: log(1 - c). mean_logit: over the vocabulary. entropy: in nats. log_sum_sq: log sum_j p_j^2 (no
-    gradient). An extra that was not requested is None.
+    Each has the targets' shape and is 0 at masked positions. An extra that was not requested is None.
+
+    Attributes:
+        target: log p_t, of the response's token.
+        rival: log p_r, of the best other token.
+        logsumexp: Log-sum-exp of the logits.
+        log_doubt: log(1 - c), an extra.
+        mean_logit: Mean logit over the vocabulary, an extra.
+        entropy: Entropy in nats, an extra.
+        log_sum_sq: log sum_j p_j^2, an extra without a gradient.
     """
 
     target: Tensor
@@ -266,7 +273,7 @@ class RunningSums(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What the head computes of N tokens: the fields of `TokenStats`, (N,) each, and the labels' log-probabilities."""
+    """What the head computes for N tokens: the fields of `TokenStats`, (N,) each, and label log-probabilities."""
 
     target: Tensor
     rival: Tensor
@@ -368,17 +375,30 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
     log_top = torch.maximum(target, rival)
     labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
 
-    log_doubt = mean_logit = entropy = log_sum_sq = None
+    log_doubt = None
     if "log_doubt" in spec.extras:  # log(1 - c): the log-sum-exp without the top token
-        log_not_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log()) - logsumexp
+        logsumexp_without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log())
+        log_not_rival = logsumexp_without_rival - logsumexp
         log_doubt = torch.where(sums.target > sums.rival, log_not_target, log_not_rival)
+    mean_logit = None
     if "mean_logit" in spec.extras:
         mean_logit = sums.total / spec.vocabulary
+    entropy = None
     if "entropy" in spec.extras:
         entropy = logsumexp - target.exp() * sums.target - rival.exp() * (sums.rival + sums.rest_z)
+    log_sum_sq = None
     if "log_sum_sq" in spec.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
-    return HeadOutput(target, rival, logsumexp, log_doubt, mean_logit, entropy, log_sum_sq, labels)
+    return HeadOutput(
+        target=target,
+        rival=rival,
+        logsumexp=logsumexp,
+        log_doubt=log_doubt,
+        mean_logit=mean_logit,
+        entropy=entropy,
+        log_sum_sq=log_sum_sq,
+        labels=labels,
+    )
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -387,7 +407,7 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
 class HeadGradients(NamedTuple):
     """Incoming gradients of N tokens, (N,) each and labels (N, K); None where nothing depends on a statistic."""
 
-    mass: Tensor  # the multiple of p_j that the others add up to
+    mass: Tensor  # the factor of p_j, from all statistics together
     target: Tensor | None
     rival: Tensor | None
     log_doubt: Tensor | None
@@ -397,7 +417,7 @@ class HeadGradients(NamedTuple):
 
     def at_rows(self, rows: slice) -> HeadGradients:
         """Return the gradients of some of the tokens."""
-        return HeadGradients(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
+        return HeadGradients(*_slice_rows(self, rows))
 
 
 class SavedTokens(NamedTuple):
@@ -413,16 +433,25 @@ class SavedTokens(NamedTuple):
 
     def at_rows(self, rows: slice) -> SavedTokens:
         """Return what was saved of some of the tokens."""
-        return SavedTokens(*(None if value is None else value[rows] for value in self))  # type: ignore[arg-type]
+        return SavedTokens(*_slice_rows(self, rows))
+
+
+def _slice_rows(tensors: Iterable[Tensor | None], rows: slice) -> list[Any]:
+    sliced = []
+    for tensor in tensors:
+        sliced.append(None if tensor is None else tensor[rows])
+    return sliced
 
 
 def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the multiple of p_j in the gradient of the logits, (N,).
+    """Return the factor of p_j in the gradient of the logits, (N,).
 
-    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j: one multiple of p serves them all.
+    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so all statistics share one factor of p_j.
     """
     mass = torch.zeros(tokens, dtype=dtype, device=device)
-    label_sum = None if gradients.labels is None else gradients.labels.sum(-1)
+    label_sum = None
+    if gradients.labels is not None:
+        label_sum = gradients.labels.sum(-1)
     for gradient in (gradients.target, gradients.rival, gradients.log_doubt, label_sum):
         if gradient is not None:
             mass = mass - gradient
@@ -465,19 +494,25 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
 
 
 def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
-    """g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token; -g p_j is in the mass."""
-    e = (tile.logits - (saved.logsumexp + log_doubt).unsqueeze(-1)).exp_()
+    """Return g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token.
+
+    The other term, -g p_j, is in the mass.
+    """
+    logsumexp_without_top = saved.logsumexp + log_doubt
+    e = (tile.logits - logsumexp_without_top.unsqueeze(-1)).exp_()
     top_id = torch.where(saved.right, saved.targets, saved.rival_id)
     inside, column = locate_tokens(top_id.unsqueeze(-1), tile.columns)
-    e.scatter_(-1, column, torch.where(inside, 0, e.gather(-1, column)))
+    without_top = torch.where(inside, 0, e.gather(-1, column))
+    e.scatter_(-1, column, without_top)
     return e.mul_(gradient.unsqueeze(-1))
 
 
 def _entropy_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, entropy: Tensor) -> Tensor:
-    """-g p_j (log p_j + entropy)."""
+    """Return -g p_j (log p_j + entropy)."""
     log_p = tile.logits - saved.logsumexp.unsqueeze(-1)
     p = log_p.exp()
-    return p.mul_(log_p.add_(entropy.unsqueeze(-1))).mul_(-gradient.unsqueeze(-1))
+    log_p_plus_entropy = log_p.add_(entropy.unsqueeze(-1))
+    return p.mul_(log_p_plus_entropy).mul_(-gradient.unsqueeze(-1))
 
 
 class WeightGradient:

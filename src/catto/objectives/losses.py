@@ -86,7 +86,8 @@ def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detac
     """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
     c = stats.confidence
-    return reduce_tokens(s * (1 - c) + (1 - s) * c, mask)
+    losses = s * (1 - c) + (1 - s) * c
+    return reduce_tokens(losses, mask)
 
 
 def bce_loss(
@@ -116,7 +117,8 @@ def bce_loss(
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
     log_c = stats.log_confidence.clamp(min=LOG_FLOOR)
     log_doubt = stats.log_doubt.clamp(min=LOG_FLOOR)
-    return reduce_tokens(-s * log_c - (1 - s) * log_doubt, mask, reduce)
+    losses = -s * log_c - (1 - s) * log_doubt
+    return reduce_tokens(losses, mask, reduce)
 
 
 def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
@@ -137,7 +139,8 @@ def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_s
     tensor([0.0256])
     """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
-    return reduce_tokens((stats.confidence - s).abs(), mask)
+    losses = (stats.confidence - s).abs()
+    return reduce_tokens(losses, mask)
 
 
 def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
@@ -158,7 +161,8 @@ def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detac
     tensor([0.0007])
     """
     s = surrogate_target(stats, preferred=preferred, detach_surrogate=detach_surrogate)
-    return reduce_tokens((stats.confidence - s) ** 2, mask)
+    losses = (stats.confidence - s) ** 2
+    return reduce_tokens(losses, mask)
 
 
 def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tensor:
@@ -178,7 +182,8 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
     total = values.masked_fill(~mask.bool(), 0.0).sum(-1)
     if reduce == "sum":
         return total
-    return total / mask.sum(-1).clamp(min=1)
+    tokens = mask.sum(-1).clamp(min=1)
+    return total / tokens
 
 
 # ---- losses at the label ---------------------------------------------------------------------------------------------
@@ -249,7 +254,8 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
     others = torch.isfinite(label_logprobs).scatter(-1, top.unsqueeze(-1), False)
     targets = spread_targets(q.detach(), others, a)
     distance_of_top = (c - a) ** 2
-    distance_of_others = ((q - targets) ** 2).masked_fill(~others, 0.0).sum(-1)
+    squares = (q - targets) ** 2
+    distance_of_others = squares.masked_fill(~others, 0.0).sum(-1)
     distance = distance_of_top + distance_of_others
     return distance.masked_fill(is_empty, 0.0)
 
@@ -265,10 +271,18 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 
 
 def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
-    """Spread 1 - a over the labels other than the top one, more to the likelier: q, others (B, K), a (B,) -> (B, K).
+    """Spread 1 - a over the labels other than the top one, more to the likelier ones.
 
     t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), g = ln(K - 1) / (q_1 (1 - a)), q_1 their largest.
-    a = 1 gives 0 (no mass is left), q_1 = 0 the uniform spread, K = 2 the whole of 1 - a.
+    a = 1 gives 0, since no mass is left; q_1 = 0 gives the uniform spread; K = 2 gives the whole of 1 - a.
+
+    Args:
+        q: Probabilities of the labels (B, K).
+        others: Which labels are not the top one (B, K).
+        accuracy: The accuracy a of each row's bin (B,).
+
+    Returns:
+        Targets (B, K); 0 at the top label.
     """
     rest = 1 - accuracy
     count = others.sum(-1)
@@ -276,5 +290,7 @@ def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
     divisor = (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
     gain = torch.log(count.to(q.dtype)) / divisor
     bend = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
-    share = (1 + bend) / (count + bend.sum(-1)).unsqueeze(-1)
-    return (rest.unsqueeze(-1) * share).masked_fill(~others, 0.0)
+    total = count + bend.sum(-1)
+    share = (1 + bend) / total.unsqueeze(-1)
+    targets = rest.unsqueeze(-1) * share
+    return targets.masked_fill(~others, 0.0)

@@ -87,7 +87,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the device's memory in bytes; that of a modest GPU where it cannot be asked."""
+    """Return the device's memory in bytes; that of a modest GPU if it is unknown."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     return 16 * 2**30
@@ -103,13 +103,15 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
 def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
     """Return the dtype to which hidden states, weights and the logits' gradient are rounded before a product.
 
-    Where products of 16-bit numbers come out in fp32, it is the weight's dtype, or autocast's if the weight is fp32.
-    A product of bf16 numbers is exact in fp32, so a bf16 model loses nothing in the logits, at many times the speed.
-    Elsewhere, and with `precision="fp32"`, it is the dtype of the statistics.
+    If the device gives products of 16-bit numbers in fp32, it is the weight's dtype, or autocast's if the weight is
+    fp32. A product of bf16 numbers is exact in fp32, so the logits of a bf16 model lose nothing, at many times the
+    speed. On other devices, and with `precision="fp32"`, it is the dtype of the statistics.
     """
     full = statistics_dtype(hidden)
     device = hidden.device.type
-    if weight is None or precision == "fp32" or device not in MIXED_PRODUCTS or full == torch.float64:
+    if weight is None or device not in MIXED_PRODUCTS:
+        return full
+    if precision == "fp32" or full == torch.float64:
         return full
     dtype = weight.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(device):

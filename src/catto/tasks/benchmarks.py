@@ -103,7 +103,8 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
     options = [chosen[right]]
     for index in sorted(wrong):
         options.append(rejected[index])
-    return Draft(fields={"prompt": get_text(raw, "prompt")}, options=tuple(options), gold=0, id=row_id)
+    fields = {"prompt": get_text(raw, "prompt")}
+    return Draft(fields=fields, options=tuple(options), gold=0, id=row_id)
 
 
 def parse_tldr(raw: Raw) -> Draft | str:
@@ -114,8 +115,11 @@ def parse_tldr(raw: Raw) -> Draft | str:
     """
     if "summaries" in raw:
         return _parse_tldr_release(raw)
-    post = get_text(raw, "prompt").strip().removesuffix("TL;DR:").rstrip()
-    return _make_tldr_draft(post, preferred=get_text(raw, "chosen"), other=get_text(raw, "rejected"))
+    prompt = get_text(raw, "prompt").strip()
+    post = prompt.removesuffix("TL;DR:").rstrip()
+    preferred = get_text(raw, "chosen")
+    other = get_text(raw, "rejected")
+    return _make_tldr_draft(post, preferred=preferred, other=other)
 
 
 def _parse_tldr_release(raw: Raw) -> Draft | str:
@@ -153,7 +157,8 @@ _CODE: dict[str, dict[str, Any]] = {
 
 
 def _load_benchmarks() -> dict[str, Task]:
-    table = tomllib.loads((resources.files("catto.tasks") / "benchmarks.toml").read_text(encoding="utf-8"))
+    file = resources.files("catto.tasks") / "benchmarks.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = {}
     for name, row in table.items():
         rows[name] = {"name": name, **row, **_CODE.get(name, {})}

@@ -180,10 +180,15 @@ class FieldMap:
         (gold,) = golds.values()
         templates = self._question_templates()
         fields = {name: _fill_template(template, raw) for name, template in templates.items()}
-        if not any(value.strip() for value in fields.values()):
+        is_empty = not any(value.strip() for value in fields.values())
+        if is_empty:
             raise ValueError(f"{' and '.join(templates.values())} is empty")
-        question_id = None if self.id is None else str(get_field(raw, self.id))
-        group = None if self.group is None else str(get_field(raw, self.group))
+        question_id = None
+        if self.id is not None:
+            question_id = str(get_field(raw, self.id))
+        group = None
+        if self.group is not None:
+            group = str(get_field(raw, self.group))
         return Draft(fields=fields, options=options.texts, gold=gold, id=question_id, group=group)
 
     def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
@@ -219,11 +224,14 @@ class FieldMap:
         return InferredStyle(replace(self, style=styles[0]), doubt)
 
     def _explain_conflict(self, conflict: StyleConflict) -> DataError:
-        row, first, second = conflict
+        row = conflict.row
+        first = conflict.first
+        second = conflict.second
         value = get_field(row.fields, self.answer)
         meanings = f"{self.answer} {value!r} may be {MEANING[first]} or {MEANING[second]}"
         request = f"state answer {first} or answer {second}"
-        return DataError(row.file, row.number, f"{meanings}, and no row decides which: {request}")
+        message = f"{meanings}, and no row decides which: {request}"
+        return DataError(row.file, row.number, message)
 
     # ---- options ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +261,8 @@ class FieldMap:
         if self.count is None:
             while filled and raw.get(filled[-1], 0) in (None, ""):
                 filled.pop()  # a row with fewer options leaves the last columns empty
-        return convert_texts(self._options_name, [get_field(raw, name) for name in filled])
+        texts = [get_field(raw, name) for name in filled]
+        return convert_texts(self._options_name, texts)
 
     def _read_option_field(self, raw: Raw, name: str) -> tuple[object, object]:
         """Return the texts and the labels in one field, unchecked; labels None if it has none."""
@@ -263,8 +272,11 @@ class FieldMap:
                 value = parse_json(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            return [item.get("text") for item in value], [item.get("label") for item in value]
+        are_objects = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        if are_objects and value:
+            texts = [item.get("text") for item in value]
+            labels = [item.get("label") for item in value]
+            return texts, labels
         if not isinstance(value, dict):
             return value, None
         if isinstance(value.get("text"), list):
@@ -290,7 +302,8 @@ class FieldMap:
         if labels is None or labels == [None] * count:
             return None
         shown = self._options_name
-        names = tuple(label.strip() for label in convert_texts(f"labels of {shown}", labels))
+        texts = convert_texts(f"labels of {shown}", labels)
+        names = tuple(text.strip() for text in texts)
         if len(set(names)) != count:
             raise ValueError(f"{shown}: expected {count} different labels, got {join_names(names)}")
         return names

@@ -109,13 +109,17 @@ def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> R
     if files is None:
         files = task.files
     if files is not None:
-        return RowSource(task, _pair_with_answers(_expand_paths(files), _expand_paths(task.answers or {})))
+        question_paths = _expand_paths(files)
+        answer_paths = _expand_paths(task.answers or {})
+        return RowSource(task, _pair_with_answers(question_paths, answer_paths))
     if data_dir is not None:
         return RowSource(task, _search_folder(task, Path(data_dir)))
     if task.hub is None:
         raise ValueError(f"{task.name}: files or data_dir is needed")
     dataset = f"{task.hub}@{task.revision or 'main'}"
-    parts = {split: [RowFile(f"{dataset}:{hub_split}")] for split, hub_split in task.hub_splits.items()}
+    parts = {}
+    for split, hub_split in task.hub_splits.items():
+        parts[split] = [RowFile(f"{dataset}:{hub_split}")]
     return RowSource(task, parts)
 
 
@@ -139,7 +143,8 @@ def _match_files(pattern: Path) -> list[Path]:
         matches = sorted(root.glob(str(pattern.relative_to(pattern.anchor))))
     files = [match for match in matches if match.is_file()]
     if not files:
-        raise DataError(pattern, None, "expected a file, got a folder" if pattern.is_dir() else "no such file")
+        problem = "expected a file, got a folder" if pattern.is_dir() else "no such file"
+        raise DataError(pattern, None, problem)
     return files
 
 
@@ -149,9 +154,12 @@ def _pair_with_answers(
     """Pair every file of questions with its file of answers, in order; splits without answers keep None."""
     for split, answer_paths in answers.items():
         count = len(paths.get(split, ()))
-        if len(answer_paths) != count:
-            questions = f"{count} of questions" if count else f"none of questions (only for {', '.join(paths)})"
-            raise ValueError(f"answers: {split} has {len(answer_paths)} files of answers and {questions}")
+        if len(answer_paths) == count:
+            continue
+        questions = f"{count} of questions"
+        if count == 0:
+            questions = f"none of questions (only for {', '.join(paths)})"
+        raise ValueError(f"answers: {split} has {len(answer_paths)} files of answers and {questions}")
     parts: dict[Split, list[RowFile]] = {}
     for split, question_paths in paths.items():
         answer_of_path: Sequence[Path | None] = answers.get(split) or [None] * len(question_paths)
@@ -174,7 +182,7 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
         if split in cut_away:
             continue
         for pattern in (*task.patterns.get(split, ()), *_NAMES[split]):
-            matches = sorted(path for path in folder.glob(pattern) if path.is_file() and find_suffix(path))
+            matches = [path for path in sorted(folder.glob(pattern)) if path.is_file() and find_suffix(path)]
             if matches:
                 parts[split] = [RowFile(str(path), path) for path in matches]
                 break
@@ -508,7 +516,11 @@ class QuestionLoader:
         if self.cut is None or split not in self.cut.parts:
             return entries
         split_of_group = splits.assign_groups(entries, self.cut, self.task.name, self.seed)
-        return [entry for entry in entries if split_of_group[entry.group] == split]
+        members = []
+        for entry in entries:
+            if split_of_group[entry.group] == split:
+                members.append(entry)
+        return members
 
     def _read_entries(self, origin: Split, report: LoadReport | None = None) -> list[SplitEntry]:
         return [parsed.entry for parsed in self._parse_rows(origin, report)]

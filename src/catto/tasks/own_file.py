@@ -125,8 +125,10 @@ def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | No
 
 def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
     """Return the options that all rows share if each is a single word, which then is its own label; else none."""
-    is_each_one_word = all(len(option.split()) == 1 for option in row_map.shared_options)
-    return row_map.shared_options if is_each_one_word else ()
+    are_single_words = all(len(option.split()) == 1 for option in row_map.shared_options)
+    if not are_single_words:
+        return ()
+    return row_map.shared_options
 
 
 def _choose_order(
@@ -149,9 +151,14 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
         labels: The labels in option order that answers use.
     """
     _check_names(fields)
-    if style is not None and style not in get_args(Style):
-        raise ValueError(f"answer {style!r} is not one of {', '.join(get_args(Style))}")
-    values: dict[str, Any] = {"labels": tuple(labels) if labels else None, **fields, "style": style}
+    known_styles = get_args(Style)
+    if style is not None and style not in known_styles:
+        raise ValueError(f"answer {style!r} is not one of {', '.join(known_styles)}")
+    values: dict[str, Any] = {"labels": None}
+    if labels:
+        values["labels"] = tuple(labels)
+    values.update(fields)
+    values["style"] = style
     values["question"] = _check_question(values["question"])
     if not isinstance(values["options"], str):
         values["options"] = tuple(values["options"])
@@ -301,7 +308,10 @@ def _usual_fields(values: Mapping[str, Any], part: str) -> list[str]:
 
 def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
     """Return the field of the question, or a template with its context; None if no field of text is left."""
-    texts = [name for name, value in values.items() if isinstance(value, str) and name not in used]
+    texts = []
+    for name, value in values.items():
+        if isinstance(value, str) and name not in used:
+            texts.append(name)
     questions = [name for name in _usual_fields(values, "question") if name in texts]
     if not questions:
         questions = sorted(texts, key=lambda name: -len(values[name]))  # the longest first
@@ -326,11 +336,12 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
     """Return the error for rows that no proposed map fits, with the likeliest cause."""
     for value in values.values():
         if _holds_several_questions(value):
-            lists = [name for name, other in values.items() if isinstance(other, list) and len(other) == len(value)]
-            message = (
-                f"{join_names(lists)} are lists of {len(value)}: a row holds several questions, write a row for each"
-            )
-            return DataError(file, 1, message)
+            lists = []
+            for name, other in values.items():
+                if isinstance(other, list) and len(other) == len(value):
+                    lists.append(name)
+            problem = f"{join_names(lists)} are lists of {len(value)}"
+            return DataError(file, 1, f"{problem}: a row holds several questions, write a row for each")
     for name, value in values.items():
         if isinstance(value, str) and _WRONG.search(name) and ";" in value:
             message = f"{name}: several options in one text: write a list, or a column for each option"

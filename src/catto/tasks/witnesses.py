@@ -80,7 +80,8 @@ class WitnessWorld(NamedTuple):
             raise ValueError(f"options {self.options}: expected 2 to {len(ascii_uppercase)}")
         if self.witnesses < 1:
             raise ValueError(f"witnesses {self.witnesses}: expected at least 1")
-        if not self.reliabilities or not all(0 < value < 1 for value in self.reliabilities):
+        are_probabilities = all(0 < value < 1 for value in self.reliabilities)
+        if not self.reliabilities or not are_probabilities:
             raise ValueError(f"reliabilities {self.reliabilities}: expected numbers between 0 and 1, at least one")
         for value in self.reliabilities:
             # The text must say exactly what the posterior uses.
@@ -119,7 +120,8 @@ def generate_questions(
     world.check()
     count = SIZES[split] if n is None else n
     world_hash = content_hash([options, witnesses, list(reliabilities)], 6)
-    return (_draw_question(f"witnesses-{world_hash}-{split}-{seed}-{index}", split, world) for index in range(count))
+    prefix = f"witnesses-{world_hash}-{split}-{seed}"
+    return (_draw_question(f"{prefix}-{index}", split, world) for index in range(count))
 
 
 def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Question:
@@ -175,7 +177,11 @@ def statements_of(question: Question) -> list[Statement]:
     matches = _STATEMENT.findall(question.fields.get("question", ""))
     if not matches:
         raise ValueError(f"question {question.id}: no witness in its text")
-    return [Statement(float(percent) / 100, question.labels.index(label)) for percent, label in matches]
+    statements = []
+    for percent, label in matches:
+        reliability = float(percent) / 100
+        statements.append(Statement(reliability, question.labels.index(label)))
+    return statements
 
 
 def bayes_answer(question: Question) -> str:
@@ -200,7 +206,8 @@ def respond(question: Question, temperature: float, seed: int) -> tuple[str, str
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected a finite number, at least 0")
-    draws = random.Random(int.from_bytes(digest("respond", question.id, repr(float(temperature)), seed), "big"))
+    key = digest("respond", question.id, repr(float(temperature)), seed)
+    draws = random.Random(int.from_bytes(key, "big"))
     statements = statements_of(question)
     if temperature == 0:
         label = bayes_answer(question)

@@ -37,8 +37,8 @@ SPARSE = ("flex_attention", "catto")
 SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
-class HeadOutput(NamedTuple):
-    """What the head computes.
+class ForwardOutput(NamedTuple):
+    """What one forward through the fused head returns.
 
     Attributes:
         stats: Statistics of the N scored tokens, (N,) each.
@@ -101,7 +101,7 @@ def _require_linear_head(base: Any) -> None:
 
 def run_head(
     model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any
-) -> HeadOutput:
+) -> ForwardOutput:
     """Call the (wrapped) model exactly once.
 
     Args:
@@ -127,7 +127,7 @@ def run_head(
     values = dict(outputs)
     labels = values.pop("labels")
     aux_loss = values.pop("aux_loss")
-    return HeadOutput(TokenStats(**values), labels, aux_loss)
+    return ForwardOutput(TokenStats(**values), labels, aux_loss)
 
 
 @contextmanager
