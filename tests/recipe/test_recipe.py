@@ -15,6 +15,7 @@ from catto.pipeline.plan import Graph, open_recipe
 from catto.pipeline.stage import ordered
 from catto.recipe.load import load_recipe, shipped
 from catto.recipe.settings import ModelSettings, Recipe, TaskSettings, TeacherSettings
+from catto.recipe.yaml_text import parse_yaml
 
 BASE: dict[str, Any] = {
     "name": "one",
@@ -327,3 +328,13 @@ def test_only_paths_are_expanded_so_that_no_secret_enters_a_run(monkeypatch: pyt
 def test_checkpoints_are_as_often_by_default_whatever_else_a_block_says() -> None:
     recipe = load_recipe("quickstart", ["preference={rows: 5}", "sft={rows: 5}", "rcft={rows: 5}"])
     assert [block.checkpoint_steps for block in (recipe.preference, recipe.sft, recipe.rcft)] == [100, 500, 500]
+
+
+def test_nested_aliases_are_refused_in_a_moment() -> None:
+    """Ten levels of ten aliases stand for ten thousand million values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, 10):
+        aliases = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} [{aliases}]")
+    with pytest.raises(DataError, match="aliases"):
+        parse_yaml("\n".join(lines), "recipe.yaml")

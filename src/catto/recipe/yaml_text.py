@@ -12,6 +12,9 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from catto.errors import DataError, shorten_text
 
+# A text of a recipe's size cannot hold so many values by itself: only aliases of aliases multiply to more.
+MAX_VALUES = 2**20
+
 
 def parse_yaml(text: str, source: str) -> Any:
     """Parse a YAML text.
@@ -31,7 +34,7 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     try:
         value = YAML(typ="safe", pure=True).load(text)
-        _check_plain(value, ())
+        _check_plain(value, (), 0)
     except MarkedYAMLError as error:
         raise DataError(source, None, _describe_problem(error)) from None
     except RecursionError:
@@ -53,22 +56,35 @@ def _describe_problem(error: MarkedYAMLError) -> str:
     return f"line {mark.line + 1} column {mark.column + 1}: {problem}"
 
 
-def _check_plain(value: object, place: tuple[str, ...]) -> None:
-    """Raise ValueError for a value that JSON has no form for: stages are keyed by the JSON of their settings."""
+def _check_plain(value: object, place: tuple[str, ...], count: int) -> int:
+    """Raise ValueError for a value that JSON cannot represent: stages are keyed by the JSON of their settings.
+
+    Args:
+        value: The value to check, with everything in it.
+        place: Keys that lead to it.
+        count: Number of values checked before this one.
+
+    Returns:
+        The number of values checked so far.
+    """
+    count += 1
+    if count > MAX_VALUES:
+        raise ValueError("aliases repeat too many values; write them out")
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{_name_place(place)}key {shorten_text(repr(key), 60)}: expected a text; quote it")
-            _check_plain(item, (*place, key))
+            count = _check_plain(item, (*place, key), count)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            _check_plain(item, (*place, str(number)))
+            count = _check_plain(item, (*place, str(number)), count)
     elif isinstance(value, int | float):
         if not isfinite(value):
             raise ValueError(f"{_name_place(place)}expected a finite number, got {value}")
     elif value is not None and not isinstance(value, str):
         kind = type(value).__name__
         raise ValueError(f"{_name_place(place)}expected a text, a number, a list or a block, got a {kind}; quote it")
+    return count
 
 
 def _name_place(place: tuple[str, ...]) -> str:
