@@ -23,7 +23,7 @@ from catto.io.record_files import read_record
 from catto.methods import Budget, method_sort_key
 from catto.metrics.calibrators import VectorScaling
 from catto.records import Option, PairMargin, Prediction, Question, Record
-from catto.report.numbers import CellPlace, Training
+from catto.report.numbers import CellIdentity, Training
 
 DATA = Path(__file__).parent / "data"
 
@@ -73,7 +73,7 @@ class CellKey(NamedTuple):
     budget: Budget | None
 
 
-class StoredCell(CellPlace):
+class StoredCell(CellIdentity):
     """What is known of one method on one task at one seed besides its predictions. Fields as in `catto`'s `Cell`."""
 
     seed: int

@@ -93,7 +93,7 @@ def sft_trainer(out: Path, callbacks: list[Any]) -> Any:
 
 
 def dpo_trainer(out: Path, callbacks: list[Any]) -> Any:
-    return build(DPOTrainer, DPOConfig, out, callbacks, preference_data())
+    return build(DPOTrainer, DPOConfig, out, callbacks, preference_data(), ref_model=make_model())
 
 
 def kto_trainer(out: Path, callbacks: list[Any]) -> Any:
@@ -101,7 +101,7 @@ def kto_trainer(out: Path, callbacks: list[Any]) -> Any:
     for row in pairs.preference_rows(4):
         rows.append({"prompt": as_text(row.prompt), "completion": as_text(row.chosen), "label": True})
         rows.append({"prompt": as_text(row.prompt), "completion": as_text(row.rejected), "label": False})
-    return build(KTOTrainer, KTOConfig, out, callbacks, Dataset.from_list(rows))
+    return build(KTOTrainer, KTOConfig, out, callbacks, Dataset.from_list(rows), ref_model=make_model())
 
 
 def count_words(completions: list[Any], **_: Any) -> list[float]:

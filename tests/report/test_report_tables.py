@@ -399,7 +399,7 @@ def test_answers_that_are_all_right_or_all_wrong_are_told_first(right: float, sa
         groups.append(group.model_copy(update=update))
     told = write_headline(numbers.model_copy(update={"groups": tuple(groups), "verdict": None}))
     side = "under" if right else "over"
-    assert told.answer == f"{said}SFT and DPO are {side}-confident by 20 to 26 points at the matched budget."
+    assert told.answer == f"{said}SFT and DPO are {side}confident by 20 to 26 points at the matched budget."
 
 
 def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -> None:
