@@ -2,24 +2,33 @@
 
     python benchmarks/thresholds.py --draws 1000
 
-Every world has a known error rate above each threshold, so a failed promise can be counted.
+Every world has a known error rate above each threshold, so a failed promise can be counted. The method of catto is
+compared with the one before it: 76 thresholds fixed in advance, each with 1/76 of delta.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import bdtr
+from scipy.stats import binom
 
 from catto.metrics.risk import threshold_for_risk
+from catto.metrics.selection import STOPS
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Method = Callable[[Floats, Bools], float | None]
 
 RISK = 0.1
 DELTA = 0.05
 SIZES = (400, 3000)
+# A rate of broken promises with a smaller probability, given delta, would be significantly above delta.
+SIGNIFICANCE = 0.01
 
 # World -> (confidence of a uniform number, probability of being right at a confidence).
 WORLDS: dict[str, tuple[Callable[[Floats], Floats], Callable[[Floats], Floats]]] = {
@@ -33,26 +42,54 @@ WORLDS: dict[str, tuple[Callable[[Floats], Floats], Callable[[Floats], Floats]]]
 }
 
 
+class Outcome(NamedTuple):
+    """What a method did on many samples of one world; coverage counts as 0 without a threshold."""
+
+    found: float
+    coverage: float
+    broken: float
+
+
+def find_with_union_bound(confidence: Floats, correct: Bools) -> float | None:
+    """Return the lowest of 76 fixed thresholds that passes the exact binomial test at delta / 76."""
+    thresholds = np.array(STOPS)
+    wrong = np.sort(confidence[~correct])
+    answered = len(confidence) - np.searchsorted(np.sort(confidence), thresholds)
+    errors = len(wrong) - np.searchsorted(wrong, thresholds)
+    chance_of_so_few = bdtr(errors, np.maximum(answered, 1), RISK)
+    passed = thresholds[(answered > 0) & (chance_of_so_few <= DELTA / len(thresholds))]
+    return float(passed[0]) if len(passed) else None
+
+
+def find_in_sequence(confidence: Floats, correct: Bools) -> float | None:
+    """Return catto's threshold."""
+    return threshold_for_risk(confidence, correct, RISK, DELTA).threshold
+
+
+METHODS: dict[str, Method] = {"before": find_with_union_bound, "now": find_in_sequence}
+
+
 def main() -> None:
     """Print one line per world and size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=1000)
     draws = parser.parse_args().draws
-    print(f"target risk {RISK}, delta {DELTA}, {draws} draws")
-    print(f"{'world':36s} {'rows':>5s} {'found':>6s} {'coverage':>9s} {'broken':>7s}")
+    largest = binom.ppf(1 - SIGNIFICANCE, draws, DELTA) / draws
+    print(f"target risk {RISK}, delta {DELTA}, {draws} draws; broken above {largest:.1%} is significantly above delta")
+    print("| world | rows | found before | now | coverage before | now | broken before | now |")
+    print("|---|---|---|---|---|---|---|---|")
     for world in WORLDS:
         for rows in SIZES:
-            found, coverage, broken = simulate(world, rows, draws)
-            print(f"{world:36s} {rows:5d} {found:6.1%} {coverage:9.1%} {broken:7.1%}", flush=True)
+            before = simulate(world, rows, draws, METHODS["before"])
+            now = simulate(world, rows, draws, METHODS["now"])
+            cells = [world, f"{rows:,}"]
+            for old_share, new_share in zip(before, now, strict=True):
+                cells += [f"{100 * old_share:.1f}", f"{100 * new_share:.1f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def simulate(world: str, rows: int, draws: int) -> tuple[float, float, float]:
-    """Fit thresholds on many samples of one world.
-
-    Returns:
-        The share of samples with a threshold, the mean coverage (0 without a threshold), and the share of samples whose
-        threshold has a true error rate above RISK.
-    """
+def simulate(world: str, rows: int, draws: int, method: Method) -> Outcome:
+    """Fit thresholds on many samples of one world, the same samples for every method."""
     draw_confidence, chance = WORLDS[world]
     rng = np.random.default_rng(0)
     falling = np.sort(draw_confidence(rng.random(1_000_000)))[::-1]
@@ -63,14 +100,14 @@ def simulate(world: str, rows: int, draws: int) -> tuple[float, float, float]:
     for _ in range(draws):
         confidence = draw_confidence(rng.random(rows))
         correct = rng.random(rows) < chance(confidence)
-        threshold = threshold_for_risk(confidence, correct, RISK, DELTA).threshold
+        threshold = method(confidence, correct)
         if threshold is None:
             continue
         answered = int(np.searchsorted(-falling, -threshold, side="right"))
         found += 1
         coverage += answered / len(falling)
         broken += bool(answered and errors[answered - 1] / answered > RISK)
-    return found / draws, coverage / draws, broken / draws
+    return Outcome(found / draws, coverage / draws, broken / draws)
 
 
 if __name__ == "__main__":

@@ -223,24 +223,24 @@ def test_figure_is_written(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_target_risk_prints_the_threshold_of_the_library(tmp_path: Path, capsys: Capture) -> None:
-    """100 right at 1.0 and 10 wrong at 0.5: no error in the 100 above 0.5, bound 1 - (0.05 / 4)^(1/100) = 4.3 %."""
+    """100 right at 1.0 and 10 wrong at 0.5: no error in the 100 above 0.5, bound 1 - (0.05 / 2)^(1/100) = 3.6 %."""
     path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10))
     found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
     assert found == asdict(threshold_for_risk([1.0] * 100 + [0.5] * 10, [1] * 100 + [0] * 10, 0.1, 0.05))
     shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
     assert f"confidence >= {found['threshold']!r} has an error rate of at most 10 % with 95 % confidence" in shown
-    assert "0 of 100 wrong, error rate at most 4.3 %" in shown
+    assert "0 of 100 wrong, error rate at most 3.6 %" in shown
     strict = measured(capsys, path, "--target-risk", "0.1", "--confidence-level", "0.99", "--metrics", "ece")
     assert strict["target_risk"]["delta"] == 0.01
     assert strict["target_risk"]["bound"] > found["bound"]
 
 
 def test_a_risk_that_cannot_be_promised_is_said_to_be_so(tmp_path: Path, capsys: Capture) -> None:
-    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 41, [True] * 41))
+    path = write_lines(tmp_path / "a.jsonl", plain([1.0] * 35, [True] * 35))
     found = measured(capsys, path, "--target-risk", "0.1", "--metrics", "ece")["target_risk"]
     assert (found["threshold"], found["coverage"], found["bound"]) == (None, 0.0, 1.0)
     shown = run(capsys, "measure", path, "--target-risk", "0.1", "--metrics", "ece", "--resamples", "20").out
-    assert "No threshold can promise an error rate of at most 10 % with 95 % confidence from these 41 answers" in shown
+    assert "No threshold can promise an error rate of at most 10 % with 95 % confidence from these 35 answers" in shown
 
 
 def test_target_risk_needs_one_answer_per_question(tmp_path: Path, capsys: Capture) -> None:

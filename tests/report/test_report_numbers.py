@@ -239,7 +239,7 @@ def confident(folder: Path, name: str, rows: list[tuple[float, bool]]) -> str:
 
 
 def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test(tmp_path: Path) -> None:
-    """200 right at 0.9, 50 wrong at 0.3: the threshold lies just above the errors, bounded by 1 - (d/4)^(1/200).
+    """200 right at 0.9, 50 wrong at 0.3: the threshold lies just above the errors, bounded by 1 - (d/2)^(1/200).
 
     It answers 9 of 10 test questions, one of them wrongly.
     """
@@ -248,7 +248,7 @@ def test_the_threshold_of_a_risk_is_fitted_on_validation_and_applied_to_the_test
     place = {"task": "own", "trained_on": "own", "method": "sft", "budget": None, "seed": 0}
     cell = Cell(**place, predictions=test, validation=validation)
     answers, _ = read_cell(cell, tmp_path, {}, "fallback")
-    bound = 1 - (0.05 / 4) ** (1 / 200)
+    bound = 1 - (0.05 / 2) ** (1 / 200)
     wanted = {"risk_promised": 1.0, "risk_threshold": 0.3, "risk_bound": bound, "risk_coverage": 0.9}
     assert measure_risk(answers, tmp_path, "fallback") == pytest.approx(wanted | {"risk_errors": 1 / 9}, abs=1e-12)
     confident(tmp_path, "v.jsonl", [(0.9, True)] * 30)

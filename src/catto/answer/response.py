@@ -8,7 +8,7 @@ response without that tag is read at its last line, unless what comes before con
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
@@ -133,6 +133,42 @@ def parse_response(
     return ParsedResponse(reasoning, reading.label, reading.span, source, opened)
 
 
+def find_answer_text(text: str, *, cut: bool = False) -> str | None:
+    """Find the text of a short answer: what the last `<answer>` block outside the reasoning contains.
+
+    There is no list of labels to compare a last line with, so an answer without its tag is not read.
+
+    Args:
+        text: The response.
+        cut: Whether the response ran into its token limit. An answer that was not closed is then not read.
+
+    Returns:
+        The text without surrounding white space. None if there is no such block, it is empty, or an earlier block was
+        left open with another text.
+
+    Example:
+        >>> find_answer_text("<think>so</think><answer> 42 </answer>")
+        '42'
+        >>> find_answer_text("The answer is 42.")
+    """
+    turn = text[: find_turn_end(text)]
+    is_cut = cut and len(turn) == len(text)
+    tags = find_tags(turn)
+    opening = find_answer_tag(turn, tags)
+    if opening is None:
+        return None
+    zone = _find_answer_zone(turn, tags, opening, is_cut=is_cut)
+    if zone is None:
+        return None
+    start, end = zone
+    answer = turn[start:end].strip()
+    for earlier_start, earlier_end in _find_open_answers(turn, tags, opening):
+        earlier = turn[earlier_start:earlier_end].strip()
+        if earlier not in ("", answer):
+            return None
+    return answer or None
+
+
 # Tags
 
 
@@ -233,28 +269,40 @@ def _read_tagged(
     text: str, tags: Sequence[Tag], opening: Tag, choices: Choices, *, is_cut: bool
 ) -> LabelReading | None:
     """Read the content of an answer block, up to `</answer>` or the end."""
-    body_start, body_end = find_body(text, tags)
-    closing = next((tag for tag in tags if tag.name == "/answer" and tag.start >= opening.end), None)
-    if closing is not None:
-        zone = (opening.end, closing.start)
-    elif body_end < len(text) or (is_cut and _is_torn(text[opening.end :])):
-        return None  # the answer was never closed and reasoning follows, or its last line is unfinished
-    else:
-        zone = (opening.end, _end_before_torn_tag(text, opening.end))
+    zone = _find_answer_zone(text, tags, opening, is_cut=is_cut)
+    if zone is None:
+        return None
     reading = read_form(text, zone, choices)
     if reading is None:
         return None
-    # `<answer>A` that was left open before another `<answer>B` may be the answer of an earlier turn.
+    for earlier_zone in _find_open_answers(text, tags, opening):
+        earlier = read_form(text, earlier_zone, choices)
+        if earlier is not None and earlier.label != reading.label:
+            return None
+    return reading
+
+
+def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: bool) -> Span | None:
+    """Bound the content of an answer block; None if its end is missing."""
+    _, body_end = find_body(text, tags)
+    closing = next((tag for tag in tags if tag.name == "/answer" and tag.start >= opening.end), None)
+    if closing is not None:
+        return opening.end, closing.start
+    if body_end < len(text) or (is_cut and _is_torn(text[opening.end :])):
+        return None  # the answer was never closed and reasoning follows, or its last line is unfinished
+    return opening.end, _end_before_torn_tag(text, opening.end)
+
+
+def _find_open_answers(text: str, tags: Sequence[Tag], opening: Tag) -> Iterator[Span]:
+    """Bound the answer blocks that were left open before another one: they may be the answers of an earlier turn."""
+    body_start, _ = find_body(text, tags)
     answers = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
     for tag, following in pairwise(answers):
         if tag.name != "answer" or following.name != "answer":
             continue
         turn = NEXT_TURN.search(text, tag.end, following.start)
         end = following.start if turn is None else turn.start()
-        earlier = read_form(text, (tag.end, end), choices)
-        if earlier is not None and earlier.label != reading.label:
-            return None
-    return reading
+        yield tag.end, end
 
 
 class _Line(NamedTuple):

@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike
 
 from catto.metrics.binning import Bools, Floats, checked
 
-# Thresholds are tried in steps of 1/40 of the answers, the most confident first. Each sequence of tests starts at one
-# of these steps: an eighth, a quarter, half and all of the answers. Four starts found at least as many thresholds as 76
-# fixed candidates in every simulated world (tests/metrics/test_risk.py); more starts leave each one less of delta.
+# Thresholds are tried in steps of 1/40 of the answers, the most confident first. Testing starts at an eighth, a
+# quarter, half and all of the answers, each with its share of delta. Where the confidence does not rank the answers,
+# these shares found a threshold in 59 % of simulated sets of 400 answers, and equal shares in 45 %.
 STEPS = 40
-STARTS = (5, 10, 20, 40)
+SHARE_OF_DELTA = {5: 0.125, 10: 0.125, 20: 0.25, 40: 0.5}
 
 # `estimate_rows_needed` looks for a size that succeeds this often, and gives up above the largest size.
 PROBABLE = 0.8
@@ -32,7 +32,7 @@ class Threshold:
         coverage: Share of the given rows that are answered.
         answered: Number of the given rows that are answered.
         errors: Number of those that are wrong.
-        bound: The error rate is below it with probability 1 - delta.
+        bound: Clopper and Pearson's bound on the error rate, at the level at which this threshold passed its test.
     """
 
     threshold: float | None
@@ -60,14 +60,16 @@ def threshold_for_risk(
 ) -> Threshold:
     """Find a low threshold above which at most a share `risk` of the answers is wrong, with probability 1 - delta.
 
-    Candidates answer the most confident 1/40, 2/40, ... of the rows. A candidate passes if an error rate of `risk`
-    would lead to so few errors with probability at most delta / 4 (exact binomial test). Four sequences of tests start
-    at an eighth, a quarter, half and all of the rows. Each goes on to lower thresholds until a candidate fails. The
-    lowest candidate that passed is taken ("learn then test" with fixed sequences).
+    Candidates answer the most confident 1/40, 2/40, ... of the rows and are tested one after another. A candidate
+    passes if an error rate of `risk` would lead to so few errors with probability at most the level (exact binomial
+    test). The level is a part of delta: testing starts at an eighth, a quarter, half and all of the rows with 1/8, 1/8,
+    1/4 and 1/2 of delta. A candidate that passes hands its level on to the next, lower one; a candidate that fails
+    loses it. The lowest candidate that passed is taken ("learn then test" with the fallback procedure of Wiens and
+    Dmitrienko).
 
     A candidate lies just above the confidence of the first row that it leaves out. Given that confidence, the answered
-    rows are independent draws, so the test of each start is exact. The guarantee for the whole sequences is exact for
-    thresholds chosen in advance; for these it was checked by simulation.
+    rows are independent draws, so each test is exact. The guarantee of the whole sequence is exact for thresholds
+    chosen in advance; for these it was checked by simulation.
 
     The rows must be drawn like those that are answered later, and must not have been used to fit the confidence.
 
@@ -84,13 +86,11 @@ def threshold_for_risk(
     c, z = checked(confidence, correct)
     _check_share("risk", risk)
     _check_share("delta", delta)
-    level = delta / len(STARTS)
     candidates = _list_candidates(c, z)
-    passes = [_passes_test(candidate, risk, level) for candidate in candidates]
-    lowest = _follow_sequences(passes)
-    if lowest is None:
+    passed = _find_lowest_passing(candidates, risk, delta)
+    if passed is None:
         return Threshold(None, risk, delta, coverage=0.0, answered=0, errors=0, bound=1.0)
-    best = candidates[lowest]
+    best, level = passed
     return Threshold(
         best.threshold,
         risk,
@@ -125,21 +125,21 @@ def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
     return candidates
 
 
-def _passes_test(candidate: Candidate, risk: float, level: float) -> bool:
+def _find_lowest_passing(candidates: list[Candidate], risk: float, delta: float) -> tuple[Candidate, float] | None:
+    """Return the lowest candidate that passes its test, and the level of the test; None if all fail."""
     from scipy.special import bdtr
 
-    chance_of_so_few = bdtr(candidate.errors, candidate.answered, risk)
-    return bool(chance_of_so_few <= level)
-
-
-def _follow_sequences(passes: list[bool]) -> int | None:
-    """Return the last candidate that any sequence reaches before its first failure; None if all starts fail."""
     lowest = None
-    for start in STARTS:
-        index = start - 1
-        while index < STEPS and passes[index]:
-            lowest = index if lowest is None else max(lowest, index)
-            index += 1
+    level = 0.0
+    for step, candidate in enumerate(candidates, 1):
+        level += delta * SHARE_OF_DELTA.get(step, 0.0)
+        if level == 0.0:
+            continue
+        chance_of_so_few = bdtr(candidate.errors, candidate.answered, risk)
+        if chance_of_so_few <= level:
+            lowest = (candidate, level)
+        else:
+            level = 0.0
     return lowest
 
 
@@ -175,15 +175,15 @@ def estimate_rows_needed(
         would probably not help.
 
     >>> estimate_rows_needed([0.9] * 20, [True] * 20)
-    43
+    39
     """
     c, z = checked(confidence, correct)
     candidates = _list_candidates(c, z)
     sizes = []
-    for start in STARTS:
-        candidate = candidates[start - 1]
+    for step, share in SHARE_OF_DELTA.items():
+        candidate = candidates[step - 1]
         error_rate = candidate.errors / candidate.answered
-        size = _find_size(error_rate, coverage=candidate.answered / len(c), risk=risk, level=delta / len(STARTS))
+        size = _find_size(error_rate, coverage=candidate.answered / len(c), risk=risk, level=delta * share)
         if size is not None:
             sizes.append(size)
     return min(sizes, default=None)

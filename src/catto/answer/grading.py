@@ -1,0 +1,439 @@
+r"""Whether a short answer or a number is right: two texts are compared after a fixed normalisation.
+
+Text: formatting and leads such as "The answer is" are removed, as in `catto.answer.forms`. Case, accents on Latin
+letters, one leading article, quotation marks and the dots of abbreviations do not count; other punctuation is a space.
+A minus sign, a decimal point, `%`, `#` and symbols count.
+
+Numbers: the text must be one number, with at most a hedge before it and a unit after it. A range, two numbers, a
+comparison or a date is no number. Values are compared as exact fractions. Units are compared only where both sides have
+a known one; a percentage is the number before its sign, so 10% equals 10 and not 0.1. docs/conventions.md has all the
+rules.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from catto.answer.forms import LEAD, flatten_text, strip_formatting
+
+# The version of the grading: raise it with every change after which some answer is graded differently.
+VERSION = 1
+
+Grade = Literal["exact", "number", "any-of"]
+
+MAX_NUMBER_TEXT = 300  # characters of a text that is read as a number
+MAX_LEADS = 2
+MAX_UNIT_WORDS = 6
+
+ARTICLE = re.compile(r"(?:the|an?) (?=\S)")
+# "J. K." and "J.K." are the same initials.
+INITIAL = re.compile(r"(?<![^\W_])([^\W\d_])\. ?(?=[^\W\d_](?:\.|$))")
+LATIN_ACCENTS = re.compile("(?<=[a-z])[\u0300-\u036f]+")
+GROUPED_BY_COMMAS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
+DASHES = "-\u2212\u2013\u2014"
+QUOTES = "'\"`\u00b4\u2018\u2019\u201c\u201d\u2032\u2033"
+CURRENCY_SIGNS = "$€£¥₹"
+
+
+def normalize_answer(text: str) -> str:
+    """Bring a short answer into the form in which answers are compared.
+
+    Args:
+        text: An answer of any length; the time is linear in it.
+
+    Returns:
+        The normalised answer; empty only if the text has no visible character.
+
+    Example:
+        >>> normalize_answer("**The Beatles!**"), normalize_answer("beatles")
+        ('beatles', 'beatles')
+        >>> normalize_answer("J. K. Rowling"), normalize_answer("1,000.50")
+        ('jk rowling', '1000.50')
+        >>> normalize_answer("-5"), normalize_answer("C++"), normalize_answer("Beyoncé")
+        ('-5', 'c++', 'beyonce')
+    """
+    flat, _ = flatten_text(text)
+    bare = _remove_leads(strip_formatting(flat))
+    folded = ARTICLE.sub("", bare, count=1) if ARTICLE.match(bare) else bare
+    folded = INITIAL.sub(r"\1", folded)
+    folded = GROUPED_BY_COMMAS.sub(lambda match: match[0].replace(",", ""), folded)
+    folded = _remove_latin_accents(folded)
+    folded = _fold_punctuation(folded)
+    return folded or bare.strip()  # an answer may consist of punctuation
+
+
+def _remove_leads(bare: str) -> str:
+    """Remove "The answer is" and its like, if something follows."""
+    for _ in range(MAX_LEADS):
+        lead = LEAD.match(bare)
+        if lead is None or lead["states"] is None or lead.end() == len(bare):
+            break
+        bare = strip_formatting(bare[lead.end() :])
+    return bare
+
+
+def _remove_latin_accents(flat: str) -> str:
+    """Remove the marks of Latin letters; in other scripts a mark makes another letter."""
+    apart = unicodedata.normalize("NFD", flat)
+    return unicodedata.normalize("NFC", LATIN_ACCENTS.sub("", apart))
+
+
+def _fold_punctuation(flat: str) -> str:
+    parts = []
+    for place, character in enumerate(flat):
+        before = flat[place - 1 : place]
+        after = flat[place + 1 : place + 2]
+        parts.append(_fold_mark(before, character, after))
+    folded = " ".join("".join(parts).split())
+    return folded.replace(" %", "%")
+
+
+def _fold_mark(before: str, character: str, after: str) -> str:
+    """Return what stands for a character between its two neighbours, which are empty at the ends."""
+    if character in DASHES:
+        is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))
+        is_suffix = before.isalnum() and not after.strip()  # blood type A-
+        return "-" if is_minus or is_suffix else " "
+    if not unicodedata.category(character).startswith("P") and character not in QUOTES:
+        return character
+    is_between_digits = before.isdigit() and after.isdigit()
+    if character == ".":
+        if not after.isdigit():
+            return ""
+        return " " if before.isalpha() else "."
+    if character in QUOTES:
+        return " " if is_between_digits else ""
+    if character == "/":
+        return "/" if is_between_digits else " "
+    if character == "&":
+        return " and "
+    if character in "%#":
+        return character
+    return " "
+
+
+# Numbers
+
+
+class NumberReading(NamedTuple):
+    """A number in a text.
+
+    Attributes:
+        value: Its exact value.
+        unit: The canonical name of its unit; None if it has none or an unknown one.
+    """
+
+    value: Fraction
+    unit: str | None = None
+
+
+SMALL_WORDS = {
+    "zero": 0, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+    "ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
+    "seventeen": 17, "eighteen": 18, "nineteen": 19,
+}  # fmt: skip
+TENS_WORDS = {
+    "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90,
+}  # fmt: skip
+SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3,
+    "million": 10**6, "billion": 10**9, "bn": 10**9, "trillion": 10**12,
+}  # fmt: skip
+# Canonical unit -> how it is written. Only these are compared; nothing is converted.
+UNITS = {
+    "%": ("%", "percent", "pct"),
+    "dollar": ("$", "us$", "usd", "dollar", "dollars"),
+    "cent": ("¢", "cent", "cents"),
+    "euro": ("€", "eur", "euro", "euros"),
+    "pound sterling": ("£", "gbp"),
+    "yen": ("¥", "jpy", "yen"),
+    "rupee": ("₹", "inr", "rupee", "rupees"),
+    "mm": ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
+    "cm": ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
+    "m": ("m", "meter", "meters", "metre", "metres"),
+    "km": ("km", "kms", "kmh", "kph", "kilometer", "kilometers", "kilometre", "kilometres"),
+    "inch": ("inch", "inches"),
+    "foot": ("ft", "foot", "feet"),
+    "yard": ("yd", "yds", "yard", "yards"),
+    "mile": ("mi", "mile", "miles", "mph"),
+    "mg": ("mg", "milligram", "milligrams"),
+    "g": ("g", "gram", "grams"),
+    "kg": ("kg", "kgs", "kilo", "kilos", "kilogram", "kilograms"),
+    "ounce": ("oz", "ounce", "ounces"),
+    "pound": ("lb", "lbs"),
+    "ml": ("ml", "milliliter", "milliliters", "millilitre", "millilitres"),
+    "l": ("l", "liter", "liters", "litre", "litres"),
+    "gallon": ("gal", "gallon", "gallons"),
+    "second": ("s", "sec", "secs", "second", "seconds"),
+    "minute": ("min", "mins", "minute", "minutes"),
+    "hour": ("h", "hr", "hrs", "hour", "hours"),
+    "day": ("day", "days"),
+    "week": ("week", "weeks"),
+    "month": ("month", "months"),
+    "year": ("yr", "yrs", "year", "years"),
+    "°c": ("°c", "celsius"),
+    "°f": ("°f", "fahrenheit"),
+    "am": ("am",),
+    "pm": ("pm",),
+    "bc": ("bc", "bce"),
+    "ad": ("ad", "ce"),
+}
+UNIT_OF = {written: unit for unit, spellings in UNITS.items() for written in spellings}
+# A unit with one of these words would change the value, or is a second value.
+NO_UNIT_WORDS = {
+    "and", "or", "to", "not", "no", "than", "more", "less", "fewer", "plus", "minus", "times", "x", "over", "under",
+    "above", "below", "least", "most", "up", "between", "through", "until", "except", "but", "if", "maybe", "nor",
+    "half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "tenth",
+    "tenths", "hundredth", "hundredths", "squared", "cubed", "factorial", "mod", "remainder", "r", "i", "pi", "e",
+    "sqrt",
+    *SMALL_WORDS, *TENS_WORDS, *SCALES,
+}  # fmt: skip
+
+_SMALL = "|".join(SMALL_WORDS)
+_ONES = "|".join(list(SMALL_WORDS)[1:10])
+_TENS = "|".join(TENS_WORDS)
+_TO_99 = rf"(?:(?:{_TENS})(?:[- ](?:{_ONES}))?|(?:{_SMALL}))"
+_IN_WORDS = rf"(?:(?:{_ONES}|an?) hundred(?: (?:and )?{_TO_99})?|{_TO_99}|an?(?= (?:{'|'.join(SCALES)})\b))"
+_INTEGER = r"[1-9]\d{0,2}(?:(?P<group>[,'\u2019_])\d{3})(?:(?P=group)\d{3})*(?!\d)|\d+"
+_TEN_TO_THE = r" ?[x\u00d7*·] ?10(?:\^\(?\{?(?P<power>[-\u2212+]?\d{1,3})\}?\)?|(?P<raised>⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,3}))"
+NUMBER = re.compile(
+    r"(?:[^\W\d_]\w{0,30} ?= ?)?"  # x =
+    r"(?:(?:about|approximately|approx\.?|around|roughly|circa|exactly|only|just|[~≈]) ?)?"
+    r"(?P<sign>[-\u2212\u2013+]|(?:minus|negative) )?"
+    rf"(?P<currency>(?:us)?\$|[{CURRENCY_SIGNS}])? ?(?P<late_sign>[-\u2212])?"
+    rf"(?:(?P<words>{_IN_WORDS})(?!\w)"
+    r"|(?:(?P<whole>\d+) )?(?P<numerator>\d+) ?[/\u2044] ?(?P<denominator>\d+)"
+    rf"|(?P<integer>{_INTEGER})?(?P<decimals>\.\d+)?(?:e(?P<exponent>[-+]?\d{{1,3}})(?!\w)|{_TEN_TO_THE})?)"
+)
+# Written before the folding, which would join "1½" to "11/2" and forget which spaces are narrow.
+NARROW_SPACES_IN_NUMBER = re.compile("(?<=\\d)[\u00a0\u2009\u202f](?=\\d{3}(?!\\d))")
+LATEX_FRACTION = re.compile(r"\\[dt]?frac ?\{ ?(\d+) ?\} ?\{ ?(\d+) ?\}")
+LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
+LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3})")
+LATEX_SPACE = re.compile(r"\\[,!; ]")
+UNIT_SIGNS = ("°", "°c", "°f", "%", "¢", *CURRENCY_SIGNS)
+UNIT_POWER = re.compile(r"\^?[23²³]$")
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+MAX_EXPONENT = 308
+
+
+def read_number(text: str) -> NumberReading | None:
+    r"""Read a text that is one number.
+
+    Args:
+        text: For example "12", "$1,000.50", "about 3/4 cup", "twelve apples", "x = -2", "1.5e3", r"\frac{1}{2}".
+
+    Returns:
+        The number with its unit, or None for any other text.
+
+    Example:
+        >>> read_number("$1,000.50")
+        NumberReading(value=Fraction(2001, 2), unit='dollar')
+        >>> read_number("twelve apples").value, read_number("1 1/2 hours")
+        (Fraction(12, 1), NumberReading(value=Fraction(3, 2), unit='hour'))
+        >>> [read_number(text) for text in ("5 to 10", "3 or 4", "more than 5", "10:30", "2020-05-01")]
+        [None, None, None, None, None]
+    """
+    if len(text) > MAX_NUMBER_TEXT:
+        return None
+    flat, _ = flatten_text(_rewrite_notation(text))
+    bare = _remove_leads(strip_formatting(flat))
+    match = NUMBER.match(bare)
+    if match is None:
+        return None
+    value = _compute_value(match)
+    if value is None:
+        return None
+    return _apply_unit(value, match["currency"], bare[match.end() :])
+
+
+def _rewrite_notation(text: str) -> str:
+    """Write LaTeX and the characters for fractions as plain text."""
+    text = LATEX_SPACE.sub(" ", LATEX_COMMA.sub(",", text))
+    text = text.replace("\\$", "$").replace("\\%", "%")
+    text = LATEX_FRACTION.sub(r" \1/\2", text)
+    text = LATEX_TEXT.sub(r" \1", text)
+    text = NARROW_SPACES_IN_NUMBER.sub(",", text)
+    parts = []
+    for character in text:
+        is_fraction = unicodedata.decomposition(character).startswith("<fraction>")
+        parts.append(f" {character}" if is_fraction else character)
+    return "".join(parts)
+
+
+def _compute_value(match: re.Match[str]) -> Fraction | None:
+    """Compute the signed value of a match; None if it has no digits, two signs or an impossible fraction."""
+    size = _compute_size(match)
+    if size is None:
+        return None
+    if match["sign"] and match["late_sign"]:
+        return None
+    sign = match["late_sign"] or match["sign"]
+    is_negative = sign is not None and sign != "+"
+    return -size if is_negative else size
+
+
+def _compute_size(match: re.Match[str]) -> Fraction | None:
+    if match["words"]:
+        return Fraction(_count_words(match["words"]))
+    if match["numerator"]:
+        denominator = int(match["denominator"])
+        if denominator == 0:
+            return None
+        return int(match["whole"] or 0) + Fraction(int(match["numerator"]), denominator)
+    if not match["integer"] and not match["decimals"]:
+        return None
+    integer = re.sub(r"\D", "", match["integer"] or "0")
+    size = Fraction(integer + (match["decimals"] or ""))
+    power = match["exponent"] or match["power"] or (match["raised"] or "0").translate(SUPERSCRIPTS)
+    exponent = int(power.replace("\u2212", "-"))
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    return size * Fraction(10) ** exponent
+
+
+def _count_words(words: str) -> int:
+    """Add up "one hundred and twenty-one"."""
+    total = 0
+    for word in re.split("[- ]", words):
+        if word == "hundred":
+            total = max(total, 1) * 100
+        else:
+            total += SMALL_WORDS.get(word, 0) + TENS_WORDS.get(word, 0)
+    # "a" before a scale, as in "a million", counts one.
+    return total or int(words in ("a", "an"))
+
+
+def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReading | None:
+    """Multiply by "million" and its like, and read the unit; None where the rest is neither."""
+    is_decade = rest.startswith("s") and not rest[1:2].isalpha()  # "1990s"
+    phrase = rest.removeprefix("-").strip().replace("per cent", "percent")
+    words = re.split("[ /·-]+", phrase) if phrase else []
+    is_only_a_hyphen = bool(rest.strip()) and not words
+    if is_decade or is_only_a_hyphen or len(words) > MAX_UNIT_WORDS:
+        return None
+    if words and words[0] in SCALES:
+        value *= SCALES[words.pop(0)]
+    unit = UNIT_OF[currency] if currency else None
+    is_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m"
+    if is_short_scale:
+        return None
+    for word in words:
+        letters = word.replace(".", "")
+        if letters in NO_UNIT_WORDS or not _may_be_unit(letters):
+            return None
+        if unit is None and word == words[0]:
+            unit = UNIT_OF.get(letters)
+    return NumberReading(value, unit)
+
+
+def _may_be_unit(word: str) -> bool:
+    letters = UNIT_POWER.sub("", word).replace("'", "")
+    return word in UNIT_SIGNS or letters.isalpha()
+
+
+def write_number(value: Fraction) -> str:
+    """Write a number in its canonical form: a terminating decimal in full, any other as a fraction.
+
+    Example:
+        >>> write_number(Fraction(7, 2)), write_number(Fraction(-1, 3)), write_number(Fraction(1000))
+        ('3.5', '-1/3', '1000')
+    """
+    rest = value.denominator
+    places = 0
+    while rest % 10 == 0 or rest % 2 == 0 or rest % 5 == 0:
+        if rest % 10 == 0:
+            rest //= 10
+        elif rest % 2 == 0:
+            rest //= 2
+        else:
+            rest //= 5
+        places += 1
+    if rest != 1:
+        return str(value)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    sign = "-" if value < 0 else ""
+    if places == 0:
+        return sign + digits
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"
+
+
+# Grading
+
+
+def find_answer_key(text: str, grade: Grade) -> str | None:
+    """Return the key that equal answers share: the normalised text, or the value of a number without its unit.
+
+    Args:
+        text: An answer.
+        grade: How answers are compared.
+
+    Returns:
+        The key; None if the text is empty or, for `number`, is not one number.
+
+    Example:
+        >>> find_answer_key("The Beatles", "exact"), find_answer_key("$3.50", "number"), find_answer_key("?", "number")
+        ('beatles', '3.5', None)
+    """
+    if grade == "number":
+        reading = read_number(text)
+        return None if reading is None else write_number(reading.value)
+    return normalize_answer(text) or None
+
+
+def grade_answer(answer: str, accepted: Sequence[str], *, grade: Grade = "exact", tolerance: float = 0.0) -> bool:
+    """Return whether an answer equals one of the accepted answers.
+
+    Args:
+        answer: The answer, without tags.
+        accepted: The accepted answers, at least one.
+        grade: `exact` and `any-of` compare normalised texts; `number` compares values.
+        tolerance: For `number`: the largest difference, as a share of the accepted value. 0 means equal.
+
+    Returns:
+        Whether the answer is right. An empty answer, or one that is no number where one is expected, is wrong.
+
+    Raises:
+        ValueError: If there is no accepted answer, or one that cannot be compared.
+
+    Example:
+        >>> grade_answer("The Beatles.", ["Beatles"]), grade_answer("Lennon", ["John Lennon", "Lennon"])
+        (True, True)
+        >>> grade_answer("$1,000", ["1000"], grade="number"), grade_answer("10%", ["0.1"], grade="number")
+        (True, False)
+        >>> grade_answer("0.33", ["1/3"], grade="number", tolerance=0.02)
+        True
+    """
+    if not accepted:
+        raise ValueError("expected at least one accepted answer")
+    if grade == "number":
+        return _equals_any_number(answer, accepted, tolerance)
+    key = normalize_answer(answer)
+    keys = [normalize_answer(text) for text in accepted]
+    if "" in keys:
+        raise ValueError("an accepted answer is empty")
+    return key in keys
+
+
+def _equals_any_number(answer: str, accepted: Sequence[str], tolerance: float) -> bool:
+    reading = read_number(answer)
+    is_right = False
+    for text in accepted:
+        wanted = read_number(text)
+        if wanted is None:
+            raise ValueError(f"accepted answer {text!r}: expected one number")
+        if reading is not None and _is_same_number(reading, wanted, tolerance):
+            is_right = True
+    return is_right
+
+
+def _is_same_number(reading: NumberReading, wanted: NumberReading, tolerance: float) -> bool:
+    has_both_units = reading.unit is not None and wanted.unit is not None
+    if has_both_units and reading.unit != wanted.unit:
+        return False
+    allowed = Fraction(str(tolerance)) * abs(wanted.value)
+    return abs(reading.value - wanted.value) <= allowed
