@@ -320,7 +320,12 @@ def run_gateway(gateway: Gateway, host: str, port: int) -> None:
 
 def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer.text, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _render_logprobs(answer),
+    }
     return {
         **head,
         "object": "chat.completion",
@@ -328,6 +333,11 @@ def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str,
         "usage": answer.usage,
         "catto": answer.catto,
     }
+
+
+def _render_logprobs(answer: GatewayAnswer) -> dict[str, Any]:
+    """Render the `catto` object as a choice's log-probabilities: LangChain keeps these and drops unknown fields."""
+    return {"content": None, "refusal": None, "catto": answer.catto}
 
 
 def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: bool) -> str:
@@ -340,7 +350,9 @@ def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: b
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         chunks.append({"choices": [choice]})
-    chunks[-1]["choices"][0]["finish_reason"] = answer.finish_reason
+    last_choice = chunks[-1]["choices"][0]
+    last_choice["finish_reason"] = answer.finish_reason
+    last_choice["logprobs"] = _render_logprobs(answer)
     chunks[-1]["catto"] = answer.catto
     if include_usage:
         chunks.append({"choices": [], "usage": answer.usage, "catto": answer.catto})
