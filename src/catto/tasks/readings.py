@@ -59,7 +59,7 @@ def quantity_posterior(readings: Sequence[Reading]) -> list[float]:
     """Return P(value | readings of one quantity) for every value of the scale, from a uniform prior.
 
     >>> [round(p, 3) for p in quantity_posterior([Reading("a", 0, 0.1), Reading("a", 0, 0.6)])]
-    [0.951, 0.046, 0.003, 0.0, 0.0, 0.0]
+    [0.954, 0.043, 0.002, 0.0, 0.0, 0.0]
     """
     weights = []
     for value in SCALE:
