@@ -18,8 +18,7 @@ from catto.io.text_files import read_json
 from catto.pipeline.stage import QuestionSettings, ResponseSettings, Stage, TrainSettings, account, place
 from catto.recipe.settings import ModelSettings, Recipe, Resources, ScratchModel
 from catto.records import Split
-from catto.tasks import TASKS
-from catto.tasks.witnesses import SIZES
+from catto.tasks import TASKS, readings, witnesses
 
 
 class Card(NamedTuple):
@@ -219,6 +218,9 @@ def stage_resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resou
 
 # ---- the estimate
 
+# How many questions a split of an embedded world has.
+GENERATED_COUNTS = {"witnesses": witnesses.SIZES, "readings": readings.READING_COUNTS}
+
 
 class PlanEstimate:
     """What the stages of a recipe need: questions, rows, tokens and requests."""
@@ -243,8 +245,8 @@ class PlanEstimate:
         split = settings.split
         task = settings.task
         count = getattr(settings.block, split)
-        if not count and task == "witnesses":
-            count = SIZES[split]
+        if not count and task in GENERATED_COUNTS:
+            count = GENERATED_COUNTS[task][split]
         if count is None and split != "train" and task in TASKS:
             count = TASKS[task].sample
         if count is None:
