@@ -35,6 +35,7 @@ LEVELS = {
     "measure": 3,
     "calibrate": 3,
     "predict": 3,
+    "elicit": 4,
     "teacher": 3,
     "training": 4,
     "serve": 4,
