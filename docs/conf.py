@@ -55,6 +55,7 @@ docs/method
 
 docs/recipes
 docs/page
+docs/rewards
 docs/serve
 docs/publishing
 docs/scale
