@@ -45,6 +45,7 @@ docs/tutorials/answer-when-sure
 :caption: Start
 
 docs/measure
+docs/use-with
 docs/data
 docs/method
 ```

@@ -441,6 +441,7 @@ def test_a_log_is_calibrated_and_compared_like_any_file(tmp_path: Path, capsys: 
         assert written[0].keys() == {
             "question",
             "label",
+            "text",
             "confidence",
             "correct",
             "label_logprobs",

@@ -126,7 +126,8 @@ class ResponseFields(Settings):
 class TeacherSettings(Settings):
     """How training questions become responses, and responses rows. Defaults are the paper's where it gives them."""
 
-    source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
+    # None: given in code
+    source: Literal["server", "transformers", "responses", "labels", "witnesses", "readings"] | None = None
     model: str | None = None  # the server's name for it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never stored

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from catto.records import Question, Split
-from catto.tasks import witnesses
+from catto.tasks import readings, witnesses
 from catto.tasks.fields import FieldMap, Raw, convert_texts, get_field, get_text
 from catto.tasks.splits import Cut, Draft, draw_permutation
 
@@ -148,11 +148,16 @@ def _generate_witnesses(split: Split, limit: int | None, seed: int) -> Iterator[
     return witnesses.generate_questions(split, limit, seed=seed)
 
 
+def _generate_readings(split: Split, limit: int | None, seed: int) -> Iterator[Question]:
+    return readings.generate_sums(split, limit, seed=seed)
+
+
 # Task -> what the table cannot hold.
 _CODE: dict[str, dict[str, Any]] = {
     "reward_bench_2": {"parse": parse_reward_bench_2},
     "tldr": {"parse": parse_tldr},
     "witnesses": {"generate": _generate_witnesses},
+    "readings": {"generate": _generate_readings},
 }
 
 

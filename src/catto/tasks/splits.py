@@ -87,6 +87,21 @@ def digest(*parts: object) -> bytes:
     return hashlib.sha256(preimage.encode()).digest()
 
 
+# All possible texts of a generated question fall into ten equal shares, and each split has its own: no text is in two
+# splits, whatever the seeds.
+GENERATED_SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
+
+
+def owns_generated(text: str, split: Split) -> bool:
+    """Return whether a generated question with this text belongs to the split.
+
+    >>> [split for split in GENERATED_SHARES if owns_generated("75% says A", split)]
+    ['train']
+    """
+    share = digest("share", text)[0] * 10 // 256
+    return share in GENERATED_SHARES[split]
+
+
 def draw_permutation(key: str, count: int) -> list[int]:
     """Return a uniformly random order of `count` indices that depends on the key alone.
 
