@@ -37,6 +37,7 @@ LEVELS = {
     "predict": 3,
     "elicit": 4,
     "teacher": 3,
+    "rewards": 3,
     "training": 4,
     "serve": 4,
     "pipeline": 5,
