@@ -96,7 +96,7 @@ class Fitted:
             new = [self._of_label(row.label_logprobs, row.label, row.name) for row in predictions]
         calibrated = []
         for prediction, confidence in zip(predictions, new, strict=True):
-            if prediction.label is None:
+            if prediction.choice is None:
                 confidence = 0.0
             calibrated.append(prediction.model_copy(update={"confidence": confidence}))
         return calibrated
@@ -247,12 +247,12 @@ def final_answers(
         used = row[:count]
         tokens = [other.tokens for other in used if other.tokens is not None]
         answer = FinalAnswer(
-            **chosen.model_dump(include={"question", "sample", "label", "gold", "source"}),
+            **chosen.model_dump(include={"question", "sample", "label", "answer", "gold", "source"}),
             correct=chosen.is_correct,
-            confidence=stated if chosen.label is not None else 0.0,
+            confidence=stated if chosen.choice is not None else 0.0,
             confidence_raw=chosen.confidence,
             samples=count,
-            votes=sum(other.label == chosen.label for other in used if other.label is not None),
+            votes=sum(other.choice == chosen.choice for other in used if other.choice is not None),
             tokens=sum(tokens) if len(tokens) == count else None,
         )
         answers.append(answer)

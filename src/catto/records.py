@@ -278,17 +278,21 @@ class Protocol(Record):
     temperature: float = Field(ge=0)
     fallback: Literal["answer", "none"] | None
     stop: float | None = None
+    # What the confidences are; not stored if they are the labels' own.
+    confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
 
 
 class FinalAnswer(Record):
     """The answer chosen among a question's samples; `confidence_raw` is the model's own for the chosen sample.
 
-    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, all have `tokens` tokens.
+    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, or its answer where there are
+    no labels, and all have `tokens` tokens.
     """
 
     question: str
     sample: int
     label: str | None
+    answer: str | None = Field(default=None, exclude_if=lambda answer: answer is None)
     gold: str
     correct: bool
     confidence: float = Field(ge=0, le=1, strict=True)

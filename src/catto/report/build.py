@@ -45,7 +45,7 @@ TITLE = "Predictions of"
 # A server or a file chose the names of models: the longest that cards show.
 MAX_NAME_LENGTH = 120
 # JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
-DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
+DTYPES = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64", "object": "json"}
 
 
 def build(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
