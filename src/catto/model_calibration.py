@@ -126,6 +126,13 @@ def load_calibrator(path: str | Path) -> ModelCalibration:
 
     Raises:
         DataError: There is no calibrator, or the threshold was fitted with another one.
+
+    >>> import tempfile
+    >>> from catto.metrics.calibrators import Temperature
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> written = store_calibration(folder, ModelCalibration(Fitted(Temperature(tau=2.0))), fitted_on="fit.jsonl")
+    >>> load_calibrator(folder).fitted.calibrator.tau
+    2.0
     """
     path = Path(path)
     if not path.is_dir():
@@ -345,7 +352,7 @@ def _describe_calibration(calibration: ModelCalibration) -> Iterator[str]:
     yield "## Calibrated confidence"
     yield ""
     yield f"`{CALIBRATOR_FILE}` maps the model's probability of its answer to a calibrated confidence"
-    yield f"(`{fitted.calibrator.kind}`, fitted on {fitted.rows:,} answers)."
+    yield f"(`{fitted.calibrator.kind}`, fitted on {fitted.rows or 0:,} answers)."
     if threshold is not None:
         yield f"`{THRESHOLD_FILE}`: among the answers with a confidence of at least {threshold.threshold:.4g}, at most"
         yield f"{100 * threshold.risk:g} % are wrong, with {100 * (1 - threshold.delta):g} % confidence. These are"

@@ -37,6 +37,7 @@ LEVELS = {
     "model_calibration": 3,
     "predict": 3,
     "teacher": 3,
+    "rewards": 3,
     "training": 4,
     "serve": 4,
     "pipeline": 5,
