@@ -1,0 +1,123 @@
+"""Sums with a tiny model that has learned the form of their answers, of judgements and of stated confidences."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from catto.engines.transformers import TransformersEngine
+from catto.prompts import prompt_ids, render_completion, render_judgement, render_messages
+from catto.records import Message, Option, Question
+
+LETTERS = tuple("ABCD")
+
+
+def sums(count: int) -> list[Question]:
+    questions = []
+    for number in range(count):
+        first = number % 5
+        second = number // 5 % 5
+        question = Question(
+            id=f"s{number}",
+            task="readings",
+            split="test",
+            fields={"question": f"{first} and {second}"},
+            gold=str(first + second),
+            accepted=(str(first + second),),
+            grade="number",
+        )
+        questions.append(question)
+    return questions
+
+
+def choices(count: int) -> list[Question]:
+    return [
+        Question(
+            id=f"c{number}",
+            task="witnesses",
+            split="test",
+            fields={"question": f"witness {number % 10} says {LETTERS[number % 4]}"},
+            options=tuple(Option(label=label, text=label) for label in LETTERS),
+            gold=LETTERS[number % 4],
+        )
+        for number in range(count)
+    ]
+
+
+Example = tuple[tuple[Message, ...], str]
+
+
+def _draw_example(question: Question, draws: random.Random) -> Example:
+    """A prompt with a response: often right, at times without an answer or with a wrong one."""
+    answers = LETTERS if question.has_labels else tuple("012345678")
+    answer = question.gold if draws.random() < 0.6 else draws.choice(answers)
+    kind = draws.choice(("answer", "judgement", "stated"))
+    if kind == "judgement":
+        return render_judgement(question, answer), render_completion(None, str(answer == question.gold))
+    response = render_completion("because", answer)
+    if kind == "answer":
+        return render_messages(question), response if draws.random() < 0.9 else "because\nit is"
+    stated = f"{response}\n<confidence>0.{draws.randrange(3, 9)}</confidence>" if draws.random() < 0.8 else response
+    return render_messages(question, confidence=True), stated
+
+
+def _examples(count: int, draws: random.Random) -> list[Example]:
+    questions = [*sums(25), *choices(20)]
+    return [_draw_example(draws.choice(questions), draws) for _ in range(count)]
+
+
+@cache
+def tokenizer() -> Any:
+    texts = []
+    for chat, response in _examples(400, random.Random(0)):
+        texts += [message.content for message in chat]
+        texts.append(response)
+    return tiny_tokenizer(texts)
+
+
+@cache
+def model() -> Any:
+    made = tiny_model(0, vocab_size=len(tokenizer()))
+    made.config.name_or_path = "tiny-adder"
+    draws = random.Random(1)
+    optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for _ in range(80):
+            _train_step(made, optimizer, _examples(16, draws))
+    return made.eval()
+
+
+def _train_step(made: Any, optimizer: Any, examples: list[Example]) -> None:
+    encode = tokenizer()
+    rows = []
+    for chat, response in examples:
+        ids = encode(f"{response}<eos>", add_special_tokens=False)["input_ids"]
+        rows.append((list(prompt_ids(encode, chat)), list(ids)))
+    width = max(len(prompt) + len(ids) for prompt, ids in rows)
+    inputs = []
+    targets = []
+    for prompt, ids in rows:
+        padding = width - len(prompt) - len(ids)
+        inputs.append([*prompt, *ids] + [0] * padding)
+        targets.append([-100] * len(prompt) + ids + [-100] * padding)
+    loss = made(input_ids=torch.tensor(inputs), labels=torch.tensor(targets)).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def engine(batch_size: int = 16) -> TransformersEngine:
+    return TransformersEngine(model(), tokenizer(), batch_size=batch_size)
+
+
+def dense_probability(chat: tuple[Message, ...], text: str, token: str) -> float:
+    """The probability of a token after a prompt and the beginning of a response, by one plain forward in float64."""
+    ids = [*prompt_ids(tokenizer(), chat), *tokenizer()(text, add_special_tokens=False)["input_ids"]]
+    with torch.inference_mode():
+        logits = model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
+    return float(logits.softmax(0)[tokenizer().convert_tokens_to_ids(token)])
