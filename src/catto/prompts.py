@@ -67,7 +67,10 @@ WORDING: dict[str, Wording] = {
 # Questions without options, by grade, or by task where that is not enough.
 OPEN = Wording("You answer questions with care.", "Give a short answer: a name, a word or a phrase.")
 OPEN_NUMBER = Wording("You answer questions with care.", "The answer is a number.")
-OPEN_WORDING: dict[str, Wording] = {}
+OPEN_WORDING: dict[str, Wording] = {
+    # For a small model trained from scratch, as above.
+    "readings": Wording("", "What is the sum?", brief=True),
+}
 JUDGEMENT_LABELS = ("True", "False")
 
 

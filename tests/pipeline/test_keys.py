@@ -317,7 +317,7 @@ def test_the_fingerprint_sees_every_wording(monkeypatch: pytest.MonkeyPatch, tas
 # What prompts and endings are made by; the rest of the module reads responses.
 RENDERING = (
     *("WORDING", "DEFAULT", "_NLI", "messages", "_render_system", "_render_fields", "_render_options"),
-    *("OPEN", "OPEN_NUMBER", "render_judgement", "completion", "prompt_text", "fold_system"),
+    *("OPEN", "OPEN_NUMBER", "OPEN_WORDING", "render_judgement", "completion", "prompt_text", "fold_system"),
 )
 
 

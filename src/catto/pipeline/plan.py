@@ -39,7 +39,7 @@ from catto.pipeline import stage as stages
 from catto.pipeline.kinds.steps import task_of
 from catto.pipeline.stage import QuestionSettings, ResponseSettings, Stage
 from catto.recipe.load import load_recipe, origin_of
-from catto.recipe.settings import OutcomeSettings, Recipe, TeacherSettings, TrainerSettings
+from catto.recipe.settings import OutcomeSettings, Recipe, TaskSettings, TeacherSettings, TrainerSettings
 from catto.records import SPLITS, Split, content_hash
 from catto.report import VERSION
 from catto.tasks import TASKS, witnesses
@@ -451,8 +451,9 @@ def _titled(name: str, budget: Budget) -> str:
 _SIZES = {"train", "validation", "test"}
 # Which settings of a task are read, by where its questions come from.
 _READ = {
-    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels"},
+    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels", "grade", "tolerance"},
     "world": _SIZES | {"options", "witnesses", "reliabilities"},
+    "generated": _SIZES,
     "benchmark": _SIZES | {"data_dir", "files"},
 }
 
@@ -469,18 +470,27 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         if name not in TASKS and not block.own:
             told = f"tasks.{name}: neither one of {', '.join(TASKS)} nor given a path{did_you_mean(name, TASKS)}"
             raise DataError(origin_of(source, overrides, ("tasks", name)), None, told)
-        kind = "own" if block.own else "world" if name == "witnesses" else "benchmark"
+        kind = _origin_of_questions(name, block)
         given = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
         if unread := min(given - _READ[kind], default=None):
             culprit = origin_of(source, overrides, ("tasks", name, unread))
             raise DataError(culprit, None, f"tasks.{name}.{unread}: not read for this task, so it would change nothing")
-        # The embedded world and users' files have splits for any seed, the benchmarks for a few.
-        seeds = TASKS[name].seeds if kind == "benchmark" else recipe.seeds
+        # The world of witnesses and users' files have splits for any seed, the other tasks for a few.
+        seeds = TASKS[name].seeds if kind in ("benchmark", "generated") else recipe.seeds
         for seed in recipe.seeds:
             if seed not in seeds:
                 culprit, known = origin_of(source, overrides, ("seeds",)), ", ".join(map(str, seeds))
                 raise DataError(culprit, None, f"seeds: {seed} is not one of {name}'s split seeds {known}")
     return recipe
+
+
+def _origin_of_questions(name: str, block: TaskSettings) -> str:
+    """Return where the questions of a task come from, a key of `_READ`."""
+    if block.own:
+        return "own"
+    if name == "witnesses":
+        return "world"
+    return "benchmark" if TASKS[name].generate is None else "generated"
 
 
 def check_places(source: str, recipe: Recipe) -> None:
@@ -491,7 +501,7 @@ def check_places(source: str, recipe: Recipe) -> None:
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
                 witnesses.generate_questions("train", 0, seed=0, **block.world_options())
-            else:
+            elif block.own or TASKS[name].generate is None:
                 find_rows(task_of(name, block), block.files, block.data_dir)
         where = "model.path"
         if recipe.model.path is not None:

@@ -33,13 +33,14 @@ from catto.pipeline.kinds.steps import read_questions
 from catto.pipeline.run import logging_to
 from catto.pipeline.stage import LOG, BaseSettings, Stage, TrainSettings, Work, write
 from catto.predict import evaluate_model
-from catto.prompts import render_completion
+from catto.prompts import JUDGEMENT_LABELS, render_completion
 from catto.recipe.settings import LaunchSettings, ModelSettings, ScratchModel
 from catto.records import Message, Prediction, PreferenceRow, SftRow
 from catto.training.checkpoints import LAST, checkpoint_arguments, newest_complete
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
+    TokenizedRow,
     count_pair_tokens,
     drop_too_long,
     locate_labels,
@@ -186,7 +187,10 @@ def _start(job: Job, *, adapted: bool = True) -> tuple[Any, Any]:
     """Return the model that this training starts from, `adapted` by what `model.peft` says, and its tokenizer."""
     settings, started = job.settings.model, "start" in job.inputs
     if settings.scratch is not None and not started:
+        # The first file has every word of tasks with labels. Rows that judge an answer lack the words of its reasoning.
         rows = list(read_records(job.inputs["teacher"] / "outcome.jsonl", SftRow))
+        if rows and rows[0].labels == JUDGEMENT_LABELS:
+            rows += read_records(job.inputs["teacher"] / "sft.jsonl", SftRow)
         texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
         answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
         tokenizer = word_tokenizer([*texts, *answers])
@@ -315,14 +319,20 @@ def _supervised(job: Job, model: Any, tokenizer: Any) -> Prepared:
     settings, method = job.settings, job.settings.method
     rows = list(read_records(job.inputs["teacher"] / "sft.jsonl", SftRow))
     fit = tokenize_responses(tokenizer, rows, settings.context)
-    drawn = locate_labels(tokenizer, _drawn(fit, settings.block.rows, settings.seed))
+    drawn = _drawn(fit, settings.block.rows, settings.seed)
+    examples: Sequence[TokenizedRow]
+    if method.rcft_weight:
+        examples = locate_labels(tokenizer, drawn)
+    else:
+        examples = [TokenizedRow(row.question, ids) for row, ids in drawn]
     watched = "traces" if method.stage == "sft" else "reasoning"
     validation = _validation(job, watched, tokenizer) if watched in job.inputs else []
     config = SupervisedConfig(**_arguments(job, monitored=bool(validation)))
     terms: dict[str, Any] = {"epsilon": method.label_smoothing, "rcft_weight": method.rcft_weight}
     terms |= {"bins": _bins(job, tokenizer)} if method.rcft_weight else {}
-    trainer = SupervisedTrainer(model, config, drawn, tokenizer, validation=validation, **terms)
-    return trainer, len(drawn), sum(example.tokens for example in drawn), {"rows": len(rows) - len(fit)}
+    trainer = SupervisedTrainer(model, config, examples, tokenizer, validation=validation, **terms)
+    tokens = sum(example.tokens for example in examples)
+    return trainer, len(examples), tokens, {"rows": len(rows) - len(fit)}
 
 
 def _validation(job: Job, role: str, tokenizer: Any) -> list[Example]:
