@@ -215,7 +215,7 @@ def judge_answers(
     return {judgement.question: judgement for judgement in judgements}
 
 
-def read_ptrue(judgement: Prediction) -> float | None:
+def read_ptrue(judgement: Prediction | Answer) -> float | None:
     """Return P(True): the full-vocabulary probability of the label True.
 
     A server shows the best candidates only: where True is not among them its probability counts as 0, and None means
@@ -318,7 +318,9 @@ class Elicitation:
             question = question_of.get(generation.question)
             if question is None:
                 continue
-            answer = read_short_answer(generation.text, question, cut=generation.finish_reason == "length")
+            answer = read_short_answer(
+                generation.text, question.grade or "exact", cut=generation.finish_reason == "length"
+            )
             is_right = answer.text is not None and is_right_answer(answer.text, question)
             if answer.text is not None:
                 texts[generation.key] = answer.text

@@ -302,6 +302,11 @@ class FinalAnswer(Record):
     votes: int
     tokens: int | None
 
+    @property
+    def choice(self) -> str | None:
+        """The label, or the answer where there are no labels; None without either."""
+        return self.answer if self.label is None else self.label
+
 
 class PairLogprobs(Record):
     """How probable the responses of a preference pair are under one model: sums over tokens, in nats.

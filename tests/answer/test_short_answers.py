@@ -48,25 +48,19 @@ def question(*accepted: str, grade: str = "exact", tolerance: float = 0.0) -> Qu
     ],
 )
 def test_what_a_response_answers(text: str, key: str | None, source: str | None) -> None:
-    answer = read_short_answer(text, question("x"))
+    answer = read_short_answer(text)
     assert (answer.key, answer.source) == (key, source)
 
 
 def test_an_answer_that_the_token_limit_cut_is_not_read() -> None:
-    assert read_short_answer("<answer>New Yo", question("x"), cut=True).key is None
-    assert read_short_answer("New Yo", question("x"), cut=True).key is None
-    assert read_short_answer("<answer>New York</answer>", question("x"), cut=True).key == "new york"
+    assert read_short_answer("<answer>New Yo", cut=True).key is None
+    assert read_short_answer("New Yo", cut=True).key is None
+    assert read_short_answer("<answer>New York</answer>", cut=True).key == "new york"
 
 
 def test_a_number_is_read_as_one_or_not_at_all() -> None:
-    numbers = question("1500", grade="number")
-    assert read_short_answer("<answer>$1,500.00</answer>", numbers).key == "1500"
-    assert read_short_answer("<answer>10 or 12</answer>", numbers).key is None
-
-
-def test_the_gold_answer_does_not_change_what_is_read() -> None:
-    text = "<answer>ABBA</answer>"
-    assert read_short_answer(text, question("Abba")) == read_short_answer(text, question("Queen"))
+    assert read_short_answer("<answer>$1,500.00</answer>", "number").key == "1500"
+    assert read_short_answer("<answer>10 or 12</answer>", "number").key is None
 
 
 def test_grades() -> None:
