@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import cache
 from typing import Any
 
 import torch
+from openai_server import Reply, Seen, chat, ok
 from tiny import tiny_model, tiny_tokenizer
 
 from catto.engines.transformers import TransformersEngine
 from catto.prompts import prompt_ids, render_completion, render_judgement, render_messages
 from catto.records import Message, Option, Question
 
+LOCK = threading.Lock()
 LETTERS = tuple("ABCD")
 
 
@@ -73,8 +76,8 @@ def _examples(count: int, draws: random.Random) -> list[Example]:
 @cache
 def tokenizer() -> Any:
     texts = []
-    for chat, response in _examples(400, random.Random(0)):
-        texts += [message.content for message in chat]
+    for turns, response in _examples(400, random.Random(0)):
+        texts += [message.content for message in turns]
         texts.append(response)
     return tiny_tokenizer(texts)
 
@@ -95,9 +98,9 @@ def model() -> Any:
 def _train_step(made: Any, optimizer: Any, examples: list[Example]) -> None:
     encode = tokenizer()
     rows = []
-    for chat, response in examples:
+    for turns, response in examples:
         ids = encode(f"{response}<eos>", add_special_tokens=False)["input_ids"]
-        rows.append((list(prompt_ids(encode, chat)), list(ids)))
+        rows.append((list(prompt_ids(encode, turns)), list(ids)))
     width = max(len(prompt) + len(ids) for prompt, ids in rows)
     inputs = []
     targets = []
@@ -113,6 +116,45 @@ def _train_step(made: Any, optimizer: Any, examples: list[Example]) -> None:
 
 def engine(batch_size: int = 16) -> TransformersEngine:
     return TransformersEngine(model(), tokenizer(), batch_size=batch_size)
+
+
+def served(seen: Seen, *, continues: bool = True) -> Reply:
+    """Answer with the tiny model: one forward per token, token texts and the 20 best candidates beside."""
+    body = seen.body
+    messages = [Message(**message) for message in body["messages"]]
+    begun = ""
+    if body.get("continue_final_message") and continues:
+        begun = messages.pop().content
+    prompt = [*prompt_ids(tokenizer(), messages), *tokenizer()(begun, add_special_tokens=False)["input_ids"]]
+    generator = torch.Generator().manual_seed(body.get("seed") or 0)
+    text = ""
+    entries: list[dict[str, Any]] = []
+    with LOCK, torch.inference_mode():
+        while len(entries) < body["max_tokens"] and not any(stop in text for stop in body.get("stop") or ()):
+            ids = [*prompt, *tokenizer()(text, add_special_tokens=False)["input_ids"]]
+            logits = model()(input_ids=torch.tensor([ids])).logits[0, -1].double()
+            token = int(logits.argmax())
+            if body["temperature"] > 0:
+                weights = (logits / body["temperature"]).softmax(-1)
+                token = int(torch.multinomial(weights, 1, generator=generator))
+            if token == tokenizer().eos_token_id:
+                break
+            entries.append(_candidates(token, logits.log_softmax(-1)))
+            text += entries[-1]["token"]
+    payload = chat(text, model="tiny-answerer")
+    payload["usage"] = {"prompt_tokens": len(prompt), "completion_tokens": len(entries)}
+    if body.get("logprobs"):
+        payload["choices"][0]["logprobs"] = {"content": entries}
+    return ok(payload)
+
+
+def _candidates(token: int, logprobs: torch.Tensor) -> dict[str, Any]:
+    texts = tokenizer().convert_ids_to_tokens
+    best = logprobs.topk(20)
+    tops = []
+    for value, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        tops.append({"token": texts(place), "logprob": value})
+    return {"token": texts(token), "logprob": float(logprobs[token]), "top_logprobs": tops}
 
 
 def dense_probability(chat: tuple[Message, ...], text: str, token: str) -> float:
