@@ -325,7 +325,7 @@ class Elicitation:
             if answer.text is not None:
                 texts[generation.key] = answer.text
             temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
-            unlabelled = Answer(None, answer.source or "fallback", 0.0, None, None)
+            unlabelled = Answer(None, answer.source or "none", 0.0, None, None)
             prediction = make_prediction(
                 question,
                 generation,
@@ -425,14 +425,14 @@ class Elicitation:
     ) -> Manifest:
         manifest = run.make_manifest(Prediction, predictions, refusals)
         counts = dict(manifest.counts)
+        counts["unanswered"] = sum(prediction.source == "none" for prediction in predictions)
         counts["generated_tokens"] = sum(prediction.tokens or 0 for prediction in predictions)
         counts["judged_answers"] = len(proposals)
         counts["judgement_tokens"] = self._count_judgement_tokens(proposals)
         for kind in self.kinds:
             missing = sum((prediction.confidences or {}).get(kind) is None for prediction in predictions)
             counts[f"without_{kind}"] = missing
-        has_labels = all(question.has_labels for question in self.questions)
-        notes = {**manifest.notes, "confidence_kinds": list(self.kinds), "has_labels": has_labels}
+        notes = {**manifest.notes, "confidence_kinds": list(self.kinds)}
         identity = content_hash([manifest.recipe_hash, list(self.kinds)])
         return manifest.model_copy(update={"counts": counts, "notes": notes, "recipe_hash": identity})
 

@@ -321,7 +321,7 @@ def open_fingerprint() -> str:
             question = Question(
                 id="probe", task=task, split="test", fields={"question": "q"}, gold="1", accepted=("1",), grade=grade
             )
-            rendered.append(_list_open_prompts(question))
+            rendered.append([task, *_list_open_prompts(question)])
     for task in WORDING:
         rendered.append(_list_open_prompts(_probe_questions(task)[0]))
     return content_hash(rendered)

@@ -21,6 +21,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
 Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted ones
 
+# How an answer was found: in its tags, without them, or forced. A response without a short answer has `none`.
+AnswerSource = Literal["free", "plain", "fallback", "none"]
 # Where a confidence comes from: the label's probability, the share of equal samples, the probability that the model
 # calls its own answer right, or the number that it states.
 ConfidenceKind = Literal["label", "agreement", "ptrue", "verbal"]
@@ -226,7 +228,7 @@ class Prediction(Sampled):
     confidences: dict[str, Annotated[float, Field(ge=0, le=1)] | None] | None = Field(
         default=None, exclude_if=lambda confidences: confidences is None
     )
-    source: Literal["free", "plain", "fallback"]
+    source: AnswerSource
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, LogProbability] | None = None
@@ -256,7 +258,7 @@ class Prediction(Sampled):
 
     @property
     def is_forced(self) -> bool:
-        """Whether the response gave no answer; where there are labels, the most probable one was taken."""
+        """Whether the response gave no answer and the most probable label was taken."""
         return self.source == "fallback"
 
     def counts_as_correct(self, unparsed: Unparsed) -> bool:
@@ -297,7 +299,7 @@ class FinalAnswer(Record):
     correct: bool
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float = Field(ge=0, le=1)
-    source: Literal["free", "plain", "fallback"]
+    source: AnswerSource
     samples: int
     votes: int
     tokens: int | None

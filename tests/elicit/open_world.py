@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from catto.engines.transformers import TransformersEngine
 from catto.prompts import prompt_ids, render_completion, render_judgement, render_messages
-from catto.records import Message, Option, Question
+from catto.records import GRADES, Message, Option, Question
 
 LOCK = threading.Lock()
 LETTERS = tuple("ABCD")
@@ -55,7 +55,13 @@ Example = tuple[tuple[Message, ...], str]
 
 
 def _draw_example(question: Question, draws: random.Random) -> Example:
-    """A prompt with a response: often right, at times without an answer or with a wrong one."""
+    """A prompt with a response: often right, at times without an answer or with a wrong one.
+
+    A quarter of the sums are asked in the words of a user's own file.
+    """
+    if not question.has_labels and draws.random() < 0.25:
+        grade = draws.choice(GRADES)
+        question = question.model_copy(update={"task": "own", "grade": grade})
     answers = LETTERS if question.has_labels else tuple("012345678")
     answer = question.gold if draws.random() < 0.6 else draws.choice(answers)
     kind = draws.choice(("answer", "judgement", "stated"))
@@ -84,7 +90,7 @@ def tokenizer() -> Any:
 
 @cache
 def model() -> Any:
-    made = tiny_model(0, vocab_size=len(tokenizer()))
+    made = tiny_model(0, vocab_size=len(tokenizer()), max_position_embeddings=512)
     made.config.name_or_path = "tiny-adder"
     draws = random.Random(1)
     optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)

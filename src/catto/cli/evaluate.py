@@ -241,7 +241,8 @@ def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
     for summary in summarise_kinds(list(read_records(path, Prediction)), kinds):
         numbers = (summary.ece, summary.brier, summary.auroc)
         rows.append([summary.kind, *(format_number(value, percent=True) for value in numbers), f"{summary.missing:,}"])
-    show_table("The same answers, by kind of confidence", ("kind", "ECE", "Brier", "AUROC", "missing"), rows)
+    say("The same answers, by kind of confidence:")
+    show_table("", ("kind", "ECE", "Brier", "AUROC", "missing"), rows)
     counts = read_manifest(path).counts
     cost = f"Cost: {counts['generated_tokens']:,} generated tokens"
     if "ptrue" in kinds:
@@ -288,10 +289,13 @@ def _print_predictions(path: Path) -> None:
     refused = read_refused_requests(path)
     plain = counts.get("plain", 0)
     forced = counts["fallback"]
-    tagged = counts["predictions"] - plain - forced
+    unanswered = counts.get("unanswered", 0)
+    tagged = counts["predictions"] - plain - forced - unanswered
+    others = f"{forced} forced (fallback)"
+    if unanswered:
+        others += f", {unanswered} without an answer"
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {others}.")
     notes = read_manifest(path).notes
-    left_out = "none" if notes.get("has_labels") is False else "forced (fallback)"
-    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} {left_out}.")
     if "confidence_kinds" in notes:
         _print_kinds(path, notes["confidence_kinds"])
     if refused:

@@ -242,10 +242,10 @@ def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
             refuse(f"confidence kind {kind}: served for tasks without options only")
         return protocol
     if kind is None:
-        fallback = None if protocol.fallback is None else "none"
-        return protocol.model_copy(update={"confidence_kind": "ptrue", "fallback": fallback})
+        return protocol.model_copy(update={"confidence_kind": "ptrue", "fallback": None})
     if kind == "label":
         refuse("confidence kind label: the task has no options, expected agreement, ptrue or verbal")
+    protocol = protocol.model_copy(update={"fallback": None})  # no answer is forced
     if kind == "agreement" and protocol.stop is not None and protocol.rule != "majority vote":
         refuse("--stop: agreement is known once all samples are there")
     return protocol

@@ -99,7 +99,7 @@ class ShortAnswerer(Answerer):
         confidence: float | None,
         judgement: Judgement,
     ) -> Sample:
-        unlabelled = Answer(None, answer.source or "fallback", confidence or 0.0, None, None)
+        unlabelled = Answer(None, answer.source or "none", confidence or 0.0, None, None)
         is_answered = answer.key is not None
         response = reply.model_copy(update={"finish_reason": "stop"}) if is_answered else reply
         # Nobody knows whether a served answer is right.
