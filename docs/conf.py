@@ -56,6 +56,7 @@ docs/method
 
 docs/recipes
 docs/page
+docs/rewards
 docs/serve
 docs/publishing
 docs/scale

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from catto import rewards
     from catto.errors import DataError
     from catto.integrations.trainer_callback import ReliabilityCallback
     from catto.methods import METHODS
@@ -39,9 +40,12 @@ __all__ = [
     "load_questions",
     "outcome_loss",
     "rcft_loss",
+    "rewards",
     "token_stats",
 ]
 
+# Public names that are modules themselves.
+_MODULES = ("rewards",)
 # public name -> module, and its name there
 _HOME = {
     "CATTOConfig": ("training.config", "CATTOConfig"),
@@ -65,6 +69,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module and keep it."""
+    if name in _MODULES:
+        return import_module(f"catto.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'catto' has no attribute {name!r}")
     module, there = _HOME[name]

@@ -73,6 +73,7 @@ class Question(Record):
         posterior: Label -> exact probability, where the world is known.
         accepted: The accepted answers of a question without options.
         grade: How an answer is compared with them.
+        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
 
     >>> options = (Option(label="A", text="red"), Option(label="B", text="blue"))
     >>> Question(id="1", task="t", split="test", fields={"question": "Which?"}, options=options, gold="B").labels
@@ -89,6 +90,7 @@ class Question(Record):
     # Not stored if None, as in every file that was written before there were questions without options.
     accepted: tuple[str, ...] | None = Field(default=None, min_length=1, exclude_if=lambda accepted: accepted is None)
     grade: Grade | None = Field(default=None, exclude_if=lambda grade: grade is None)
+    tolerance: float = Field(default=0.0, ge=0, exclude_if=lambda tolerance: tolerance == 0)
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ LEVELS = {
     "calibrate": 3,
     "predict": 3,
     "teacher": 3,
+    "rewards": 3,
     "training": 4,
     "serve": 4,
     "pipeline": 5,

@@ -22,6 +22,7 @@ from catto.tasks import TASKS
 if TYPE_CHECKING:
     from catto.calibrate import Fitted, RiskThreshold
     from catto.engines.server import ServerEngine
+    from catto.serve.feedback_log import FeedbackLog
 
 # How an answer is made if neither an option, nor the threshold, nor the calibrator says so.
 PLAIN_PROTOCOL = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
@@ -171,7 +172,9 @@ def serve(
     port = _find_port(options.host, options.port)
     shown_host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")
-    run_gateway(Gateway(answerer, labels, protocol, limits, options.log), options.host, port)
+    gateway = Gateway(answerer, labels, protocol, limits, options.log)
+    _report_alarm(gateway.log)
+    run_gateway(gateway, options.host, port)
 
 
 def _find_labels(task: str) -> tuple[str, ...]:
@@ -262,6 +265,16 @@ def _warn_about_protocol(
     if risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models:
         models = ", ".join(risk_threshold.models)
         warn(f"{threshold_path}: was fitted on answers of {models}: no answer of {model} has the guarantee")
+
+
+def _report_alarm(log: FeedbackLog) -> None:
+    """Say what the feedback of earlier runs shows about the promise."""
+    if log.path is None or log.alarm.answers == 0:
+        return
+    if log.alarm.is_raised:
+        warn(f"{log.path}: ALARM: {log.describe_alarm()}")
+    else:
+        say(f"{log.path}: {log.describe_alarm()}.")
 
 
 def _find_port(host: str, port: int) -> int:

@@ -33,6 +33,7 @@ class Card(NamedTuple):
 GPU = Card("A100", 312e12, 2.04e12, 80e9)
 # The share of the peak that a well-tuned training reaches.
 TRAINING_SHARE = 0.4
+MOST_CPU_PARAMETERS = 2e9  # larger models are not trained on a CPU
 # Operations/s that a training reaches on two CPU cores without bf16 instructions: 140 tokens/s of SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
 # Words of the embedded world, the vocabulary of a model from scratch.
@@ -298,7 +299,7 @@ class PlanEstimate:
         if asking and teacher.source == "server":
             requests = sum(self.count_requests(stage) for stage in asking)
             millions = requests * teacher.max_tokens / 1e6
-            lines.append(f"teacher: {requests:,} requests, up to {millions:,.0f} million generated tokens")
+            lines.append(f"teacher: {requests:,} requests, up to {_format_amount(millions)} million generated tokens")
         return lines + self.describe_uncounted()
 
     def _describe_trainings(self, trainings: Sequence[Stage]) -> list[str]:
@@ -316,7 +317,7 @@ class PlanEstimate:
             f"up to {_format_amount(gpu_hours)} GPU hours at {self.tokens_per_second:,.0f} tokens/s "
             f"({TRAINING_SHARE:.0%} of an {GPU.name}'s {peak:.0f} TFLOP/s)"
         )
-        if self.parameters < 1e9:
+        if self.parameters < MOST_CPU_PARAMETERS:
             cpu_hours = gpu_hours * TRAINING_SHARE * GPU.operations / CPU_OPERATIONS
             lines.append(f"or up to {_format_amount(cpu_hours)} hours of two CPU cores")
         return lines

@@ -451,7 +451,7 @@ def _titled(name: str, budget: Budget) -> str:
 _SIZES = {"train", "validation", "test"}
 # Which settings of a task are read, by where its questions come from.
 _READ = {
-    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels"},
+    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels", "grade", "tolerance"},
     "world": _SIZES | {"options", "witnesses", "reliabilities"},
     "generated": _SIZES,
     "benchmark": _SIZES | {"data_dir", "files"},

@@ -265,6 +265,9 @@ class TaskSettings(Settings):
         None  # file with one gold answer per line
     )
     labels: list[str] | None = None
+    # How answers without options are compared. Not part of a stage's key if None.
+    grade: Literal["exact", "number", "any-of"] | None = Field(default=None, exclude_if=lambda grade: grade is None)
+    tolerance: float | None = Field(default=None, ge=0, lt=1, exclude_if=lambda tolerance: tolerance is None)
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
     reliabilities: list[float] | None = None

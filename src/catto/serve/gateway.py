@@ -34,6 +34,7 @@ from catto.records import Option, Protocol
 from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, ServedQuestion, run_in_thread
 from catto.serve.feedback_log import FeedbackLog
 from catto.serve.metrics import GatewayMetrics
+from catto.serve.promise import make_promise, withdraw_promise
 from catto.serve.requests import ChatRequest, Feedback
 
 logger = logging.getLogger("catto.serve")
@@ -160,7 +161,8 @@ class Gateway:
         self.limits = limits
         self.model = answerer.engine.model
         calibrator = answerer.fitted.digest if answerer.fitted else None
-        self.log = FeedbackLog(log, self.model, calibrator)
+        promise = make_promise(answerer.fitted, answerer.threshold)
+        self.log = FeedbackLog(log, self.model, calibrator, promise)
         self.metrics = GatewayMetrics(self.log, answerer.engine)
         self._in_flight = 0
 
@@ -199,8 +201,10 @@ class Gateway:
             self.metrics.in_flight.set(self._in_flight)
         if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if self.log.alarm.is_raised:
+            answer = answer._replace(catto=withdraw_promise(answer.catto))
         self.metrics.count_answer(answer.catto)
-        self.log.add_answer(asked.question.id, answer.catto)
+        self.log.add_answer(asked.question.id, answer.catto, asked.protocol)
         head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
         if not body.stream:
             return JSONResponse(_render_completion(head, answer))

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from catto.records import Question, Split
 from catto.tasks import readings, witnesses
+from catto.tasks.answer_map import AnswerMap
 from catto.tasks.fields import FieldMap, Raw, convert_texts, get_field, get_text
 from catto.tasks.splits import Cut, Draft, draw_permutation
 
@@ -31,7 +32,7 @@ class Task:
 
     Attributes:
         name: Name of the task.
-        labels: The labels of the options, in the order in which a prompt lists them.
+        labels: The labels of the options, in the order in which a prompt lists them; none without options.
         licence: Licence of the data.
         source: Who published the data.
         maps: Which field of a row is which; the map that fits the first row of a file best is used.
@@ -56,7 +57,7 @@ class Task:
     labels: tuple[str, ...]
     licence: str
     source: str
-    maps: tuple[FieldMap, ...] = ()
+    maps: tuple[FieldMap | AnswerMap, ...] = ()
     parse: RowParser | None = None
     generate: QuestionGenerator | None = None
     hub: str | None = None
@@ -77,7 +78,7 @@ class Task:
         if self.parse is not None:
             return self.parse
 
-        def surplus_of_known_fields(field_map: FieldMap) -> int:
+        def surplus_of_known_fields(field_map: FieldMap | AnswerMap) -> int:
             present = field_map.top_level_fields & raw.keys()
             absent = field_map.top_level_fields - raw.keys()
             return len(present) - len(absent)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from catto.records import Split
+from catto.records import Grade, Split
 
 _AND = r"\)?\s*(?:,|&|/|\band\b|\bor\b|\bnor\b)+\s*\(?"
 _NAMES_LETTERS = re.compile(
@@ -38,6 +38,9 @@ class Draft:
     gold: int
     id: str | None = None  # the source's own id; None where the release has none
     group: str | None = None  # rows of one group never fall into two parts cut from one file
+    accepted: tuple[str, ...] = ()  # the accepted answers of a question without options
+    grade: Grade | None = None
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
