@@ -21,6 +21,10 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
 Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted ones
 
+# Where a confidence comes from: the label's probability, the share of equal samples, the probability that the model
+# calls its own answer right, or the number that it states.
+ConfidenceKind = Literal["label", "agreement", "ptrue", "verbal"]
+CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue", "verbal")
 GRADES: tuple[Grade, ...] = ("exact", "number", "any-of")
 
 # float32 may round the logarithm of a probability of 1 up to this.
@@ -215,6 +219,13 @@ class Prediction(Sampled):
     sample: int = Field(ge=0)
     text: str
     label: str | None
+    # The following four are not stored if None: a label's own probability needs none of them.
+    answer: str | None = Field(default=None, exclude_if=lambda answer: answer is None)
+    correct: bool | None = Field(default=None, exclude_if=lambda correct: correct is None)
+    confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
+    confidences: dict[str, Annotated[float, Field(ge=0, le=1)] | None] | None = Field(
+        default=None, exclude_if=lambda confidences: confidences is None
+    )
     source: Literal["free", "plain", "fallback"]
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
@@ -231,12 +242,21 @@ class Prediction(Sampled):
 
     @property
     def is_correct(self) -> bool:
-        """Whether the label is the gold one; no label is never right."""
+        """Whether the answer was graded as right, else whether the label is the gold one; none is never right."""
+        if self.correct is not None:
+            return self.correct
         return self.label == self.gold
 
     @property
+    def choice(self) -> str | None:
+        """What samples of a question are compared by: the label, or the normalised answer; None without either."""
+        if self.label is not None:
+            return self.label
+        return self.answer
+
+    @property
     def is_forced(self) -> bool:
-        """Whether the response gave no answer and the most probable label was taken."""
+        """Whether the response gave no answer; where there are labels, the most probable one was taken."""
         return self.source == "fallback"
 
     def counts_as_correct(self, unparsed: Unparsed) -> bool:

@@ -35,6 +35,7 @@ LEVELS = {
     "measure": 3,
     "calibrate": 3,
     "predict": 3,
+    "elicit": 4,
     "teacher": 3,
     "rewards": 3,
     "training": 4,

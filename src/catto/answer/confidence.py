@@ -300,6 +300,8 @@ def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
     """Find the label in the token ids, else close the response; None if the prompt leaves no room for an answer."""
     question = case.question
     generation = case.generation
+    if not question.labels:
+        return None
     if generation.token_ids is None:
         raise ValueError(f"{engine.name} gave no token ids for question {question.id}")
     room = math.inf
