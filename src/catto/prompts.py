@@ -310,6 +310,7 @@ def open_fingerprint() -> str:
             question = Question(
                 id="probe", task=task, split="test", fields={"question": "q"}, gold="1", accepted=("1",), grade=grade
             )
+            rendered.append(task)
             rendered.append(_list_open_prompts(question))
     for task in WORDING:
         rendered.append(_list_open_prompts(_probe_questions(task)[0]))
