@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from catto.methods import METHODS
     from catto.metrics.catalogue import METRICS
     from catto.metrics.errors import ece
+    from catto.model_calibration import load_calibrator
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
     from catto.predict import evaluate_model as evaluate
     from catto.tasks import TASKS, load_questions
@@ -37,6 +38,7 @@ __all__ = [
     "catto_loss",
     "ece",
     "evaluate",
+    "load_calibrator",
     "load_questions",
     "outcome_loss",
     "rcft_loss",
@@ -60,6 +62,7 @@ _HOME = {
     "catto_loss": ("objectives", "catto_loss"),
     "ece": ("metrics.errors", "ece"),
     "evaluate": ("predict", "evaluate_model"),
+    "load_calibrator": ("model_calibration", "load_calibrator"),
     "load_questions": ("tasks", "load_questions"),
     "outcome_loss": ("objectives", "outcome_loss"),
     "rcft_loss": ("objectives", "rcft_loss"),

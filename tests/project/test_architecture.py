@@ -34,6 +34,7 @@ LEVELS = {
     "formats": 3,
     "measure": 3,
     "calibrate": 3,
+    "model_calibration": 3,
     "predict": 3,
     "elicit": 4,
     "teacher": 3,

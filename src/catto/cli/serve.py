@@ -119,7 +119,12 @@ def serve(
     answering: AnsweringOptions,
     options: GatewayOptions,
     calibrator: Annotated[
-        Path | None, Option(help="Calibrator written by `catto calibrate fit`.", rich_help_panel=INPUT)
+        Path | None,
+        Option(
+            help="Calibrator written by `catto calibrate fit`, or the model's folder with calibrator and threshold.",
+            show_default="in the folder that the model is named after",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
     threshold: Annotated[
         Path | None,
@@ -143,10 +148,12 @@ def serve(
     Examples:
     catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json
     catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json
+    catto serve --upstream http://localhost:8000/v1 --task mmlu --calibrator my-model --log answers.jsonl
     catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needs(package, "serve", "catto serve")
+    from catto.model_calibration import has_calibrator
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
 
@@ -159,6 +166,11 @@ def serve(
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
     protocol = _choose_protocol(answering, fitted, risk_threshold)
     engine = _connect_upstream(upstream, model, options)
+    if calibrator is None and threshold is None and has_calibrator(Path(engine.model)):
+        calibrator = Path(engine.model)
+        fitted, risk_threshold = _read_fitted(calibrator, None)
+        protocol = _choose_protocol(answering, fitted, risk_threshold)
+        say(f"Calibrator of {calibrator}.")
     if not engine.can_continue and protocol.fallback is not None:
         protocol = protocol.model_copy(update={"fallback": "none"})
     _warn_about_protocol(protocol, engine.model, calibrator=(calibrator, fitted), threshold=(threshold, risk_threshold))
@@ -188,13 +200,17 @@ def _find_labels(task: str) -> tuple[str, ...]:
 
 def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
     """Read the calibrator and the threshold. They must belong together."""
-    from catto.calibrate import RiskThreshold, open_fitted
+    from catto.calibrate import RiskThreshold
+    from catto.model_calibration import load_calibrator
 
     fitted = None
+    stored_threshold = None
     if calibrator is not None:
-        fitted = open_fitted(calibrator)
+        calibration = load_calibrator(calibrator)
+        fitted = calibration.fitted
+        stored_threshold = calibration.threshold
     if threshold is None:
-        return fitted, None
+        return fitted, stored_threshold
     risk_threshold = read_record(threshold, RiskThreshold)
     if fitted is None and risk_threshold.calibrator is not None:
         refuse(f"{threshold}: was fitted with a calibrator; add it with --calibrator")
@@ -252,6 +268,7 @@ def _warn_about_protocol(
     """Warn if the gateway's answers are made in another way than those of the calibrator or the threshold."""
     calibrator_path, fitted = calibrator
     threshold_path, risk_threshold = threshold
+    threshold_path = threshold_path or calibrator_path
     if risk_threshold is not None and risk_threshold.protocol != protocol:
         warn(
             f"{threshold_path}: was fitted on answers of {risk_threshold.protocol!r}, but this gateway uses "

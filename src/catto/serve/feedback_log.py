@@ -23,7 +23,7 @@ MAX_PENDING_ANSWERS = 50_000
 # The rolling numbers are over this many graded answers.
 ROLLING_ANSWERS = 1000
 LOGGED_FIELDS = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
-REFIT = "fit the calibrator and the threshold again on recent questions: catto calibrate fit --help"
+REFIT = "answers have no guarantee until catto calibrate fit has fitted calibrator and threshold again"
 
 
 class LogRow(BaseModel, extra="allow", frozen=True):
