@@ -26,6 +26,8 @@ from catto.answer.short_answers import (
 from catto.answer.verbal import read_stated_confidence
 from catto.engines import Engine, Generation, Key, ScoredGeneration
 from catto.io.record_files import write_records
+from catto.metrics.errors import brier, ece
+from catto.metrics.ranking import auroc
 from catto.predict import (
     EvaluationOptions,
     EvaluationRun,
@@ -91,21 +93,25 @@ def evaluate_kinds(
     return elicitation.make_predictions()
 
 
-def check_kinds(kinds: Sequence[ConfidenceKind], questions: Sequence[Question], k: int) -> None:
-    """Raise ValueError if the kinds of confidence do not go with the questions or with the number of samples."""
+def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> list[ConfidenceKind]:
+    """Return the kinds, or raise ValueError if they do not go with the questions or with the number of samples."""
     if not kinds:
         raise ValueError("no kind of confidence is given")
-    for kind in kinds:
-        if kind not in CONFIDENCE_KINDS:
-            raise ValueError(f"confidence kind {kind!r} is not one of {', '.join(CONFIDENCE_KINDS)}")
-        if kinds.count(kind) > 1:
+    known: list[ConfidenceKind] = []
+    for name in kinds:
+        kind = next((kind for kind in CONFIDENCE_KINDS if kind == name), None)
+        if kind is None:
+            raise ValueError(f"confidence kind {name!r} is not one of {', '.join(CONFIDENCE_KINDS)}")
+        if kind in known:
             raise ValueError(f"confidence kind {kind} is given twice")
+        known.append(kind)
     without_options = next((question for question in questions if not question.has_labels), None)
     if "label" in kinds and without_options is not None:
         others = ", ".join(CONFIDENCE_KINDS[1:])
         raise ValueError(f"confidence kind label: question {without_options.id} has no options, expected {others}")
     if "agreement" in kinds and k < 2:
         raise ValueError(f"confidence kind agreement compares samples: k is {k}, expected at least 2")
+    return known
 
 
 def sibling_path(path: Path, name: str) -> Path:
@@ -209,7 +215,7 @@ def judge_answers(
     return {judgement.question: judgement for judgement in judgements}
 
 
-def read_ptrue(judgement: Prediction) -> float | None:
+def read_ptrue(judgement: Prediction | Answer) -> float | None:
     """Return P(True): the full-vocabulary probability of the label True.
 
     A server shows the best candidates only: where True is not among them its probability counts as 0, and None means
@@ -312,12 +318,14 @@ class Elicitation:
             question = question_of.get(generation.question)
             if question is None:
                 continue
-            answer = read_short_answer(generation.text, question, cut=generation.finish_reason == "length")
+            answer = read_short_answer(
+                generation.text, question.grade or "exact", cut=generation.finish_reason == "length"
+            )
             is_right = answer.text is not None and is_right_answer(answer.text, question)
             if answer.text is not None:
                 texts[generation.key] = answer.text
             temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
-            unlabelled = Answer(None, answer.source or "fallback", 0.0, None, None)
+            unlabelled = Answer(None, answer.source or "none", 0.0, None, None)
             prediction = make_prediction(
                 question,
                 generation,
@@ -417,6 +425,7 @@ class Elicitation:
     ) -> Manifest:
         manifest = run.make_manifest(Prediction, predictions, refusals)
         counts = dict(manifest.counts)
+        counts["unanswered"] = sum(prediction.source == "none" for prediction in predictions)
         counts["generated_tokens"] = sum(prediction.tokens or 0 for prediction in predictions)
         counts["judged_answers"] = len(proposals)
         counts["judgement_tokens"] = self._count_judgement_tokens(proposals)
@@ -460,6 +469,60 @@ def merge_predictions(predictions: Sequence[Prediction], equivalent: Equivalent)
         for prediction, answer in zip(ordered, answers, strict=True):
             merged_of[prediction.key] = answer
     return [prediction.model_copy(update={"answer": merged_of[prediction.key]}) for prediction in predictions]
+
+
+class KindSummary(NamedTuple):
+    """How good one kind of confidence is.
+
+    Attributes:
+        kind: The kind.
+        ece: The expected calibration error, 20 bins.
+        brier: The mean squared error of the confidence.
+        auroc: The probability that a right answer has more confidence than a wrong one; nan without either.
+        missing: Number of predictions without it, which count as 0.
+    """
+
+    kind: ConfidenceKind
+    ece: float
+    brier: float
+    auroc: float
+    missing: int
+
+
+def summarise_kinds(predictions: Sequence[Prediction], kinds: Sequence[ConfidenceKind]) -> list[KindSummary]:
+    """Measure each kind of confidence on the same predictions."""
+    correct = [prediction.is_correct for prediction in predictions]
+    summaries = []
+    for kind in kinds:
+        confidence = [prediction.confidence for prediction in choose_kind(predictions, kind)]
+        missing = sum((prediction.confidences or {}).get(kind) is None for prediction in predictions)
+        has_both = any(correct) and not all(correct)
+        summary = KindSummary(
+            kind=kind,
+            ece=ece(confidence, correct),
+            brier=brier(confidence, correct),
+            auroc=auroc(confidence, correct) if has_both else math.nan,
+            missing=missing,
+        )
+        summaries.append(summary)
+    return summaries
+
+
+def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list[Prediction]:
+    """Make another of the stored kinds the confidence of every prediction; a missing one counts as 0.
+
+    Raises:
+        ValueError: A prediction was not asked for this kind.
+    """
+    chosen = []
+    for prediction in predictions:
+        known = prediction.confidences or {}
+        if kind not in known:
+            stored = ", ".join(known) or "label"
+            raise ValueError(f"confidence kind {kind}: {prediction.name} has {stored}")
+        update = {"confidence": known[kind] or 0.0, "confidence_kind": kind}
+        chosen.append(prediction.model_copy(update=update))
+    return chosen
 
 
 def _measure_agreements(predictions: Sequence[Prediction]) -> dict[Key, float]:

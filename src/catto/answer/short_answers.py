@@ -12,7 +12,7 @@ from typing import NamedTuple
 from catto.answer.forms import LEAD, flatten_text
 from catto.answer.grading import find_answer_key, grade_answer
 from catto.answer.response import Source, find_answer_tag, find_answer_text, find_body, find_tags, find_turn_end
-from catto.records import Question
+from catto.records import Grade, Question
 
 MAX_ANSWER = 300  # characters of a short answer
 HASHES = "####"
@@ -38,26 +38,23 @@ class ShortAnswer(NamedTuple):
 NO_SHORT_ANSWER = ShortAnswer(text=None, key=None, source=None)
 
 
-def read_short_answer(text: str, question: Question, *, cut: bool = False) -> ShortAnswer:
+def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -> ShortAnswer:
     """Read the answer of a response to a question without options.
 
     Args:
         text: The response.
-        question: The question. Its accepted answers are not read.
+        grade: How answers to the question are compared.
         cut: Whether the response ran into its token limit. An answer without an end is then not read.
 
     Returns:
         The answer. There is none if the text cannot be compared: not one number where the grade is `number`.
 
     Example:
-        >>> accepted = {"gold": "4", "accepted": ("4",), "grade": "number"}
-        >>> question = Question(id="1", task="sums", split="test", fields={"question": "2 + 2?"}, **accepted)
-        >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", question)
+        >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")
         ShortAnswer(text='$4.00', key='4', source='free')
-        >>> read_short_answer("Two and two.\\nThe answer is 4.", question)
+        >>> read_short_answer("Two and two.\\nThe answer is 4.", "number")
         ShortAnswer(text='The answer is 4.', key='4', source='plain')
     """
-    grade = question.grade or "exact"
     turn = text[: find_turn_end(text)]
     has_tag = find_answer_tag(turn, find_tags(turn)) is not None
     if has_tag:
