@@ -148,9 +148,8 @@ class Fitted:
             return self.of_confidences(answers.confidence)
         with data_errors_at(answers.source):
             rows = read_labels(answers.source, names)
-            return np.array(
-                [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64
-            )
+            confidences = [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows]
+        return np.array(confidences, dtype=np.float64)
 
     def count_fit_questions(self, questions: Iterable[str]) -> int | None:
         """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
