@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +17,9 @@ import pairs
 import pytest
 import torch
 from datasets import Dataset
+from pages import ROOT, blocks
 from tiny import tiny_model, tiny_tokenizer
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 import catto
@@ -159,6 +166,33 @@ def test_every_trainer_logs_numbers_and_an_image(kind: str, tmp_path: Path) -> N
     assert [entry["eval_reliability_ece"] for entry in history] == pytest.approx([point.value for point in scalars])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "block"), [("dpo+catto", "preference"), ("cft", "rcft")])
+def test_a_run_of_a_recipe_logs_what_its_trainer_measures(method: str, block: str, tmp_path: Path) -> None:
+    """The trainer's own numbers, `val_ece` and so on, and those next to the diagram are of the same answers."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from train_world import made_work
+
+    from catto.pipeline.kinds.train import run_train
+
+    settings = {"epochs": 1, "batch_size": 2, "checkpoint_steps": 1, "trl": {"report_to": "tensorboard"}}
+    work = made_work(tmp_path, method, **{block: settings})
+    run_train(work)
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
+    [folder] = (tmp_path / "tensorboard").iterdir()
+    own = EventAccumulator(str(folder)).Reload()
+    ours = EventAccumulator(str(folder / "reliability")).Reload()
+    assert ours.Tags()["images"] == ["eval/reliability"]
+    for name, same in (("ece", "val_ece"), ("accuracy", "val_accuracy"), ("mean_confidence", "val_confidence")):
+        points = ours.Scalars(f"eval/reliability_{name}")
+        expected = own.Scalars(f"eval/{same}")
+        assert len(points) > 1
+        assert [point.step for point in points] == [point.step for point in expected]
+        assert [point.value for point in points] == pytest.approx([point.value for point in expected], abs=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_equal_those_of_evaluate(tmp_path: Path) -> None:
     trainer = plain_trainer(tmp_path, [make_callback()], report_to=[])
@@ -199,6 +233,28 @@ def test_the_best_checkpoint_can_be_chosen_by_ece(tmp_path: Path) -> None:
     assert trainer.state.best_metric == min(history)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "use-with.md").read_text(encoding="utf-8")
+    [code] = [block.text for block in blocks(page) if "DPOTrainer" in block.text]
+    for written, small in (
+        ('"mmlu", "validation", limit=200', '"witnesses", "validation", limit=4'),
+        ("eval_strategy=", "use_cpu=True, bf16=False, max_steps=1, eval_steps=1, disable_tqdm=True, eval_strategy="),
+        ("(questions, tokenizer)", "(questions, tokenizer, max_tokens=8)"),
+    ):
+        assert code.count(written) == 1
+        code = code.replace(written, small)
+    data = preference_data()
+    make_model().save_pretrained("start")  # TRL loads the reference from where the model came from
+    model = AutoModelForCausalLM.from_pretrained("start")
+    names = {"model": model, "tokenizer": tiny_tokenizer(), "train_pairs": data, "held_out_pairs": data}
+    exec(code, names)
+    [entry] = [entry for entry in names["trainer"].state.log_history if "eval_reliability_ece" in entry]
+    assert entry["step"] == 1
+
+
 def test_trackers_are_those_of_report_to() -> None:
     assert list_trackers("wandb") == ["wandb"]
     assert list_trackers(["mlflow", "trackio", "codecarbon"]) == ["mlflow", "trackio"]
@@ -236,10 +292,21 @@ def test_wandb_gets_numbers_and_an_image(tmp_path: Path, monkeypatch: pytest.Mon
         assert run.summary["eval/reliability"]["_type"] == "image-file"
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_trackio_gets_numbers_and_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+@pytest.mark.slow
+def test_trackio_gets_numbers_and_an_image(tmp_path: Path) -> None:
+    """In a process of its own: trackio reads the name of its folder when TRL imports it."""
     pytest.importorskip("trackio", reason="trackio (pip install trackio)")
-    plain_trainer(tmp_path / "out", [make_callback()], report_to=["trackio"], project="catto-test").train()
-    assert list((tmp_path / "trackio").rglob("*.db"))
-    assert list((tmp_path / "trackio").rglob("*.png"))
+    code = (
+        "from pathlib import Path\n"
+        "from test_trainer_callback import make_callback, plain_trainer\n"
+        "plain_trainer(Path('out'), [make_callback()], report_to=['trackio'], project='catto-test').train()"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, capture_output=True)
+    [database] = (tmp_path / "trackio").glob("*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
+    logged = [json.loads(metrics) for _, metrics in rows if "eval/reliability_ece" in str(metrics)]
+    assert len(logged) == STEPS
+    assert all(0 <= metrics["eval/reliability_ece"] <= 1 for metrics in logged)
+    assert len(list((tmp_path / "trackio").rglob("*.png"))) == STEPS

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -31,7 +33,7 @@ from catto.metrics.temperature import confidence_at
 from catto.pipeline import launch
 from catto.pipeline.kinds.steps import read_questions
 from catto.pipeline.run import logging_to
-from catto.pipeline.stage import LOG, BaseSettings, Stage, TrainSettings, Work, write
+from catto.pipeline.stage import LOG, BaseSettings, Stage, TrainSettings, Work, place, write
 from catto.predict import evaluate_model
 from catto.prompts import JUDGEMENT_LABELS, render_completion
 from catto.recipe.settings import LaunchSettings, ModelSettings, ScratchModel
@@ -74,15 +76,35 @@ def run_train(work: Work[TrainSettings]) -> None:
     job = job_of(work)
     # training.json is written last: where it exists, a run was killed while it deleted the checkpoints.
     if not (job.out / "training.json").exists():
-        if job.settings.launch.processes == 1:
-            train(job, work.progress)
-        else:
-            torch.cuda.empty_cache()  # what an engine of this process has left
-            file = job.out / "job.json"
-            file.write_bytes(TypeAdapter(Job).dump_json(job))
-            devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-            launch.start(launch.command(job.settings.launch, file, devices), work.progress)
+        with _tensorboard_folder(work):
+            _train_or_launch(job, work.progress)
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)  # they are several times the model
+
+
+def _train_or_launch(job: Job, progress: Callable[[int, int, str], None]) -> None:
+    """Train in this process, or in as many as `launch` says."""
+    if job.settings.launch.processes == 1:
+        train(job, progress)
+        return
+    torch.cuda.empty_cache()  # what an engine of this process has left
+    file = job.out / "job.json"
+    file.write_bytes(TypeAdapter(Job).dump_json(job))
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    launch.start(launch.command(job.settings.launch, file, devices), progress)
+
+
+@contextmanager
+def _tensorboard_folder(work: Work[TrainSettings]) -> Iterator[None]:
+    """Have TensorBoard's files written next to the stages: those in a checkpoint folder are deleted with it."""
+    variable = "TENSORBOARD_LOGGING_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(work.root / "tensorboard" / place(work.root, work.stage).name)
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 def run_base(work: Work[BaseSettings]) -> None:
@@ -114,6 +136,10 @@ def train(job: Job, progress: Callable[[int, int, str], None]) -> None:
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
+    if trainer.args.report_to and trainer.validation:
+        from catto.integrations.trainer_callback import ValidationReliability
+
+        trainer.add_callback(ValidationReliability(trainer))
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     weights = gathered(trainer)
