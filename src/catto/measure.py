@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from pydantic_core import to_jsonable_python
@@ -47,7 +47,7 @@ from catto.metrics.statistics import (
     drop_invalid_interval,
 )
 from catto.recipe.settings import FEW_QUESTIONS
-from catto.records import Unparsed
+from catto.records import AnswerSource, Unparsed
 
 # Columns that name the question of a row. `id` is last because it may number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
@@ -78,6 +78,7 @@ class ParseCounts:
         free: Answers in their tags.
         plain: Answers without tags.
         fallback: Answers that could not be parsed and were forced to be one of the labels.
+        none: Responses without an answer, where there are no labels.
 
     >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
     '17 of 20 answers had to be forced: the numbers below describe the fallback, not the model.'
@@ -86,12 +87,13 @@ class ParseCounts:
     free: int = 0
     plain: int = 0
     fallback: int = 0
+    none: int = 0
 
     @classmethod
     def of(cls, values: Iterable[str]) -> ParseCounts:
         """Count the values of `Prediction.source`."""
         counts = Counter(values)
-        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"])
+        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"], none=counts["none"])
 
     @classmethod
     def total_of(cls, parts: Iterable[ParseCounts]) -> ParseCounts:
@@ -102,15 +104,16 @@ class ParseCounts:
                 free=total.free + part.free,
                 plain=total.plain + part.plain,
                 fallback=total.fallback + part.fallback,
+                none=total.none + part.none,
             )
         return total
 
     @property
     def total(self) -> int:
         """All answers."""
-        return self.free + self.plain + self.fallback
+        return self.free + self.plain + self.fallback + self.none
 
-    def share(self, kind: Literal["free", "plain", "fallback"]) -> float:
+    def share(self, kind: AnswerSource) -> float:
         """Return the share of one kind, 0 if there are no answers."""
         if self.total == 0:
             return 0.0
@@ -138,6 +141,8 @@ class ParseCounts:
         text = f"fallback {100 * self.share('fallback'):.1f} %"
         if note:
             text += f" ({note})"
+        if self.none:
+            text += f", no answer {100 * self.share('none'):.1f} %"
         if self.plain:
             text += f", plain {100 * self.share('plain'):.1f} %"
         return text
@@ -315,7 +320,7 @@ def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
     if sources is None:
         return None
     kinds = set(sources)
-    if kinds <= {"free", "plain", "fallback"}:
+    if kinds <= {"free", "plain", "fallback", "none"}:
         return sources
     only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
     if "fallback" in kinds and only_some_are_missing:

@@ -14,11 +14,12 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from catto import prompts
-from catto.answer import forms
+from catto.answer import forms, grading
 from catto.engines import check_model, is_hub_id, server_address
 from catto.errors import DataError, data_errors_at, did_you_mean
 from catto.io.text_files import open_input, read_json
@@ -94,16 +95,31 @@ class Graph:
         self.recipe = recipe
         # The files that questions are read from; None where they are generated, or the hub's.
         self._tasks: dict[str, str | None] = {}
+        self._without_options: set[str] = set()
         for name, block in recipe.tasks.items():
             files: list[Path] = []
             with suppress(ValueError):  # the stage that reads it names what is missing
-                files = find_rows(task_of(name, block), block.files, block.data_dir).files
+                task = task_of(name, block)
+                if not task.labels:
+                    self._without_options.add(name)
+                files = find_rows(task, block.files, block.data_dir).files
             self._tasks[name] = _hash(files)
         self._model = contents(recipe.model.path)
         teacher = recipe.own_teacher
         self._teacher = contents(teacher.responses if teacher.source == "responses" else teacher.model)
         self._generating = stages.Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
         self._chosen: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
+
+    def _generating_of(self, task: str) -> stages.Generating:
+        """What determines the responses to a task: questions without options have prompts of their own."""
+        if task not in self._without_options:
+            return self._generating
+        both = content_hash([self._generating.prompts, prompts.open_fingerprint()])
+        return replace(self._generating, prompts=both)
+
+    def _grading_of(self, task: str) -> int | None:
+        """The version of the grading of a task's answers; None where they are labels."""
+        return grading.VERSION if task in self._without_options else None
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +168,8 @@ class Graph:
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
         parser, split = forms.VERSION if teacher.source == "responses" else None, questions.settings.split
-        settings = ResponseSettings(teacher, split, self._generating.prompts, self._teacher, parser, None, None)
+        wording = self._generating_of(questions.settings.task).prompts
+        settings = ResponseSettings(teacher, split, wording, self._teacher, parser, None, None)
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
     def _stream(self, task: str, seed: int, row: Method) -> Stage:
@@ -179,7 +196,8 @@ class Graph:
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
         """Rows of sampled responses, usually one per question: the model is asked as a teacher would be."""
-        generating, temperature = self._generating, 1.0 if outcome is None else outcome.temperature
+        generating = self._generating_of(model.settings.task)
+        temperature = 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
             n=samples,
             temperature=(temperature, temperature),
@@ -199,7 +217,9 @@ class Graph:
     def _rows(self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)) -> Stage:
         asked = {role: need for role, need in responses.needs.items() if role in ("questions", "trained_on")}
         needs = {"responses": responses, **asked}
-        return Stage("rows", name, stages.RowSettings(responses.settings, kinds, forms.VERSION), needs)
+        grading_version = self._grading_of(responses.needs["questions"].settings.task)
+        settings = stages.RowSettings(responses.settings, kinds, forms.VERSION, grading_version)
+        return Stage("rows", name, settings, needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +269,7 @@ class Graph:
             keep=recipe.keep,
             prefix_sharing=recipe.prefix_sharing if row.stage == "preference" else None,
             outcome=outcome,
-            answering=self._generating if rcft else None,
+            answering=self._generating_of(task) if rcft else None,
             parser=forms.VERSION if rcft else None,
             others=recipe.model_dump(mode="json", exclude={*stages.IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
@@ -300,14 +320,15 @@ class Graph:
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
-        settings = stages.TextSettings(split, seed, self._generating, temperatures, limit)
+        settings = stages.TextSettings(split, seed, self._generating_of(task), temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": self.questions(task, split, seed)}
         generating_needs = dict(needs)
         if temperature is not None:
             generating_needs["temperature"] = temperature
         needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
         title = name if temperatures == GREEDY else f"read {name}"
-        return Stage("predicted", title, stages.PredictionSettings(settings, forms.VERSION), needs)
+        reading = stages.PredictionSettings(settings, forms.VERSION, self._grading_of(task))
+        return Stage("predicted", title, reading, needs)
 
     def _validated(self, task: str, seed: int, model: Stage) -> Stage:
         """Greedy predictions on the validation questions; the base model's name says neither task nor seed."""
@@ -481,7 +502,37 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             if seed not in seeds:
                 culprit, known = origin_of(source, overrides, ("seeds",)), ", ".join(map(str, seeds))
                 raise DataError(culprit, None, f"seeds: {seed} is not one of {name}'s split seeds {known}")
+    if problem := _find_need_of_labels(recipe):
+        raise DataError(source, None, problem)
     return recipe
+
+
+def _find_need_of_labels(recipe: Recipe) -> str | None:
+    """Return what of a recipe reads the label of an answer, if there is a task whose answers have none."""
+    without_options = []
+    for name, block in recipe.tasks.items():
+        with suppress(ValueError):  # the stage that reads the task names what is wrong with it
+            if not task_of(name, block).labels:
+                without_options.append(name)
+    if not without_options:
+        return None
+    reason = f"reads the labels of answers, and those to {without_options[0]} have none"
+    for name in recipe.methods:
+        if _reads_answer_labels(find_method(name)):
+            return f"methods: {name} {reason}"
+    if recipe.evaluation.k:
+        return f"evaluation.k: the ranking of candidates {reason}"
+    if recipe.outcome.target != "gold":
+        return f"outcome.target: {recipe.outcome.target} {reason}"
+    if recipe.teacher.source == "labels":
+        return f"teacher.source: labels {reason}"
+    return None
+
+
+def _reads_answer_labels(method: Method) -> bool:
+    """Whether a method reads the label tokens of answers: its training, or the scaling of its confidence."""
+    scores_pairs = method.calibration == "outcome" and method.stream == "none"
+    return method.stage == "scaling" or method.rcft_weight > 0 or method.preference_tokens != "all" or scores_pairs
 
 
 def _origin_of_questions(name: str, block: TaskSettings) -> str:

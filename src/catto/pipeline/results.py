@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from catto import predict
+from catto import elicit, predict
 from catto.engines import ScoredGeneration
-from catto.io.record_files import library_versions, read_records, write_records
+from catto.io.record_files import library_versions, manifest_path, read_records, write_records
 from catto.io.text_files import read_json
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.errors import ece
@@ -21,7 +22,7 @@ from catto.pipeline import stage as stages
 from catto.pipeline.kinds.preference import ACCURACY, MARGINS
 from catto.pipeline.kinds.steps import StoredEngine, engine_of, read_questions
 from catto.pipeline.stage import Stage, Work, chosen, place, write
-from catto.records import Prediction, content_hash
+from catto.records import Prediction, Question, content_hash
 from catto.report.numbers import Cell, Results, Training
 from catto.teacher.responses import GENERATIONS
 
@@ -53,13 +54,34 @@ def run_generated(work: Work[stages.TextSettings]) -> None:
 def run_predicted(work: Work[stages.PredictionSettings]) -> None:
     """Read generated responses: their labels and how probable those are, by the scores stored with the text."""
     text, generations = work.settings.text, work.input("generated") / GENERATIONS
+    questions = read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
+    if not questions[0].has_labels:
+        _read_short_answers(work, questions)
+        return
     predict.read(
         StoredEngine(work, text.generating.evaluation, generations),
-        read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit),
+        questions,
         read_records(generations, ScoredGeneration),
         **_options(text, read_json(work.input("generated") / TEMPERATURES)),
         out=work.out / PREDICTIONS,
         progress=lambda n, total, right: work.progress(n, total, f"{100 * right / n:.1f} % right" if n else ""),
+    )
+
+
+def _read_short_answers(work: Work[stages.PredictionSettings], questions: Sequence[Question]) -> None:
+    """Read and grade the answers of generated responses, and ask the model for P(True) of each."""
+    text, generations = work.settings.text, work.input("generated") / GENERATIONS
+    out = work.out / PREDICTIONS
+    own_copy = elicit.sibling_path(out, "generations")
+    shutil.copyfile(manifest_path(generations), manifest_path(own_copy))
+    shutil.copyfile(generations, own_copy)
+    elicit.evaluate_kinds(
+        engine_of(work, text.generating.evaluation),
+        questions,
+        ["ptrue"],
+        **_options(text, read_json(work.input("generated") / TEMPERATURES)),
+        out=out,
+        progress=lambda n, total, _: work.progress(n, total, "judged"),
     )
 
 

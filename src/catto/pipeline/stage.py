@@ -167,6 +167,7 @@ class RowSettings(StageSettings):
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
     parser: int
+    grading: int | None = None  # the version of the grading; None where answers are labels
 
     def counted(self) -> dict[str, Any]:
         """Add how rows are picked."""
@@ -252,6 +253,7 @@ class PredictionSettings(StageSettings):
 
     text: TextSettings
     parser: int
+    grading: int | None = None  # the version of the grading; None where answers are labels
 
 
 @dataclass(frozen=True)

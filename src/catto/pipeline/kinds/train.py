@@ -403,7 +403,8 @@ def _preference(job: Job, model: Any, tokenizer: Any) -> Prepared:
     if not rows:
         raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
     for labels in dict.fromkeys(row.labels for row in rows):
-        check_labels(tokenizer, labels)
+        if labels:
+            check_labels(tokenizer, labels)
     # Long pairs are dropped before the draw, so that all 500 drawn pairs are trained on, the same for every method.
     pairs = [preference_columns(tokenizer, row) for row in rows]
     fit = drop_too_long(
