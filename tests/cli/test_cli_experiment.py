@@ -20,7 +20,7 @@ from catto.cli.display import Bar, RunDisplay, bars, duration, progress
 from catto.methods import METHODS
 from catto.pipeline.attempts import Attempt
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, StageSettings, content, ordered
+from catto.pipeline.stage import Stage, StageSettings, digest_inputs, list_needed
 from catto.recipe.load import load_recipe, shipped
 
 Capture = pytest.CaptureFixture[str]
@@ -207,8 +207,8 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
 
 def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
-    goal = Graph(load_recipe(str(recipe))).questions("witnesses")
-    with Attempt(out, goal, content(out, goal)):
+    goal = Graph(load_recipe(str(recipe))).plan_questions("witnesses")
+    with Attempt(out, goal, digest_inputs(out, goal)):
         pass
     stages = run(capsys, "plan", recipe, "--out", out, "--json").json
     assert [stage["name"] for stage in stages if stage["standing"] == "begun"] == ["questions witnesses"]
@@ -314,7 +314,7 @@ def test_lengths_of_time_are_short(seconds: float, text: str) -> None:
 
 
 def stages(tmp_path: Path) -> tuple[Stage, ...]:
-    return tuple(ordered([Graph(load_recipe(str(write_recipe(tmp_path)))).responses("witnesses")]))
+    return tuple(list_needed([Graph(load_recipe(str(write_recipe(tmp_path)))).plan_responses("witnesses")]))
 
 
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_short_commands_print_nothing_without_a_terminal(capsys: Capture) -> Non
 def trainings(method: str, count: int) -> list[Stage]:
     """Trainings of one method without what they need, so that nothing else is missing."""
     graph = Graph(load_recipe("quickstart"))
-    return [replace(graph.trained("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
+    return [replace(graph.plan_training("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
 
 
 def displayed(tmp_path: Path, goals: list[Stage], now: list[float]) -> RunDisplay:

@@ -15,7 +15,7 @@ from pages import PAGES, ROOT, blocks, everything
 
 from catto.cli import app
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import ordered
+from catto.pipeline.stage import list_needed
 from catto.recipe import settings as recipe_module
 from catto.recipe.load import load_recipe, shipped
 from catto.recipe.settings import ModelSettings, Recipe, Settings
@@ -78,14 +78,14 @@ def test_named_recipes_load_and_plan_with_their_overrides() -> None:
     assert ("paper", []) in lines
     assert any("train_on=mmlu" in sets for _, sets in lines)
     for name, sets in lines:
-        assert ordered([Graph(load_recipe(name, sets)).report()])
+        assert list_needed([Graph(load_recipe(name, sets)).plan_report()])
 
 
 def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
-    whole = {stage.folder for stage in ordered([Graph(load_recipe("paper")).report()])}
+    whole = {stage.folder for stage in list_needed([Graph(load_recipe("paper")).plan_report()])}
     one = [
         stage.folder
-        for stage in ordered([Graph(load_recipe("paper", ["seeds=[1]"])).report()])
+        for stage in list_needed([Graph(load_recipe("paper", ["seeds=[1]"])).plan_report()])
         if stage.kind != "report"
     ]
     assert one
@@ -97,7 +97,7 @@ def test_shipped_recipes_load_and_plan() -> None:
     for name in shipped():
         recipe = load_recipe(name)
         assert recipe.name == name
-        assert Graph(recipe).cells()
+        assert Graph(recipe).list_cells()
 
 
 @pytest.mark.parametrize("page", PAGES)

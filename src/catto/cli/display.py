@@ -17,7 +17,7 @@ from rich.text import Text
 
 from catto.methods import METHODS
 from catto.pipeline.estimate import stage_seconds
-from catto.pipeline.stage import Stage, done, ordered
+from catto.pipeline.stage import Stage, is_done, list_needed
 
 __all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
 
@@ -123,8 +123,8 @@ class RunDisplay:
         self._bars: dict[str, Bar] = {}  # key of a running stage -> its bar
         self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
         self._missing: dict[str, Stage] = {}
-        for stage in ordered(list(goals)):
-            if done(root, stage):
+        for stage in list_needed(list(goals)):
+            if is_done(root, stage):
                 self._learn(stage, stage_seconds(root, stage) or 0.0)
             else:
                 self._missing[stage.key] = stage

@@ -24,7 +24,7 @@ from catto.cli.options import Seed
 from catto.errors import DataError, join_names
 from catto.io.atomic import write_text
 from catto.pipeline import run as runner
-from catto.pipeline.stage import Stage, account, check, done, finished, ordered, place
+from catto.pipeline.stage import Stage, check_stage, is_done, list_finished, list_needed, read_done, stage_dir
 from catto.recipe.settings import Recipe
 
 
@@ -73,13 +73,13 @@ def go(
 
     execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
     """
-    from catto.pipeline.plan import check_places, freeze
+    from catto.pipeline.plan import check_places, store_recipe
 
     refuse_windows()
     check_places(source, recipe)
     for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
-    missing = [stage for stage in ordered(list(goals)) if not done(root, stage)]
+    missing = [stage for stage in list_needed(list(goals)) if not is_done(root, stage)]
     training = [stage for stage in missing if stage.kind == "train"]
     if training:
         console.needs("torch", "train", "training")  # known now, before a teacher is paid
@@ -87,14 +87,14 @@ def go(
         console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
     with running() as shown:
         if training and execute is None:  # elsewhere are other devices and libraries
-            from catto.pipeline.kinds.train import rehearse
+            from catto.pipeline.rehearsal import rehearse_trainings
 
-            rehearse(source, training)
-        freeze(root, recipe)
+            rehearse_trainings(source, training)
+        store_recipe(root, recipe)
         display = RunDisplay(shown, root, goals)
         if retry_refused:
             runner.forget_refused(root, goals)
-        outcome = execute(root, recipe, goals, display) if execute else runner.run(root, goals, display)
+        outcome = execute(root, recipe, goals, display) if execute else runner.run_goals(root, goals, display)
     for stage, refused in runner.refused_stages(root, goals):
         console.warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     for problem, log in outcome.failed.items():
@@ -160,14 +160,14 @@ def run(
     read, execute = read_recipe(recipe, sets, seeds), None
     if address is not None and on != "ray":
         console.refuse("--address: needs --on ray")
-    root, goal = folder(read, out), Graph(read).report()
+    root, goal = folder(read, out), Graph(read).plan_report()
     if on == "ray":
         console.needs("ray", "ray", "--on ray")
         from catto.pipeline import ray as ray_runner
 
-        execute = partial(ray_runner.run, address=address)
+        execute = partial(ray_runner.run_on_ray, address=address)
     go(recipe, read, root, [goal], retry_refused, repair, execute)
-    report, first = place(root, goal), root / "report.html"
+    report, first = stage_dir(root, goal), root / "report.html"
     if (numbers := store.read_numbers(report / "numbers.json")) is not None:  # None: of another version
         headline = write_headline(numbers)
         for line in (headline.answer, *headline.warnings):
@@ -205,9 +205,9 @@ def stage(
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
-    if missing := runner.unseen(folder, wanted.needs.values(), wanted.name):
+    if missing := runner.wait_for_stages(folder, wanted.needs.values(), wanted.name):
         console.refuse(f"{wanted.name} needs what is not done: {join_names(missing)}")
-    if done(folder, wanted):
+    if is_done(folder, wanted):
         console.say(f"{wanted.name}: done already")
         return
     if wanted.kind == "train":
@@ -235,16 +235,16 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
     """
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
-    stages = finished(folder)
+    stages = list_finished(folder)
     damaged, sizes = list[str](), list[int]()
     with progress("verifying", len(stages)) as step:
         for stage in stages:
             try:
-                check(stage, contents=True)
+                check_stage(stage, contents=True)
             except DataError as error:
                 damaged.append(str(error))
             else:
-                sizes += [size for size, _ in account(stage)["files"].values()]
+                sizes += [size for size, _ in read_done(stage)["files"].values()]
             step()
     whole_stages = len(stages) - len(damaged)
     damaged += _damage_outside_stages(folder)
@@ -258,12 +258,12 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
 
 def _damage_outside_stages(folder: Path) -> list[str]:
     """Return what is wrong with the stored recipes and with the copy of the report's page."""
-    from catto.pipeline.plan import read_stored
+    from catto.pipeline.plan import read_stored_recipe
 
     problems = []
     for path in sorted((folder / "recipes").glob("*.json")):
         try:
-            read_stored(path)
+            read_stored_recipe(path)
         except DataError as error:
             problems.append(str(error))
     copied = folder / "report.html"

@@ -11,7 +11,7 @@ from catto.cli.data import override_task
 from catto.cli.options import ADVANCED, INPUT, QuestionFileOptions, Seed, expand_options
 from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
 from catto.methods import METHODS, Budget, strip_scaling
-from catto.pipeline.stage import chosen, place
+from catto.pipeline.stage import resolve_choice, stage_dir
 
 __all__ = ["train"]
 
@@ -74,8 +74,8 @@ def train(
     task = task or read.train_on or next(iter(read.tasks))
     check_name("--task", task, read.tasks)
     root = folder(read, out)
-    goal = Graph(read).chosen(task, seed, method, budget)
+    goal = Graph(read).plan_choice(task, seed, method, budget)
     go(recipe, read, root, [goal])
-    trained = chosen(root, goal)
+    trained = resolve_choice(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
-    say(str(place(root, trained) / "model"))
+    say(str(stage_dir(root, trained) / "model"))
