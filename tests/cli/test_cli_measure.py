@@ -19,11 +19,14 @@ import pytest
 from command import run, write_lines
 from measure_rows import CONFIDENCE, CORRECT, plain
 
-from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
+from catto.answer_columns import read_graded
+from catto.measure import HEADLINE, MeasureSettings, summarise, verdict
 from catto.metrics.catalogue import METRICS
+from catto.metrics.comparisons import compare
 from catto.metrics.errors import brier_split, ece
+from catto.metrics.resampling import Answers
 from catto.metrics.risk import threshold_for_risk
-from catto.metrics.statistics import Answers, bootstrap, compare, null_band
+from catto.metrics.statistics import bootstrap, null_band
 from catto.records import Prediction
 
 Capture = pytest.CaptureFixture[str]

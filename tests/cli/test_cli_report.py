@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from command import run, write_lines
 
+from catto.answer_columns import read_graded
 from catto.formats.columns import ColumnNames
-from catto.measure import read_graded, summarise
+from catto.measure import summarise
 
 Capture = pytest.CaptureFixture[str]
 

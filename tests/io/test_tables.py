@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from catto import measure
+from catto.answer_columns import GradedAnswers, read_confidences
 from catto.errors import DataError
 from catto.formats.columns import ColumnNames
 from catto.io import tables
-from catto.measure import GradedAnswers, read_confidences
 
 ALWAYS, NEVER = 0, 1 << 60
 NUMBERS = st.sampled_from(

@@ -17,7 +17,8 @@ from catto.prompts import render_completion
 from catto.records import Option, Prediction, Question
 from catto.report.browser import Browser
 from catto.report.build import build, read_experiment
-from catto.report.measuring import CellAnswers, measure_results
+from catto.report.cell_answers import CellAnswers
+from catto.report.measuring import measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.tasks.witnesses import generate_questions
 

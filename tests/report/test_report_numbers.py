@@ -11,25 +11,23 @@ import numpy as np
 import pytest
 from report_world import SMALL, TINY, Measured, measured, write_world
 
+from catto.answer_columns import ParseCounts
 from catto.engines import TAU_GRID
 from catto.errors import DataError
 from catto.io.record_files import read_records, write_records
-from catto.measure import HEADLINE, MeasureSettings, ParseCounts
+from catto.measure import HEADLINE, MeasureSettings
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
-from catto.metrics.statistics import Answers, bootstrap, null_band, null_table
+from catto.metrics.resampling import Answers
+from catto.metrics.statistics import bootstrap, null_band, null_table
 from catto.records import Prediction, Question
 from catto.report import numbers as store
 from catto.report.build import build
-from catto.report.measuring import (
-    decide_verdict,
-    measure_results,
-    measure_risk,
-    measure_selection,
-    read_cell,
-)
+from catto.report.cell_answers import read_cell
+from catto.report.measuring import measure_results, measure_risk, measure_selection
 from catto.report.numbers import Cell
 from catto.report.tables import build_group_tables
+from catto.report.verdict import decide_verdict
 
 
 @pytest.fixture(scope="module")

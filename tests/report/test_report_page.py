@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
+from catto.answer_columns import ParseCounts
 from catto.io.record_files import read_records
-from catto.measure import ParseCounts
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction

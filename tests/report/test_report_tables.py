@@ -16,11 +16,14 @@ import pytest
 from report_world import HOSTILE, SMALL, TINY, measured
 from rich.console import Console
 
+from catto.answer_columns import ParseCounts
 from catto.cli.console import print_table
-from catto.measure import HEADLINE, ParseCounts
+from catto.measure import HEADLINE
 from catto.metrics.catalogue import METRICS, Versus, holm
+from catto.metrics.comparisons import ALPHA
+from catto.metrics.intervals import Interval, NullBand, drop_invalid_interval
 from catto.metrics.selection import Candidates, measure_rules
-from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
+from catto.metrics.statistics import SeedSummary
 from catto.report import render
 from catto.report.figures import choose_looks
 from catto.report.headline import write_headline

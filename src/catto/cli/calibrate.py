@@ -27,7 +27,8 @@ from catto.cli.options import (
 from catto.io.record_files import read_manifest
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.answer_columns import GradedAnswers
+    from catto.measure import MeasureSettings, Summary
     from catto.metrics.binning import Floats
     from catto.metrics.calibrators import Calibrator
 
@@ -95,8 +96,8 @@ def apply(
     Examples:
     catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
     """
+    from catto.answer_columns import GradedAnswers
     from catto.calibrate import apply_file, open_fitted
-    from catto.measure import GradedAnswers
 
     writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)

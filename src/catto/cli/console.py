@@ -152,7 +152,7 @@ def format_number(value: float, percent: bool, signed: bool = False) -> str:
 def format_interval(bounds: HasBounds, percent: bool, signed: bool = False) -> str:
     """Format an interval; a dash if it is undefined.
 
-    >>> from catto.metrics.statistics import Interval
+    >>> from catto.metrics.intervals import Interval
     >>> format_interval(Interval(value=0.03, low=0.019, high=0.044, level=0.95), percent=True)
     '1.9 to 4.4'
     """

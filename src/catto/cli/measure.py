@@ -29,7 +29,8 @@ from catto.cli.options import (
 from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.answer_columns import GradedAnswers
+    from catto.measure import MeasureSettings, Summary
     from catto.metrics.catalogue import Versus
     from catto.metrics.errors import BrierSplit
 
@@ -118,7 +119,8 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.measure import MeasureSettings, read_graded
+    from catto.answer_columns import read_graded
+    from catto.measure import MeasureSettings
     from catto.metrics import catalogue, errors, risk
 
     if figure is not None:
@@ -164,7 +166,8 @@ def measure(
 
 def measure_and_print(file: Path) -> None:
     """Measure a file of predictions with default settings and print the result, as `catto measure FILE` does."""
-    from catto.measure import MeasureSettings, read_graded
+    from catto.answer_columns import read_graded
+    from catto.measure import MeasureSettings
 
     measured = measure_slices(file, read_graded(file), MeasureSettings())
     _warn_of_few_questions(measured)
@@ -416,7 +419,7 @@ def _interval_title(settings: MeasureSettings) -> str:
 def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> None:
     """Print the table of differences and what its marks mean."""
     from catto.metrics.catalogue import METRICS
-    from catto.metrics.statistics import ALPHA
+    from catto.metrics.comparisons import ALPHA
 
     settings = measured.whole.summary.settings
     rows = []

@@ -18,8 +18,8 @@ from catto.recipe.settings import MOST_SAMPLES
 from catto.records import FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:
+    from catto.answer_columns import ParseCounts
     from catto.calibrate import Fitted
-    from catto.measure import ParseCounts
     from catto.metrics.selection import Selected
 
 MOST_CONFIDENT = "most confident"
@@ -76,7 +76,8 @@ def select(
     catto select predictions.jsonl --k 4 --tau 1.3 --json
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
-    from catto.measure import ParseCounts, jsonable
+    from catto.answer_columns import ParseCounts
+    from catto.measure import jsonable
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 

@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from transformers import TrainerCallback
 
-from catto.measure import MeasureSettings, ParseCounts, measure_runs
+from catto.answer_columns import ParseCounts
+from catto.measure import MeasureSettings, measure_runs
 from catto.metrics.binning import reliability
-from catto.metrics.statistics import Answers
+from catto.metrics.resampling import Answers
 from catto.predict import evaluate_model
 from catto.prompts import check_ids
 from catto.records import Prediction, Question

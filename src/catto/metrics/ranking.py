@@ -27,8 +27,9 @@ from catto.metrics.binning import (
     to_score,
     total_weight,
 )
+from catto.metrics.resampling import BootstrapOptions
 from catto.metrics.sharing import keep_last
-from catto.metrics.statistics import BootstrapOptions, ratio_interval
+from catto.metrics.statistics import ratio_interval
 
 
 def auroc(

@@ -15,22 +15,24 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
+from catto.answer_columns import ParseCounts, read_graded
 from catto.errors import DataError, data_errors_at, shorten_text
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames, Fields, answer_of, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
-from catto.measure import MeasureSettings, ParseCounts, read_graded, summarise
+from catto.measure import MeasureSettings, summarise
 from catto.methods import strip_scaling
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Interval, NullBand
+from catto.metrics.intervals import Interval, NullBand
 from catto.records import Prediction, Question, Unparsed, checked_name, content_hash
 from catto.report import VERSION
 from catto.report.browser import Browser
+from catto.report.cell_answers import CellAnswers, read_cell
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import Picture, choose_looks, make_pictures
-from catto.report.measuring import CellAnswers, ProgressCallback, ignore_progress, measure_results, read_cell
+from catto.report.measuring import ProgressCallback, ignore_progress, measure_results
 from catto.report.numbers import Cell, Numbers, Results, read_numbers
 from catto.report.page import render_page
 from catto.report.render import TEMPLATES, Table, csv_text, escape_markdown, latex, markdown

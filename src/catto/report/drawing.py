@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from catto.answer_columns import ParseCounts
 from catto.io.atomic import replace_binary_file
-from catto.measure import ParseCounts
 from catto.metrics.binning import Reliability
-from catto.metrics.statistics import NullBand
+from catto.metrics.intervals import NullBand
 from catto.report.numbers import supported_decimals
 
 # Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.

@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 
 from catto.methods import Budget, ScalingKind, scaled_kind, strip_scaling
 from catto.metrics.binning import reliability
+from catto.metrics.intervals import Interval, NullBand
 from catto.metrics.ranking import RiskCoverage, risk_coverage
-from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
+from catto.report.cell_answers import CellAnswers
 from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
-from catto.report.measuring import CellAnswers
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.tables import TrainedCell, method_order, method_title, setting_title, task_order, task_title
 

@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from catto import methods
-from catto.measure import MOST_FORCED
+from catto.answer_columns import MOST_FORCED
 from catto.methods import Budget
-from catto.metrics.statistics import Interval, NullBand, SeedSummary
+from catto.metrics.intervals import Interval, NullBand
+from catto.metrics.statistics import SeedSummary
 from catto.report.measuring import PREFERENCE, has_papers_budget
 from catto.report.numbers import (
     Cell,
